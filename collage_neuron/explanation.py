@@ -49,14 +49,13 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
     """
     require_compiled(optimizer)
     base = base_of(type(optimizer))
-    known = dry_run.known(base, optimizer)
-    records = dry_run.records(base, optimizer, known)
+    records = dry_run.foreseen(base, optimizer)
     for i, group in enumerate(optimizer.param_groups):
         moved = [p for p in group["params"] if not is_left_alone(p)]
         for dtype in dict.fromkeys(p.dtype for p in moved):
             params = [p for p in moved if p.dtype == dtype]
-            first = plan.plan_update(base, optimizer, group, params, records=records)
-            if "shape" not in first.recording.asked:
+            first = plan.plan_update(base, optimizer, group, params, records)
+            if not first.recording.by_shape:
                 yield i, first
                 continue
             yield from ((i, job) for job in _by_shape(optimizer, group, params, records))
@@ -68,7 +67,7 @@ def _by_shape(
     found: dict[str, plan.Job] = {}
     for shape in dict.fromkeys(p.shape for p in params):
         own = [p for p in params if p.shape == shape]
-        job = plan.plan_update(base_of(type(optimizer)), optimizer, group, own, records=records)
+        job = plan.plan_update(base_of(type(optimizer)), optimizer, group, own, records)
         text = job.recording.captured.text
         found[text] = replace(found[text], params=[*found[text].params, *own]) if text in found else job
     yield from found.values()

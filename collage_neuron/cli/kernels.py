@@ -25,6 +25,7 @@ from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
+from collage_neuron.trace import dry_run
 
 FOLDER = Path(kernels_nki.__file__).parent
 
@@ -65,7 +66,8 @@ def _job(entry: Entry, measured: bool = False) -> plan.Job:
         warnings.simplefilter("ignore")  # of formats and settings, which are for those who train
         optimizer = compile(made, strategy=entry.strategy, arithmetic=entry.arithmetic, verbose=False)
         optimizer.step()
-    (found,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0, measured)
+    base = base_of(type(optimizer))
+    (found,) = plan.plan(base, optimizer, optimizer.param_groups[0], 0, dry_run.foreseen(base, optimizer), measured)
     return found
 
 

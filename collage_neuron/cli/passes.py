@@ -26,6 +26,7 @@ from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.trace import dry_run
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     name: cls
@@ -138,7 +139,8 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
             f"{optimizer} has no passes: {reason}, so it runs as written on fp32 values, which exist during a step; "
             "between steps weights and states are stored as the strategy says (docs/as_written.md)"
         )
-    (job,) = plan.plan(base_of(type(made)), made, made.param_groups[0], 0, measured)
+    base = base_of(type(made))
+    (job,) = plan.plan(base, made, made.param_groups[0], 0, dry_run.foreseen(base, made), measured)
     name = Settings.of(made.param_groups[0]).strategy
     found = explain_measured(made, full) if measured else explain(made, passes=True, graphs=full)
     return f"{figures(optimizer, str(name), job)}\n\n{found}"

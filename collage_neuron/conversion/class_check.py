@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from collage_neuron.eager import limits
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.passes.capture.closures import check_arguments
-from collage_neuron.passes.capture.host_state import untraced
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import naming
+from collage_neuron.runtime.closures import check_arguments
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
 from collage_neuron.torch_privates import unhooked_step
 from collage_neuron.trace import dry_run
+from collage_neuron.trace.undone import undone
 
 
 def check_class(base: Any, settings: Settings) -> None:
@@ -34,7 +34,7 @@ def check_class(base: Any, settings: Settings) -> None:
     if settings.unsupported != "twin":
         check_arguments(base)
         _check_closure(base)
-    with untraced(base):  # constructors count, draw and register too
+    with undone(base):  # constructors count, draw and register too
         _try(base, settings)
 
 
@@ -46,8 +46,7 @@ def _try(base: Any, settings: Settings) -> None:
     check_differentiable(group, 0)
     try:
         with naming(base):
-            known = dry_run.known(base, optimizer)
-            captured = dry_run.records(base, optimizer, known)(group, group["params"][0]).captured
+            captured = dry_run.foreseen(base, optimizer)(group, group["params"][0]).captured
             rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
     except UnsupportedUpdate as refusal:
         if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import partial
-from itertools import starmap
 from types import MappingProxyType
 from typing import Any
 
@@ -29,18 +26,26 @@ from collage_neuron.optimizer.kept_values import restore_low_words, written_in_a
 from collage_neuron.optimizer.waiting import models, models_of
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
-from collage_neuron.passes.capture.closures import check_arguments
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording import aliases, answers, independence, named_states
+from collage_neuron.recording import aliases
 from collage_neuron.recording.bucketing import naming
-from collage_neuron.runtime import recorded_formats, same_steps, worth
+from collage_neuron.runtime import recorded_formats, same_steps
+from collage_neuron.runtime.closures import check_arguments
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings, filled
-from collage_neuron.states import exchanged, imprecise, kept_formats, low_words, narrow_counts, small_steps
+from collage_neuron.states import (
+    exchanged,
+    imprecise,
+    kept_formats,
+    low_words,
+    named_states,
+    narrow_counts,
+    small_steps,
+)
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.names import is_component, split_params
 from collage_neuron.states.saved_values import drop_placeholders
@@ -176,43 +181,21 @@ def _chosen(optimizer: Optimizer, settings: Settings) -> list[Settings]:
 def _plans(
     base: type[Optimizer], optimizer: Optimizer, chosen: Sequence[Settings], known: dry_run.Known | None
 ) -> tuple[Sequence[Plan], UnsupportedUpdate | None]:
-    """The updates of all groups and the formats of their bf16 parameters; none, and why, if steps run as written.
-
-    Where steps are captured, and so nothing is `known` of a traced one, what a recording does not see is looked for.
-    """
+    """The updates of all groups and the formats of their bf16 parameters; none, and why, if steps run as written."""
     records = dry_run.records(base, optimizer, known)
     try:
         plans = [_plan(base, g, s, records) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-        if known is None:
-            independence.check(base, optimizer)
-            answers.check(base, optimizer)
-        else:
-            aliases.check(optimizer)
-        shown = known.of_groups(optimizer) if known is not None else ()
-        named_states.check(base, optimizer, [own.strategy for own in chosen], shown)
+        aliases.check(optimizer)
+        firsts = [(g, recording) for g, (recording, _) in zip(optimizer.param_groups, plans, strict=True)]
+        shown = list(known.of_groups(optimizer)) if known is not None else firsts
+        states = [(g, recording.captured.states) for g, recording in shown if recording is not None]
+        named_states.check(optimizer, [own.strategy for own in chosen], states, in_step=False)
     except UnsupportedUpdate as refusal:
         limits.check(base, optimizer, refusal, chosen)
         check_sound(optimizer, chosen)
         limits.check_states(optimizer)
         return [(None, {})] * len(chosen), refusal
-    if known is not None:
-        return plans, None
-    slower = next(filter(None, starmap(partial(_slower, optimizer), zip(plans, chosen, strict=True))), None)
-    if slower is not None and bookkeeping(optimizer).steps == 0 and not optimizer.state:
-        with suppress(UnsupportedUpdate):  # if it cannot, it is captured
-            limits.check(base, optimizer, slower, chosen)
-            check_sound(optimizer, chosen)
-            return [(None, {})] * len(chosen), slower
     return plans, None
-
-
-def _slower(optimizer: Optimizer, of_group: Plan, settings: Settings) -> UnsupportedUpdate | None:
-    """Why a captured update would be slower than as written, if it would be."""
-    recording, formats = of_group
-    if recording is None or not (recording.captured.reduces or recording.captured.small):
-        return None
-    update = rewrite(recording.captured, formats, settings.arithmetic)
-    return worth.slower(optimizer, update, settings, recording.recordings)
 
 
 def _plan(base: type[Optimizer], group: dict[str, Any], settings: Settings, records: Records) -> Plan:

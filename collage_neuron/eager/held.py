@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import bits, is_given_back
-from collage_neuron.passes.capture.visits import are_atoms
 from collage_neuron.states import steady
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.states.store import States
+from collage_neuron.trace.reachable import ATOMS
 
 SMALL = 4096
 """Up to so many elements a tensor is copied before a step; of larger ones it is only noticed that they were written."""
@@ -108,7 +108,7 @@ def _collect(x: Any, containers: dict[int, Any], tensors: dict[int, torch.Tensor
             if isinstance(x, _CHANGING):
                 containers[id(x)] = x
             inner = _inner(x)
-            waiting += () if are_atoms(inner) else inner
+            waiting += () if ATOMS.issuperset(map(type, inner)) else inner
 
 
 def _inner(x: Any) -> Any:

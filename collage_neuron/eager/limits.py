@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -12,8 +13,6 @@ from collage_neuron.eager.codec import check_codec, converter
 from collage_neuron.eager.memory import is_alone
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
-from collage_neuron.passes.capture.layouts import NoAnswer
-from collage_neuron.passes.capture.shadow import check_whole
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
@@ -50,14 +49,8 @@ def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: Unsupporte
         raise refusal
     if any(words in str(refusal.__cause__) for words in _SECOND_BACKWARD):
         raise _neither(refusal, "it differentiates again, and the gradients that it sees have no graph")
-    if _is_without_answer(refusal):
-        raise _neither(refusal, "the fp32 values lie in memory of their own, and have another answer too")
     for reason in _of_class(optimizer):
         raise _neither(refusal, reason) from refusal
-
-
-def _is_without_answer(error: BaseException | None) -> bool:
-    return error is not None and (isinstance(error, NoAnswer) or _is_without_answer(error.__cause__))
 
 
 def _neither(refusal: UnsupportedUpdate, reason: str) -> UnsupportedUpdate:
@@ -65,10 +58,36 @@ def _neither(refusal: UnsupportedUpdate, reason: str) -> UnsupportedUpdate:
 
 
 def _of_class(optimizer: Optimizer) -> Iterator[str]:
-    try:
-        check_whole(optimizer)
-    except UnsupportedUpdate as inner:
-        yield str(inner)
+    kept = {k: v for k, v in vars(optimizer).items() if k != "state"}
+    inner = [k for k, v in kept.items() if _holds_optimizer(v)]
+    if inner or _holds_optimizer(_unusual(optimizer.state)):
+        yield (
+            f"{type(optimizer).__name__} steps another optimizer ({[*inner, 'state'][0]}); compile that one, and wrap "
+            "the result if the wrapper leaves the weights alone. One that reads or writes weights (Lookahead) must do "
+            "so with collage_neuron.exact_value and collage_neuron.set_exact_value, since p itself is rounded to bf16; "
+            "or put what it does into step() of a subclass of the inner class, with its tensors in optimizer.state[p]"
+        )
+
+
+def _unusual(states: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """`optimizer.state` without the states of parameters."""
+    if {dict}.issuperset(map(type, states.values())) and _LEAVES.issuperset(map(type, states)):
+        return {}
+    return states
+
+
+def _holds_optimizer(x: Any) -> bool:
+    if type(x) in _LEAVES:
+        return False
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, (list, tuple)):
+        return isinstance(x, Optimizer)
+    return any(map(_holds_optimizer, [y for y in x if type(y) not in _LEAVES]))  # each step asks of every group
+
+
+_LEAVES = frozenset({type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter})
+"""Types of objects that lead to no others."""
 
 
 def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings], may_compile: bool) -> Iterator[str]:

@@ -25,7 +25,7 @@ from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.storing import Storing
 from collage_neuron.eager.told import tell
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.passes.capture.closures import Call, Once
+from collage_neuron.runtime.closures import Call, Once
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound

@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
 from collage_neuron.optimizer import bypass, frozen, load_state, methods, step
-from collage_neuron.passes.capture import closures
-from collage_neuron.runtime import amp, nonfinite
+from collage_neuron.runtime import amp, closures, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings, filled
 from collage_neuron.states import cleared, exchanged, kept_formats, low_words, pending, saved_values, small_steps
@@ -68,8 +67,8 @@ class Compiled(Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates every parameter that has a gradient; returns what the step of the class returns.
 
-        That is the closure's loss, if one is given, of updates that are captured: their closure is evaluated once,
-        first. A step as written gets all arguments, and evaluates the closure itself.
+        That is the closure's loss, if one is given, of torch's own classes: their closure is evaluated once, first.
+        Other classes' own code gets all arguments, and evaluates the closure itself.
         """
         base, context = base_of(type(self)), bookkeeping(self).presented
         if context is not None and context.is_step:
@@ -81,14 +80,13 @@ class Compiled(Optimizer):
         skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
         if call.problem and any(Settings.of(group).unsupported != "twin" for group in self.param_groups):
             raise TypeError(call.problem)
-        is_evaluated = call.closure is not None and (skips or step.may_be_captured(base, self, call))
+        is_evaluated = call.closure is not None and (skips or step.may_be_recorded(base, self, call))
         if is_evaluated:
             call = call.evaluated()
         # States that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad(), amp.put_aside(self) as left:
             if amp.prepare(self, left):
-                with closures.given(self, call.closure if is_evaluated else None, call.loss):
-                    return step.take_step(base, self, call)
+                return step.take_step(base, self, call)
         return call.loss
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:

@@ -1,4 +1,4 @@
-"""Writes the numbers that a step changes, after its tensors: of states, groups and the optimizer."""
+"""Writes the numbers that a recorded step changes in states, after its tensors."""
 
 from __future__ import annotations
 
@@ -11,39 +11,26 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.passes.capture.planes import detached
 from collage_neuron.states import steady
 
 if TYPE_CHECKING:
-    from collage_neuron.recording import idle, trace
     from collage_neuron.runtime.plan import Job
 
 
-def finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> None:
-    """Writes the numbers that a job changes: in the states, the group and the optimizer."""
+def finish(optimizer: Optimizer, job: Job) -> None:
+    """Writes the numbers that a job changes in the states."""
     seen = steady.of(optimizer)
     states = steady.states_of(optimizer, job.params, seen)
-    if scalars is not None or seen is None or not _write_alike(states, job.recording.scalars):
+    if seen is None or not _write_alike(states, job.recording.scalars):
         steady.changed(optimizer)
         for p in job.params:
-            _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
+            _write_scalars(optimizer.state[p], job.recording.scalars)
     if job.recording.captured.clears_gradient:
         for p in job.params:
             p.grad = None
     for p in compress(job.params, map(not_, states)):
         if not optimizer.state[p]:
             del optimizer.state[p]  # as torch's SGD, which has none
-    for names, new in (job.group, job.recording.group), (vars(optimizer), job.recording.attributes):
-        if scalars is None and new:
-            _put_all(names, new)
-
-
-def finish_idle(optimizer: Optimizer, lacking: idle.Idle, alone: bool) -> None:
-    """Writes what a step changes in groups without gradients; `alone` if no group has any, in the optimizer too."""
-    for i, recording in lacking.items():
-        _put_all(optimizer.param_groups[i], recording.group)
-        if alone:
-            _put_all(vars(optimizer), recording.attributes)
 
 
 def _write_alike(states: list[dict[str, Any]], scalars: Mapping[str, Any]) -> bool:
@@ -73,27 +60,5 @@ def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
     for name, value in scalars.items():
         if isinstance(value, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
             state[name].copy_(value)
-        elif isinstance(value, torch.Tensor):
-            state[name] = value.clone()
-        elif state.get(name) is not value:  # a list or dictionary is each parameter's own
-            _put(state, name, detached(value))
-
-
-def _put_all(names: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Writes the numbers that a step has changed to attributes or settings."""
-    for name, value in new.items():
-        _put(names, name, value)
-
-
-def _put(names: dict[str, Any], name: str, value: Any) -> None:
-    """Writes a number that a step has changed; tensors, lists and dictionaries in place, since others may hold them."""
-    old = names.get(name)
-    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.dtype == value.dtype:
-        old.copy_(value)
-    elif type(old) is type(value) is list:
-        old[:] = value
-    elif type(old) is type(value) is dict:
-        old.clear()
-        old.update(value)
-    else:
-        names[name] = value
+        else:
+            state[name] = value.clone() if isinstance(value, torch.Tensor) else value

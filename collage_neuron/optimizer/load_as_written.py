@@ -13,10 +13,6 @@ from torch.optim import Optimizer
 from collage_neuron.eager import limits
 from collage_neuron.eager.told import tell
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import worth
-from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
@@ -37,13 +33,11 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
     if alike and (ours.twin or ours.steps):
         return bool(ours.twin)
     ours.twin = ""
-    records = dry_run.records(base, optimizer, dry_run.known(base, optimizer))
+    records = dry_run.foreseen(base, optimizer)
     try:
-        for group, chosen in zip(optimizer.param_groups, settings, strict=True):
+        for group in optimizer.param_groups:
             if group["params"]:
-                recording = records(group, group["params"][0])
-                if not alike and (slower := _slower(optimizer, recording, chosen)) is not None:
-                    raise slower
+                records(group, group["params"][0])
     except UnsupportedUpdate as refusal:
         with suppress(UnsupportedUpdate):
             limits.check(base, optimizer, refusal, settings)
@@ -61,15 +55,6 @@ def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dic
 def _deciding(settings: Settings) -> tuple[object, ...]:
     """The settings that decide whether steps are captured (`runtime/worth.py`)."""
     return settings.strategy, settings.arithmetic, settings.backend, settings.unsupported
-
-
-def _slower(optimizer: Optimizer, recording: Recording, settings: Settings) -> UnsupportedUpdate | None:
-    """Why a captured update would be slower than as written, if it would be."""
-    if not (recording.captured.reduces or recording.captured.small):
-        return None
-    formats = formats_of(recording, settings, torch.bfloat16)
-    update = rewrite(recording.captured, formats, settings.arithmetic)
-    return worth.slower(optimizer, update, settings, recording.recordings)
 
 
 def put_back(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -245,7 +245,7 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
 
 def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[bool]) -> None:
     """Stores every state in its format. For that the next step is recorded, which also shows missing states."""
-    records = dry_run.records(base, optimizer, dry_run.known(base, optimizer))
+    records = dry_run.foreseen(base, optimizer)
     names = {p: f"state[{i}]" for i, p in enumerate(_params(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
@@ -269,7 +269,7 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Stores the states that an optimizer created in its constructor (Adagrad) in their formats, as in checkpoints."""
     if not optimizer.state or any(p.is_meta for p in _params(optimizer)):
         return
-    records = dry_run.records(base, optimizer, dry_run.known(base, optimizer))
+    records = dry_run.foreseen(base, optimizer)
     for group in optimizer.param_groups:
         filled = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
         for params in buckets(optimizer, filled):

@@ -16,22 +16,30 @@ from collage_neuron import torch_privates
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.optimizer import bf16_before, continued, first_step, group_changes, left_out, other_averages
-from collage_neuron.optimizer.finish import finish, finish_idle
+from collage_neuron.optimizer.finish import finish
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.passes.capture import surroundings
-from collage_neuron.passes.capture.closures import Call
-from collage_neuron.recording import answers, idle, independence, named_states, repeated, trace
-from collage_neuron.runtime import agreement, nonfinite, same_steps, worth
+from collage_neuron.runtime import agreement, nonfinite, same_steps, surroundings
+from collage_neuron.runtime.closures import Call
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, job_of, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, small, steady
+from collage_neuron.states import (
+    collector,
+    exchanged,
+    imprecise,
+    joined_words,
+    low_words,
+    named_states,
+    narrow_counts,
+    small,
+    steady,
+)
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
-from collage_neuron.trace import validated
+from collage_neuron.trace import repeated, validated
 from collage_neuron.trace.kinds import Kind, Traces
 from collage_neuron.trace.switch import is_traced
 from collage_neuron.trace.traced_step import Launching, TracedStep, can_wait
@@ -85,22 +93,20 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     return returned
 
 
-def may_be_captured(base: type[Optimizer], optimizer: Optimizer, call: Call) -> bool:
+def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> bool:
     """Returns False if the next step runs as written, as far as is known, or is traced."""
-    if is_traced(base):
-        return False
     ours = bookkeeping(optimizer)
-    if call.closure is not None and ours.twin:
+    if is_traced(base, optimizer) or (call.closure is not None and ours.twin):
         return False  # to try would evaluate the closure once more
     is_first = not (ours.steps or optimizer.state) and any(map(_has_gradient, optimizer.param_groups))
-    return not ours.twin or is_first  # it may have been in evaluation mode when it was compiled
+    return not ours.twin or is_first
 
 
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
-    """Takes a captured step, a traced one, or one as written, and measures it if that is `due`."""
+    """Takes a recorded step, a traced one, or one as written, and measures it if that is `due`."""
     refusal = UnsupportedUpdate(call.problem or ours.twin)
     tracing = _tracing(base, optimizer, call, ours, due)
-    if may_be_captured(base, optimizer, call) and not call.problem:
+    if tracing is None and not call.problem and may_be_recorded(base, optimizer, call):
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
         except UnsupportedUpdate as error:
@@ -115,7 +121,7 @@ def _tracing(
     base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool
 ) -> TracedStep | None:
     """What keeps the operations of the next step waiting, if they can."""
-    if not is_traced(base):
+    if not is_traced(base, optimizer):
         return None
     ours.traces = ours.traces or Traces()
     if call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
@@ -128,10 +134,10 @@ def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -
     """Takes a step that has been traced; whether it is skipped was known before."""
     for job in jobs:
         small.learn(bookkeeping(optimizer), job.recording.captured)
-    _check_named(base, optimizer, jobs)
+    _check_named(optimizer, jobs)
     _tell(base, optimizer, jobs)
     with _interrupting(optimizer) as written:
-        measured = take(optimizer, jobs, None, None, written)
+        measured = take(optimizer, jobs, None, written)
     first_step.tell(base, optimizer, jobs)
     return measured
 
@@ -146,12 +152,12 @@ def _validate_traced(
 ) -> None:
     """Validates a step that has been traced, by its calls."""
     calls = validated.Calls(kind, numbers, params)
-    validate.check_launched(base, optimizer, jobs, take, calls, kind.validated)
+    validate.check(base, optimizer, jobs, take, lambda job: calls, kind.validated)
 
 
-def _check_named(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
+def _check_named(optimizer: Optimizer, jobs: list[Job]) -> None:
     strategies = [Settings.of(group).strategy for group in optimizer.param_groups]
-    named_states.check(base, optimizer, strategies, ((job.group, job.recording) for job in jobs))
+    named_states.check(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
 
 
 @contextmanager
@@ -175,36 +181,19 @@ def _has_gradient(group: dict[str, Any]) -> bool:
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    check_counts(base, steady.of(optimizer))
-    repeats, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
-    records = None if repeats is None else repeats.record
-    jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, records)]
-    _check_named(base, optimizer, jobs)
-    lacking = idle.recordings(base, optimizer)
-    recordings = [*(job.recording for job in jobs), *lacking.values()]
-    for job in jobs if ours.twin else ():  # `compile` chose to run it as written
-        if (slower := worth.slower(optimizer, job.update, job.settings, job.recording.recordings)) is not None:
-            raise slower
-
-    def found() -> independence.Found:  # seldom asked for, and a tensor is hashed in Python
-        return {p: job.recording for job in jobs for p in job.params}
-
-    if independence.check_step(base, optimizer, recordings, found, lacking):
-        answers.check_step(base, optimizer, found())
+    check_counts(optimizer, steady.of(optimizer))
+    records, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
+    jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
+    _check_named(optimizer, jobs)
     _tell(base, optimizer, jobs)
     low_words.drop_stale(optimizer)
     group_changes.tell(optimizer, ours.groups, jobs, formats_of)
-    validate.check(base, optimizer, jobs, take)
+    known = validate.history_of(optimizer).known
+    validate.check(base, optimizer, jobs, take, validated.of_recording, known)
     same_steps.check(optimizer, jobs)  # the last check: what raises in one process must not leave others waiting
     finite = _all_finite(optimizer)
-    taken = left_out.taken(optimizer, jobs, finite)
     with _interrupting(optimizer) as written:
-        measured = []
-        if taken or not jobs:  # objects on the host would advance too, and an iterator does not go back
-            with trace.of_step(base, optimizer, recordings, found) as scalars:
-                measured = take(optimizer, taken, finite, scalars, written)
-                if scalars is None:
-                    finish_idle(optimizer, lacking, alone=not jobs)
+        measured = take(optimizer, left_out.taken(optimizer, jobs, finite), finite, written)
         exchanged.forget(optimizer)
         low_words.remember_step(optimizer)
     first_step.tell(base, optimizer, jobs)
@@ -231,18 +220,16 @@ def take(
     optimizer: Optimizer,
     jobs: list[Job],
     finite: torch.Tensor | None,
-    scalars: trace.Scalars | None = None,
     written: Written | None = None,
 ) -> list[Measured]:
     """Takes the planned step; returns the measurements of its updates.
 
-    If `finite` is given and false, the jobs of groups with `nonfinite="skip"` change nothing. If `scalars` are given
-    (by `trace`), they replace the host scalars of the recordings, and other host changes have already been applied.
+    If `finite` is given and false, the jobs of groups with `nonfinite="skip"` change nothing.
     The tensors that the backends write are added to `written`, before they are written.
     """
     measured = _run(optimizer, jobs, finite, [] if written is None else written)
     for job in jobs:
-        finish(optimizer, job, scalars)
+        finish(optimizer, job)
     _count_draws(jobs)
     return measured
 

@@ -1,4 +1,4 @@
-"""The view of a parameter's state that recordings give to the optimizer's own code."""
+"""A parameter's state as the optimizer's own code knows it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,47 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.passes.capture.layouts import LAYOUT, has_usual_layout
-from collage_neuron.passes.capture.planes import check_floating
-from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped, Shaped
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states import small as small_states
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import names_in
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.states.steady import Seen
 from collage_neuron.states.store import is_host_scalar
+
+
+class ParamShaped:
+    """Represents a parameter-shaped state, whose values a recording does not need."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape that it has."""
+        return self.like.shape
+
+
+class OneNumber(ParamShaped):
+    """Represents a state of one number that is computed from tensors: 0-d, beside the parameter `like`."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """That of a number."""
+        return ()
+
+
+class Shaped(ParamShaped):
+    """Represents a state of another shape than the parameter's: of its rows, of its columns, or of a view of it."""
+
+    def __init__(self, like: torch.Tensor, shape: Sequence[int]) -> None:
+        super().__init__(like)
+        self._shape = tuple(shape)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape that it has."""
+        return self._shape
 
 
 def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> dict[str, Any]:
@@ -31,7 +63,7 @@ def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -
 
 def _without_value(value: Any, p: torch.Tensor) -> ParamShaped:
     if isinstance(value, ParamShaped):
-        return value.beside(p) if not isinstance(value, Shaped) else value
+        return value
     if small_states.may_be(value) and p.dim():
         return OneNumber(p)
     is_other = small_states.may_be_of_rows(value, p) or small_states.may_be_of_view(value, p)
@@ -65,17 +97,19 @@ def _is_number(name: str, value: Any, p: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or (value.dim() == 0 and is_host_scalar(value, p)):
         return True
     if not value.dtype.is_floating_point:
-        check_floating(name, value.dtype)
+        _check_floating(name, value.dtype)
     return False
 
 
-def attribute(p: torch.Tensor, name: str) -> Any:
-    """A key of what a step asks of a parameter: parameters with different ones have separate recordings."""
-    if name == "shape":
-        return p.shape
-    if name == LAYOUT:
-        return all(has_usual_layout(x) for x in (p, p.grad) if x is not None)
-    return number(getattr(p, name, ...))
+def _check_floating(name: str, dtype: torch.dtype) -> None:
+    """Raises for an integer or boolean state of the parameter's shape."""
+    if not dtype.is_floating_point:
+        raise UnsupportedUpdate(
+            f"the update keeps optimizer.state[p][{name!r}] in {dtype}, shaped like the parameter; states are stored "
+            "in floating-point formats, where counts end (at 256 in bf16) and logic is arithmetic: keep it in float32 "
+            f"and store it so (strategy={{{name!r}: 'fp32', ...}}), count in a number for all elements, or leave the "
+            "optimizer uncompiled"
+        )
 
 
 def number(value: Any) -> Any:
@@ -135,27 +169,22 @@ class _Alike(NamedTuple):
         )
 
 
-def alike(seen: Seen, params: Sequence[torch.nn.Parameter], asked: Sequence[str]) -> list[list[Any]] | None:
-    """`params` by the recordings that they share, if only the structure tells them apart; else None.
-
-    `asked` are the attributes of parameters that the step looks at.
-    """
-    if not {"shape"}.issuperset(asked):
-        return None
-    what = "alike", *asked, *sorted(bookkeeping(seen.optimizer).small)
+def alike(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[list[Any]] | None:
+    """`params` by the recordings that they share, if only the structure tells them apart; else None."""
+    what = "alike", *sorted(bookkeeping(seen.optimizer).small)
     known, key = seen.structure.table(what), tuple(map(id, params))  # the structure holds the parameters
     found: list[_Alike] | None = known.get(key)
     if found is None:
-        found = seen.structure.keep(known, key, _by_kind(seen, params, asked))
+        found = seen.structure.keep(known, key, _by_kind(seen, params))
     return [part.params for part in found] if all(part.agree(seen.state_of(part.params)) for part in found) else None
 
 
-def _by_kind(seen: Seen, params: Sequence[torch.nn.Parameter], asked: Sequence[str]) -> list[_Alike]:
+def _by_kind(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[_Alike]:
     kinds = _kinds(seen)
-    found: dict[Any, _Alike] = {}
+    found: dict[int, _Alike] = {}
     for p, state in zip(params, seen.state_of(params), strict=True):
         kind = kinds.of(p, state)
-        found.setdefault((kind.id, p.shape if asked else None), _Alike([], kind)).params.append(p)
+        found.setdefault(kind.id, _Alike([], kind)).params.append(p)
     return list(found.values())
 
 

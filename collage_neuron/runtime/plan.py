@@ -23,10 +23,9 @@ from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shard_names import handles_shards
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording.bucketing import buckets, learn, naming, record
+from collage_neuron.recording.bucketing import buckets, naming
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.recorded_formats import as_stored, named, rewritten_for, signs_of
@@ -86,26 +85,23 @@ def plan(
     optimizer: Optimizer,
     group: dict[str, Any],
     index: int,
+    records: Records,
     measured: bool = False,
-    records: Records | None = None,
 ) -> list[Job]:
     """The jobs for the parameters of a group that have gradients; with `measured`, their updates measure themselves.
 
-    `records` has the recordings that need not be made anew.
+    `records` has, or makes, the recordings of the next step.
     """
     check_settings(group, index)
     params = list(compress(group["params"], map(_is_given, map(attrgetter("grad"), group["params"]))))
     places = _Places(index, params)
     check_stepped(params, places, steady.of(optimizer))
     exchanged.check_same(optimizer, params, places)
-    jobs = [
-        plan_update(base, optimizer, group, part, measured, records)
+    return [
+        plan_update(base, optimizer, group, part, records, measured)
         for bucket in buckets(optimizer, params)
         for part in _parts(group, bucket)
     ]
-    if learn(optimizer, [job.recording for job in jobs]):
-        return plan(base, optimizer, group, index, measured, records)
-    return jobs
 
 
 _is_given = partial(is_not, None)
@@ -123,8 +119,8 @@ def plan_update(
     optimizer: Optimizer,
     group: dict[str, Any],
     params: list[torch.nn.Parameter],
+    records: Records,
     measured: bool = False,
-    records: Records | None = None,
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
@@ -132,11 +128,11 @@ def plan_update(
     seen = steady.of(optimizer)
     backend = _backend_of(settings, p, seen)
     with naming(base):
-        recording = record(base, optimizer, group, p) if records is None else records(group, p)
+        recording = records(group, p)
         if recording.captured.reduces or recording.captured.seen_as is not None:
             ask = partial(wrappers.gives_parts, optimizer)  # it lists all objects of the process
             are_parts = ask() if seen is None else seen.structure.once("gives_parts", ask)
-            _check_whole(base, params, are_parts, recording, backend)
+            _check_whole(params, are_parts, recording, backend)
         return job_of(optimizer, group, params, recording, measured)
 
 
@@ -237,9 +233,7 @@ def _check_as_seen(params: list[torch.nn.Parameter], captured: Captured) -> None
             )
 
 
-def _check_whole(
-    base: type, params: list[torch.nn.Parameter], are_parts: bool, recording: Recording, backend: Backend
-) -> None:
+def _check_whole(params: list[torch.nn.Parameter], are_parts: bool, recording: Recording, backend: Backend) -> None:
     """Raises for parameters of which this process has a part, if what others have of it cannot be added."""
     for p in params:
         if are_parts or not is_sharded(p):
@@ -247,10 +241,6 @@ def _check_whole(
                 raise _of_part(p, "no DTensor says which processes have the others; its sum would be that of the part")
         elif recording.captured.seen_as is not None:
             raise _of_part(p, "the step sees it in another shape (view), whose rows have elements in several processes")
-        elif recording.reads:
-            raise _of_part(p, "the step reads a sum back into Python (.item()), where DTensor gives that of the part")
-        elif name := handles_shards(base):
-            raise _of_part(p, f"the step handles shards itself ({name}), and a recording shows it whole parameters")
         elif not backend.adds_shards:
             raise _of_part(p, f"backend {backend.name!r} does not add up sums of several processes")
         elif reason := why_not(p):

@@ -7,16 +7,12 @@ from itertools import chain, compress
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.passes.capture.position_aware import is_of_torch
 from collage_neuron.states.steady import Seen
 
 
-def check_counts(base: type[Optimizer], seen: Seen | None) -> None:
-    """Raises ValueError if two states of an optimizer of torch hold one 0-d tensor: each step would count twice.
-
-    Other classes may keep one count for all parameters, and are recorded with it.
-    """
-    if seen is None or not is_of_torch(base):
+def check_counts(optimizer: Optimizer, seen: Seen | None) -> None:
+    """Raises ValueError if two states of an optimizer of torch hold one 0-d tensor: each step would count twice."""
+    if seen is None:
         return
     values = list(chain.from_iterable(map(dict.values, seen.states)))
     places = seen.structure.once("counts", lambda: tuple(isinstance(x, torch.Tensor) and not x.dim() for x in values))
@@ -25,6 +21,6 @@ def check_counts(base: type[Optimizer], seen: Seen | None) -> None:
         return
     name = next(k for state in seen.states for k, x in state.items() if id(x) in counts and counts.count(id(x)) > 1)
     raise ValueError(
-        f"two states hold one tensor as {name!r}, and {base.__name__} would advance it once for each of them in every "
-        f"step; nothing was updated: give each state its own (state[{name!r}] = state[{name!r}].clone())"
+        f"two states hold one tensor as {name!r}, and {type(optimizer).__name__} would advance it once for each of "
+        f"them in every step; nothing was updated: give each state its own (state[{name!r}] = state[{name!r}].clone())"
     )

@@ -6,7 +6,7 @@ Optimizers that run Muon and Adam in one step have states that only some paramet
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,31 @@ def check_left(optimizer: Optimizer, shown: Mapping[torch.Tensor, Collection[str
             text = sentence(names, states)
             warnings.warn(f"{text}. Some parameters had no gradient so far: if none of them has it, it is misspelt",
                           stacklevel=2)  # fmt: skip
+        bookkeeping(optimizer).named.add(names)
+
+
+def check(
+    optimizer: Optimizer,
+    strategies: Sequence[StrategyLike],
+    shown: Iterable[tuple[Group, Collection[str]]],
+    in_step: bool = True,
+) -> None:
+    """Checks the strategies of the groups, each mapping once, against the states of updates, with their groups.
+
+    In a step parameters without a gradient may have other states, and nothing is said yet.
+
+    Raises:
+        ValueError: a mapping names a state that no parameter of the groups with that mapping has.
+    """
+    there = list(shown)
+    for names, groups in unchecked(optimizer, strategies):
+        ids = set(map(id, groups))
+        states = dict.fromkeys(name for group, own in there if id(group) in ids for name in own)
+        if not names <= states.keys():
+            params = [p for group in groups for p in group["params"]]
+            if in_step and any(p.requires_grad and p.grad is None for p in params):
+                continue
+            raise ValueError(sentence(names, states))
         bookkeeping(optimizer).named.add(names)
 
 

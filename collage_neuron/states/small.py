@@ -2,28 +2,23 @@
 
 They are fp32, in the shapes in which the optimizer makes them.
 
-A 0-d tensor in a state is a number of the host otherwise (`step`), and looks the same. A recording distinguishes them:
-a state to which a step writes tensors, or that a step makes of them, is one of these. What was found is kept by name,
-for parameters with dimensions (`Bookkeeping.small`), so that later recordings, and the buckets of parameters that share
-one, need no second attempt. All states of a 0-d parameter are 0-d, which is another question (`zero_dim`).
+A 0-d tensor in a state is a number of the host otherwise (`step`), and looks the same. A step distinguishes them: a
+state to which it writes tensors, or that it makes of them, is one of these. What was found is kept by name, for
+parameters with dimensions (`Bookkeeping.small`). All states of a 0-d parameter are 0-d.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.recorder import NumberWritten, number_written
-from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import OneNumber
-from collage_neuron.passes.capture.shape_watch import EVERY_NUMBER
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import Bookkeeping
@@ -31,39 +26,6 @@ from collage_neuron.states.sharding import ORDINARY, is_sharded
 
 BYTES = 4
 """Of each number."""
-
-
-class Decided(NamedTuple):
-    """A state as a recording needs it, and the recording."""
-
-    shown: dict[str, Any]
-    recording: Recording
-    makes: int
-    """Which 0-d tensors that the step makes on the parameter's device are none of the host's numbers (`capture`)."""
-
-
-def decide(take: Callable[..., Recording], p: Tensor, shown: Mapping[str, Any], makes: int) -> Decided:
-    """The state `shown` with the numbers that are computed from tensors as `OneNumber`, and the recording of that.
-
-    `take` records the next step of a parameter with the given state, and `made` (`capture`).
-    """
-    state = dict(shown)
-    while True:
-        try:
-            recording = take(state, made=makes)
-        except UnsupportedUpdate as error:
-            name = number_written(error)
-            if makes < EVERY_NUMBER and name is None and isinstance(error.__cause__, NumberWritten):
-                with suppress(UnsupportedUpdate):
-                    return decide(take, p, state, makes + 1)
-            if name is None or not may_be(state.get(name)):
-                raise
-            found = {name}
-        else:
-            found = {name for name in recording.captured.small if may_be(state.get(name))}
-            if not found:
-                return Decided(state, recording, makes)
-        state |= dict.fromkeys(found, OneNumber(p))
 
 
 def may_be(x: object) -> bool:

@@ -169,7 +169,7 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
         has_rows = bool(tensors[own["param"]].dim())
         key = group, dtype, captured.text, tuple(captured.fresh.items()), has_rows, bits_of(slots)
         if key not in found:
-            found[key] = Planned(group, [], Recording(captured, slots, {}, {}, {}, (), frozenset()), [], more)
+            found[key] = Planned(group, [], Recording(captured, slots), [], more)
         found[key].params.append(i)
         found[key].numbers.append(_getter(at))
     return list(found.values()), list(reads)

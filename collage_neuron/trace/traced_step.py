@@ -30,8 +30,8 @@ from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, memories_of, users_of
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of, with_states
+from collage_neuron.trace.own_code import asks_for_types
 from collage_neuron.trace.placeholders import give, has_value, wait, withdraw
-from collage_neuron.trace.types_asked import asks_for_types
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
 if TYPE_CHECKING:

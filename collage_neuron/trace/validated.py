@@ -1,7 +1,7 @@
-"""Validates traced steps: what is launched, against the step's own calls, run once more by torch in fp32 on a sample.
+"""Validates steps: what is launched, against the step's own calls, run once more by torch in fp32 on a sample.
 
 The calls are those that the user's code has made. Nothing that made updates of them has a part in it: neither lanes nor
-graphs, passes or backends. The samples, the bounds and the errors are those of captured steps (`validation/`).
+graphs, passes or backends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collage_neuron.trace.calls import arguments, memories_of
 from collage_neuron.trace.kinds import Kind
 from collage_neuron.trace.placeholders import set_data
 from collage_neuron.validation import synthetic
-from collage_neuron.validation.fp32_twin import InFp32, NoSample, Ran
+from collage_neuron.validation.in_fp32 import InFp32, NoSample, Ran
 from collage_neuron.validation.sample import SEEN, block, indices
 from collage_neuron.validation.sampled import Plan, Sample
 
@@ -59,7 +59,8 @@ class Calls:
 
     kind: Kind
     numbers: Sequence[float]
-    params: Sequence[Tensor]
+    params: Sequence[Tensor] | None
+    """Those of the step; None if the calls are about one parameter, and are the same for all."""
 
     def plan(self, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
         """The elements of `p` to take."""
@@ -95,7 +96,8 @@ class Calls:
         return Replay(taken, g, part)
 
     def _about(self, p: Tensor) -> Part | None:
-        return part_of(self.kind, next(i for i, q in enumerate(self.params) if q is p), self._bound)
+        i = 0 if self.params is None else next(i for i, q in enumerate(self.params) if q is p)
+        return part_of(self.kind, i, self._bound)
 
     @cached_property
     def _bound(self) -> list[Bound]:
@@ -120,6 +122,11 @@ class Calls:
         return next(
             call.makes[place - call.first].shape for call in self.kind.calls if call.makes and place in call.returns
         )
+
+
+def of_recording(job: Job) -> Calls:
+    """The calls of a recorded step."""
+    return Calls(job.recording.kind, job.recording.numbers, None)
 
 
 @dataclass(frozen=True)
@@ -177,11 +184,7 @@ class Replay(InFp32):
             for _ in range(steps):
                 with mode:
                     values = self._part.run({**values, "grad": grad.clone()})
-        return self._ran(mode, values, stacked, _NO_NUMBERS)
-
-
-_NO_NUMBERS: Mapping[str, Any] = {"state": {}, "group": {}, "attributes": {}}
-"""Those that a step leaves on the host: that it was the user's own."""
+        return self._ran(mode, values, stacked)
 
 
 def _asked(call: Bound) -> Iterator[str]:

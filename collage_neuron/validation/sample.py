@@ -10,17 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.capture import capture
-from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped, Shaped, shown_as
-from collage_neuron.passes.ir.update import Captured
+from collage_neuron.recording.visible import OneNumber, ParamShaped, Shaped
 from collage_neuron.states import kept_formats, words
-from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_shared_word, names_in
 from collage_neuron.states.sharding import local, set_gradient
 from collage_neuron.states.store import kept_format
-from collage_neuron.validation.sampled import STACKED, Plan, Sample, same_number, sample_of, shown
+from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
@@ -33,51 +28,6 @@ SEEN = 1 << 15
 """The same for a parameter that its update sees in another shape, of which there are no smaller samples."""
 SEARCHED = 1 << 22
 """Number of elements of a gradient that are searched for the largest and the smallest."""
-
-
-def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
-    """The elements of `p` to take: those in `flat`, unless the update is a different one in another shape.
-
-    None if the update differs in every shape that a sample can have. Of an update with reductions, the sample is a
-    parameter of its own, with sums of its own, on both sides; so copies of it are not stepped as one tensor.
-    """
-    shape, alone = local(p).shape, job.recording.captured.reduces
-    if job.recording.captured.seen_as is not None:  # which depends on the numbers of dimensions and elements
-        whole = indices(p.numel()).reshape(shape) if p.shape == shape and p.numel() <= SEEN else None
-        return None if whole is None else Plan(whole, False, job.recording)
-    if "shape" not in job.recording.asked:
-        return Plan(flat, not alone, job.recording)
-    # In exactly the shape of the twin: what is equal in another one may be so by chance (2 * 256 elements are 512).
-    recording = None if alone else _recorded(base, optimizer, job, p, (STACKED, *flat.shape))
-    if recording is not None and _same_numbers(recording, job.recording):
-        return Plan(flat, True, recording)
-    if shape and p.shape == shape and p.numel() <= WHOLE:
-        return Plan(indices(p.numel()).reshape(shape), False, job.recording)
-    if not shape:  # its states could not be distinguished from numbers
-        return None
-    index = block(shape)
-    recording = _recorded(base, optimizer, job, p, tuple(index.shape))
-    return None if recording is None else Plan(index, False, recording)
-
-
-def _recorded(
-    base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, shape: tuple[int, ...]
-) -> Recording | None:
-    """The recording of `p` with another shape; None if that is a different update."""
-    other = shown_as(p, torch.empty(shape, device="meta", dtype=torch.float32))
-    state = shown(optimizer, job, p)
-    captured = job.recording.captured
-    shaped = {k: _beside(v, other, captured, k) if isinstance(v, ParamShaped) else v for k, v in state.items()}
-    try:
-        recording = capture(base, optimizer, job.group, other, shaped, bookkeeping(optimizer).makes_small)
-    except UnsupportedUpdate:
-        return None
-    return recording if recording.captured.text == captured.text else None
-
-
-def _beside(value: ParamShaped, other: Tensor, captured: Captured, name: str) -> ParamShaped:
-    """What represents a state of a parameter with another shape."""
-    return Shaped(other, captured.shape_of(name, other.shape)) if isinstance(value, Shaped) else value.beside(other)
 
 
 def spread(grad: Tensor, turn: int) -> Tensor:
@@ -96,13 +46,6 @@ def spread(grad: Tensor, turn: int) -> Tensor:
 def indices(n: int) -> Tensor:
     """Those of the first elements."""
     return torch.arange(n, dtype=torch.int64, device="cpu")
-
-
-def _same_numbers(one: Recording, other: Recording) -> bool:
-    if one.slots != other.slots:
-        return False
-    kinds = (one.scalars, other.scalars), (one.group, other.group), (one.attributes, other.attributes)
-    return all(x.keys() == y.keys() and all(same_number(x[k], y[k]) for k in x) for x, y in kinds)
 
 
 def block(shape: Sequence[int]) -> Tensor:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import ParamShaped
-from collage_neuron.recording.visible import visible
+from collage_neuron.recording.visible import ParamShaped, visible
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
 from collage_neuron.states import kept_formats, small, words
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -94,8 +93,6 @@ class Expected:
     """Masks of elements whose result depends on rounding: a sign, a comparison, a cancellation."""
     overflowed: Tensor
     """The mask of elements for which torch's own arithmetic left the range of fp32."""
-    numbers: Mapping[str, Any]
-    """Host scalars of the state, entries of the group and attributes of the optimizer that the step changed."""
 
 
 def sample_of(
@@ -141,16 +138,3 @@ def shown(optimizer: Optimizer, job: Job, p: torch.nn.Parameter) -> dict[str, An
         return visible(state, p, bookkeeping(optimizer).small)
     own = {k: v for k, v in state.items() if not is_component(k, state)}
     return {k: ParamShaped(p) if k in job.recording.captured.states else v for k, v in own.items()}
-
-
-def same_number(x: Any, y: Any) -> bool:
-    """Returns True if two host scalars are equal, up to the precision of their types."""
-
-    def plain(v: Any) -> Any:
-        return v.tolist() if isinstance(v, Tensor) else v
-
-    floats = [v for v in (x, y) if isinstance(v, Tensor) and v.is_floating_point()]
-    if len(floats) == 2 and x.dtype != y.dtype:  # torch loads a number of a bf16 parameter in bf16
-        ulp = max(torch.finfo(v.dtype).eps for v in floats)
-        return torch.allclose(x.double(), y.double(), rtol=2 * ulp, atol=0.0, equal_nan=True)
-    return repr(plain(x)) == repr(plain(y))

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.passes.capture.host_state import HostState
-from collage_neuron.passes.capture.shadow import ParamShaped, twin_of
+from collage_neuron.recording.visible import ParamShaped
 from collage_neuron.states import words
-from collage_neuron.torch_privates import unhooked_step
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:
@@ -75,29 +73,6 @@ def _states(job: Job, param: Tensor, names: list[str], g: torch.Generator, of_st
     shapes = {k: job.recording.captured.shape_of(k, param.shape) for k in names}
     made = {k: v for k, v in found.items() if isinstance(v, Tensor) and v.shape == shapes.get(k)}
     return {k: (made[k] if k in made else gradient(shapes[k], g).abs()).detach().clone() for k in names}
-
-
-def of_own_steps(
-    base: type[Optimizer],
-    optimizer: Optimizer,
-    job: Job,
-    p: torch.nn.Parameter,
-    param: Tensor,
-    g: torch.Generator,
-) -> Mapping[str, Any]:
-    """The states that the user's code makes; none if it cannot start without states."""
-    own: dict[str, Any] = {}
-    with HostState(base, optimizer, {"optimizer.state[p]": own}) as host, torch.no_grad():
-        values = {"param": param.clone(), "grad": gradient(param.shape, g)}
-        twin = twin_of(base, optimizer, job.group, p, own, values)
-        host.instead_of(optimizer, twin.optimizer)
-        try:
-            for _ in range(WARM):
-                twin.param.grad = gradient(param.shape, g)
-                unhooked_step(base)(twin.optimizer)
-            return dict(twin.state)
-        except Exception:  # an optimizer that fills its state when it is made raises what it likes
-            return {}
 
 
 def fetch(taken: Sample) -> None:

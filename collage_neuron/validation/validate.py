@@ -1,8 +1,8 @@
 """Translation validation: checks the rewritten update against the optimizer's own `step()` before a step.
 
 At steps 1, 2, 4, 8, ... and whenever the update was not validated before, a sample of a parameter of every job is
-stepped twice: by the rewritten update, and by the user's code on fp32 copies. If the results differ by more than the
-formats and the arithmetic round, the step is not taken.
+stepped twice: by the rewritten update, and by the step's own calls on fp32 copies. If the results differ by more than
+the formats and the arithmetic round, the step is not taken.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.numerics.formats import BUILT_IN, format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES
@@ -29,7 +27,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient
 from collage_neuron.validation import arrived, sample, synthetic
 from collage_neuron.validation.comparison import Found
-from collage_neuron.validation.fp32_twin import InFp32, NoSample, Twin, expected
+from collage_neuron.validation.in_fp32 import InFp32, NoSample, expected
 from collage_neuron.validation.sampled import Plan, Sample
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ class History:
 
     steps: int = 0
     known: set[Any] = field(default_factory=set)
-    """Updates that were validated."""
+    """Recorded updates that were validated, with their backends."""
     told: set[str] = field(default_factory=set)
     """States that the user was warned of."""
     compared: int = 0
@@ -74,54 +72,30 @@ def history_of(optimizer: Optimizer) -> History:
     return found
 
 
-def check(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take: Take) -> None:
-    """Validates the step that `jobs` are about to take, if that is due.
+def check(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    jobs: Sequence[Job],
+    take: Take,
+    again: Callable[[Job], Again],
+    known: set[Any],
+) -> None:
+    """Validates the step that `jobs` are about to take, if that is due, or one of their updates is not `known`.
 
     Raises:
         TranslationError: a value is further off than rounding explains; nothing has been changed.
-        UnsupportedUpdate: the same of a step that reads numbers from tensors, if it may run as written.
     """
-    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # every result is zero
-        return
-    history, own = history_of(optimizer), OwnStep(base, optimizer)
-    steps = history.steps + 1
-    found = list(chosen(jobs, steps, lambda job: _key(job) not in history.known))
-    for job in found:
-        with _numbers_as_written(base, job):
-            validate_job(base, optimizer, job, take, own, steps)
-    history.steps = steps
-    history.known |= {_key(job) for job in found}
-
-
-def check_launched(
-    base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take: Take, again: Again, known: set[Any]
-) -> None:
-    """The same of a step that is taken `again` by other means; `known` are updates and backends that were validated."""
     history = history_of(optimizer)
     steps = history.steps + 1
     is_new = not known.issuperset(map(_launched_by, jobs))
-    if (is_new or is_due(steps)) and not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+    if (is_new or is_due(steps)) and not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # there every result is zero
         for job in list(chosen(jobs, steps, lambda job: _launched_by(job) not in known)):
-            validate_job(base, optimizer, job, take, again, steps)
+            validate_job(base, optimizer, job, take, again(job), steps)
         known.update(map(_launched_by, jobs))
     history.steps = steps
 
 
 _launched_by = attrgetter("update", "backend")
-
-
-@contextmanager
-def _numbers_as_written(base: type[Optimizer], job: Job) -> Iterator[None]:
-    """Has a step that reads numbers from tensors run as written, if it may, where these make a difference."""
-    try:
-        yield
-    except TranslationError as error:
-        if not job.recording.reads or job.settings.unsupported != "twin":
-            raise
-        raise UnsupportedUpdate(
-            f"the update of {base.__name__} computes with values that it reads from tensors (.item()), Python in "
-            "double and a captured update in fp32, and what they find differs by more than rounding explains"
-        ) from error
 
 
 def is_due(steps: int) -> bool:
@@ -171,28 +145,6 @@ class Again(Protocol):
 
     def in_fp32(self, p: torch.nn.Parameter, taken: Sample, g: torch.Generator) -> InFp32:
         """What takes the step of a sample of `p`."""
-
-
-@dataclass(frozen=True)
-class OwnStep:
-    """By the user's own `step()`, on another optimizer of the class."""
-
-    base: type[Optimizer]
-    optimizer: Optimizer
-
-    def plan(self, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
-        """The elements of `p` to take."""
-        return sample.plan(self.base, self.optimizer, job, p, flat)
-
-    def states(
-        self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
-    ) -> Mapping[str, Any]:
-        """States after a few steps."""
-        return synthetic.of_own_steps(self.base, self.optimizer, job, p, param, g)
-
-    def in_fp32(self, p: torch.nn.Parameter, taken: Sample, g: torch.Generator) -> InFp32:
-        """What takes the step."""
-        return Twin(self.base, self.optimizer, p, taken, g)
 
 
 def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, again: Again, steps: int) -> None:

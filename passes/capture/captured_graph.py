@@ -14,7 +14,6 @@ from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.capture.functionalize import Builder, filled, number_fills
 from collage_neuron.passes.capture.matrices import MatrixBuilder, may_have_rows, states_in
 from collage_neuron.passes.capture.other_shapes import Step, in_one_shape, without_idle_views
-from collage_neuron.passes.capture.planes import NO_DIMENSIONS
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref
 from collage_neuron.passes.capture.reductions import is_reduction
 from collage_neuron.passes.ir.update import Captured
@@ -92,7 +91,7 @@ def _graph_of(step: Step, slots: int) -> _Graph:
 
 
 def _other_graphs(step: Step, slots: int) -> Iterator[Callable[[], _Graph]]:
-    if step.shape == NO_DIMENSIONS:
+    if not step.shape:
         return
     step = without_idle_views(step)
     steps = [step, *in_one_shape(step)]
@@ -133,15 +132,12 @@ def _with_rows(step: Step, slots: int) -> _Graph:
 
 
 def _check_shape(name: str, ref: Ref, shape: tuple[int, ...]) -> None:
-    """Raises for a state of another shape than the parameter's, but for one number (the 0-d result of a reduction).
-
-    A 0-d parameter may not have such a number: all of its states are 0-d, and nothing would tell which are which.
-    """
-    if ref.shape != shape and (ref.shape or shape == NO_DIMENSIONS):
+    """Raises for a state of another shape than the parameter's, but for one number (the 0-d result of a reduction)."""
+    if ref.shape != shape and ref.shape:
         raise UnsupportedUpdate(
-            f"the update keeps optimizer.state[p][{name!r}], a tensor of shape {list(ref.shape)}"
-            f"{'' if ref.shape else ' beside a 0-d parameter'}; states have the parameter's shape, or are one number "
-            "of a parameter with dimensions: keep it as torch.full_like(p, value), or leave the optimizer uncompiled"
+            f"the update keeps optimizer.state[p][{name!r}], a tensor of shape {list(ref.shape)}; states have the "
+            "parameter's shape, or are one number of a parameter with dimensions: keep it as torch.full_like(p, "
+            "value), or leave the optimizer uncompiled"
         )
 
 

@@ -37,7 +37,6 @@ from collage_neuron.passes.capture.functionalize import (
     is_foreach,
     unrolled,
 )
-from collage_neuron.passes.capture.planes import NO_DIMENSIONS
 from collage_neuron.passes.capture.recorder import Op, Ref
 from collage_neuron.passes.capture.reductions import is_outer, is_reduction
 from collage_neuron.torch_privates import schema
@@ -80,7 +79,7 @@ def _resolved(label: Label) -> Label:
 
 def may_have_rows(shape: Sequence[int]) -> bool:
     """Returns True for the shape of a parameter that has rows and columns."""
-    return len(shape) > 1 and tuple(shape) != NO_DIMENSIONS
+    return len(shape) > 1
 
 
 class MatrixBuilder(Builder):

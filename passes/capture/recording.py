@@ -1,8 +1,9 @@
-"""`Recording`: the result of recording a step: the update, its numbers, and the changes on the host."""
+"""`Recording`: what a step does to a parameter: the update, its numbers, and those that it leaves in the state."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,21 +16,12 @@ class Recording:
 
     captured: Captured
     slots: list[float]
-    scalars: dict[str, Any]
+    scalars: dict[str, Any] = field(default_factory=dict)
     """Host scalars of the parameter's state after the step (`step`, ...)."""
-    group: dict[str, Any]
-    """Entries of the parameter group that the step changed."""
-    attributes: dict[str, Any]
-    """Attributes of the optimizer that the step changed: numbers, and lists or dicts of them."""
-    host: tuple[str, ...]
-    """Other changes on the host, which a recording does not carry: objects, iterators, globals, generators."""
-    asked: frozenset[str]
-    """Attributes of the parameter that the step read, `shape` included: if they differ, recordings may differ."""
+    by_shape: bool = False
+    """True if parameters of other shapes may have other updates."""
     following: Recording | None = None
     """The step after, if this one makes a state of the gradient and does not show what becomes of it."""
-    compared: Recording | None = None
-    """What is compared with other recordings of the same step, if this one was merged from several (`outcomes`)."""
-    reads: bool = False
-    """True if the step reads values from tensors (`.item()`), for numbers of the update."""
-    recordings: int = 1
-    """How often the step was recorded for it."""
+    kind: Any = None
+    """The calls of the step that was recorded (`trace.kinds.Kind`), and their numbers, with which it is validated."""
+    numbers: Sequence[float] = ()

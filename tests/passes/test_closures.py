@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron import UnsupportedUpdate
-from collage_neuron.passes.capture.closures import ATTRIBUTE
+from collage_neuron.runtime.closures import ATTRIBUTE
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 

@@ -12,9 +12,9 @@ import torch
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
-from collage_neuron.passes.capture import tape as tapes
+from collage_neuron.trace import tape as tapes
 from collage_neuron.passes.capture.followed import Settings
-from collage_neuron.passes.capture.tape import Tape
+from collage_neuron.trace.tape import Tape
 from collage_neuron.recording import bucketing, repeated
 from collage_neuron.states.bookkeeping import bookkeeping
 

@@ -1,4 +1,4 @@
-"""Runs the user's own `step()` on a sample in fp32, and estimates how much rounding may change its results."""
+"""Takes a step again on a sample in fp32, and estimates how much rounding may change its results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import rounding
 from collage_neuron.passes.analysis.perturbation import Perturbation
-from collage_neuron.passes.capture.capture import Held
-from collage_neuron.passes.capture.closures import own_step
-from collage_neuron.passes.capture.host_state import HostState
-from collage_neuron.passes.capture.planes import detached, is_plain
-from collage_neuron.passes.capture.shadow import Shadow, twin_of
-from collage_neuron.validation.sampled import STACKED, Expected, Sample, shown
+from collage_neuron.validation.sampled import STACKED, Expected, Sample
 
 RUNS = 12
 """Number of perturbed copies of a sample that are stepped one by one, if the shape matters (else `STACKED`)."""
@@ -44,8 +38,8 @@ def expected(twin: InFp32) -> Expected:
     if twin.taken.plan.flat:
         return _expected(twin, twin.run(STACKED, stacked=True))
     runs = [twin.run(1, stacked=False, plain=i == 0) for i in range(1 + RUNS)]
-    after, moved, added = (_joined(r) for r in zip(*(r[1:4] for r in runs), strict=True))
-    return _expected(twin, Ran(runs[0].numbers, after, moved, added, torch.cat([r.overflowed for r in runs])))
+    after, moved, added = (_joined(r) for r in zip(*(r[:3] for r in runs), strict=True))
+    return _expected(twin, Ran(after, moved, added, torch.cat([r.overflowed for r in runs])))
 
 
 def _joined(runs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -55,7 +49,6 @@ def _joined(runs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 class Ran(NamedTuple):
     """A step of the twin; the first dimension of each tensor counts the copies, of which the first is not perturbed."""
 
-    numbers: Mapping[str, Any]
     after: Mapping[str, Tensor]
     moved: Mapping[str, Tensor]
     """The perturbation of each value itself (`Perturbation.moved`)."""
@@ -77,7 +70,7 @@ def _expected(twin: InFp32, ran: Ran) -> Expected:
         stored = NEGLIGIBLE[arithmetic] * rounding(fmt, new.abs()) + 2.0**-15 * new.abs()
         small = (bound <= (new - old).abs() / 4) | (bound <= stored)
         unsure[name] = new.isfinite() & ~small & (bound != 0)
-    return Expected(values, bounds, unsure, ran.overflowed.any(dim=0), ran.numbers)
+    return Expected(values, bounds, unsure, ran.overflowed.any(dim=0))
 
 
 def _own(arithmetic: str, fmt: Format) -> float:
@@ -123,7 +116,7 @@ class InFp32(ABC):
                 mode.follow(name, x)
         return mode
 
-    def _ran(self, mode: Perturbation, left: Mapping[str, Any], stacked: bool, numbers: Mapping[str, Any]) -> Ran:
+    def _ran(self, mode: Perturbation, left: Mapping[str, Any], stacked: bool) -> Ran:
         """What a step has `left` of its values, of which those with formats are compared."""
         found = {name: left[name].detach() for name in self.taken.formats}
         if stacked and len({x.shape for x in found.values()}) > 1:  # `grad.view(1, -1)` takes all copies for one
@@ -133,7 +126,7 @@ class InFp32(ABC):
         def of_all(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {k: _as_copies(x[k], stacked) if k in x else torch.zeros_like(v) for k, v in after.items()}
 
-        return Ran(numbers, after, of_all(mode.moved), of_all(mode.added), _as_copies(mode.overflowed, stacked))
+        return Ran(after, of_all(mode.moved), of_all(mode.added), _as_copies(mode.overflowed, stacked))
 
     def _fills(self) -> float:
         """The relative error of storing a number with which a state is filled."""
@@ -144,49 +137,6 @@ class InFp32(ABC):
             stored = float(formats[name].decode(formats[name].encode(x)))
             lost.append(abs(stored - value) / abs(value) if value and math.isfinite(stored / value) else 0.0)
         return 1.01 * max(lost)
-
-
-class Twin(InFp32):
-    """Builds optimizers of the user's class over fp32 copies of a parameter's sample, and steps them."""
-
-    def __init__(
-        self, base: type[Optimizer], optimizer: Optimizer, p: torch.nn.Parameter, taken: Sample, g: torch.Generator
-    ) -> None:
-        super().__init__(taken, g)
-        self._base, self._optimizer, self._param = base, optimizer, p
-
-    def run(self, copies: int, stacked: bool, plain: bool = False, steps: int = 1) -> Ran:
-        """Takes a step of the user's class."""
-        state = shown(self._optimizer, self.taken.job, self._param)
-        with HostState(self._base, self._optimizer, {"optimizer.state[p]": state}) as host:
-            return self._run(host, state, copies, stacked, plain, steps)
-
-    def _run(self, host: HostState, state: dict[str, Any], copies: int, stacked: bool, plain: bool, steps: int) -> Ran:
-        twin = twin_of(
-            self._base, self._optimizer, self._find_group(), self._param, state, self._copies(copies, stacked)
-        )
-        host.instead_of(self._optimizer, twin.optimizer)
-        held = Held(twin.group), Held(vars(twin.optimizer))
-        with torch.no_grad():
-            mode = self._perturbation({"param": twin.param, "grad": twin.param.grad, **twin.state}, stacked, plain)
-            self._step(twin, mode, steps)
-        group, attributes = (h.changed() for h in held)
-        tensors = {**twin.state, "param": twin.param, "grad": twin.param.grad}
-        names = twin.state.keys() - self.taken.formats.keys()
-        state = {k: detached(v) for k in names if is_plain(v := twin.state[k]) or isinstance(v, Tensor)}
-        return self._ran(mode, tensors, stacked, {"state": state, "group": group, "attributes": attributes})
-
-    def _step(self, twin: Shadow, mode: Perturbation, steps: int) -> None:
-        try:
-            for _ in range(steps):
-                with own_step(self._base, twin.optimizer) as step, mode:
-                    step()
-        except Exception as error:
-            raise NoSample from error
-
-    def _find_group(self) -> dict[str, Any]:
-        groups = self._optimizer.param_groups
-        return next(g for g in groups if any(q is self._param for q in g["params"]))
 
 
 def _as_copies(x: Tensor, stacked: bool) -> Tensor:

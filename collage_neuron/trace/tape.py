@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture import symbolic
+from collage_neuron.trace import symbolic
 
 
 class Lost(UnsupportedUpdate):

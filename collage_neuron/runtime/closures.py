@@ -1,0 +1,117 @@
+"""Closures: the arguments of a step, and a closure that is evaluated once before it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from inspect import Parameter
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.torch_privates import unhooked_step
+
+
+class Call(NamedTuple):
+    """The arguments with which a step was called."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    closure: Any = None
+    loss: Any = None
+    """What the closure has returned, if it was evaluated."""
+    problem: str = ""
+    """Not empty if there are other arguments than a closure: a captured update cannot have them."""
+
+    def evaluated(self) -> Call:
+        """The same call once the closure was evaluated: the code gets one that does not do it again at first."""
+        with torch.enable_grad():
+            loss = self.closure()
+        once = Once(self.closure, loss)
+        args = tuple(once if x is self.closure else x for x in self.args)
+        return self._replace(
+            args=args, kwargs={k: once if x is self.closure else x for k, x in self.kwargs.items()}, loss=loss
+        )
+
+
+class Once:
+    """A closure that was evaluated before the step, and may be evaluated again."""
+
+    def __init__(self, closure: Any, loss: Any) -> None:
+        self._closure, self._loss, self.is_new = closure, loss, True
+
+    def result(self, is_current: bool) -> Any:
+        """The loss that there is, once, if weights and gradients are still those of then; else another one."""
+        is_current, self.is_new = is_current and self.is_new, False
+        return self._loss if is_current else self._closure()
+
+    def __call__(self) -> Any:
+        """Evaluates the closure again."""
+        return self._closure()
+
+
+def call_of(base: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The call of a step with these arguments."""
+    try:
+        return Call(args, kwargs, closure_among(base, args, kwargs))
+    except TypeError as error:
+        return Call(args, kwargs, problem=str(error))
+
+
+# --- the arguments of step --------------------------------------------------------------------------------------------
+
+
+def check_arguments(base: type[Optimizer]) -> None:
+    """Raises UnsupportedUpdate for a class whose `step` requires other arguments than a closure."""
+    required = [p.name for p in _parameters(base) if p.default is p.empty and p.kind not in _VARIABLE]
+    other = [name for name in required if name != "closure"]
+    if other:
+        raise UnsupportedUpdate(
+            f"{base.__name__}.step() requires the argument {other[0]!r}, and a compiled step takes a closure only; "
+            f"let step() read it from param_groups or from an attribute of the optimizer (self.{other[0]})"
+        )
+
+
+def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The closure among the arguments of `step`, or None.
+
+    Raises:
+        TypeError: another argument is passed.
+    """
+    if not args and not kwargs:
+        return None
+    name, positional = _name(base), _positional(base)
+    named = [(positional[i] if i < len(positional) else f"argument {i + 1}", x) for i, x in enumerate(args)]
+    for key, value in (*named, *kwargs.items()):
+        if key != name or not (value is None or callable(value)):
+            raise TypeError(
+                f"step() of a compiled {base.__name__} takes a closure only, got {key}={value!r}; put it into "
+                f"param_groups (group[{key!r}] = ...) or an attribute of the optimizer, and let step() read it there; "
+                "nothing was updated"
+            )
+    return next((value for _, value in (*named, *kwargs.items()) if value is not None), None)
+
+
+_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def _parameters(base: type[Optimizer]) -> list[Parameter]:
+    """The parameters of `step`, without `self`."""
+    found = list(inspect.signature(unhooked_step(base)).parameters.values())
+    return found[1:] if found and found[0].kind not in _VARIABLE else found
+
+
+def _positional(base: type[Optimizer]) -> list[str]:
+    """The names of the positional arguments."""
+    names = [
+        p.name for p in _parameters(base) if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return names or ["closure"]
+
+
+def _name(base: type[Optimizer]) -> str:
+    """The name of the closure argument: `closure`, or else the first one."""
+    names = [p.name for p in _parameters(base)]
+    return "closure" if "closure" in names else _positional(base)[0]

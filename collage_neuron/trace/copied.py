@@ -1,0 +1,199 @@
+"""A copy of an optimizer whose tensors have no memory, and the steps that it takes.
+
+The copy has placeholders in place of parameters, gradients and states, and copies of what else the optimizer holds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_neuron import torch_privates
+from collage_neuron.errors import UnsupportedUpdate, pointing_at
+from collage_neuron.passes.capture.source_location import raised_at
+from collage_neuron.recording.visible import ParamShaped, visible
+from collage_neuron.runtime import surroundings
+from collage_neuron.runtime.preconditions import is_left_alone
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import is_sharded
+from collage_neuron.trace import met, shards
+from collage_neuron.trace.calls import Uncompiled, users_of
+from collage_neuron.trace.copies import Copies, Guard, without_value
+from collage_neuron.trace.kinds import Before, Kind, Left, planned_of, with_states
+from collage_neuron.trace.placeholders import has_value, wait, waits
+from collage_neuron.trace.waiting import SHARED, Waiting
+
+
+class Stepped(NamedTuple):
+    """What a step of a copy has done."""
+
+    kind: Kind
+    numbers: list[float]
+
+
+class Copied:
+    """A copy of an optimizer over some parameters, on their device or another one, and the steps that it takes."""
+
+    def __init__(self, base: type[Optimizer], optimizer: Optimizer, device: torch.device | None = None) -> None:
+        self._base, self._guard, self._device = base, Guard(), device
+        self.copies = Copies(self._guard.owns)
+        self.params: dict[int, Any] = {}
+        """The copies of parameters, by the ids of these."""
+        self._groups: list[int] = []
+        self._dtypes: list[torch.dtype] = []
+        self._has_parts = False
+        self.optimizer: Any = object.__new__(base)
+        of_torch = {k: v for k, v in vars(optimizer).items() if k in attributes_of_torch()}
+        vars(self.optimizer).update(of_torch, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+        self.optimizer.param_groups, self.optimizer.state = [], defaultdict(dict)
+
+    def add_params(self, group: int, params: Sequence[Tensor]) -> None:
+        """Copies parameters of a group, by its number."""
+        for p in params:
+            made = self.params[id(p)] = _parameter(p, self._device)
+            self.copies.known[id(p)] = p, made
+            self._groups.append(group)
+            self._dtypes.append(p.dtype)
+            self._has_parts = self._has_parts or is_sharded(p)
+
+    def add_state(self, p: Tensor, shown: Mapping[str, Any]) -> None:
+        """Copies the state of a parameter, as its code knows it."""
+        self.optimizer.state[self.params[id(p)]] = {k: self._state(v, p) for k, v in shown.items()}
+
+    def _state(self, value: Any, p: Tensor) -> Any:
+        if isinstance(value, ParamShaped):
+            return without_value(p, None if type(value) is ParamShaped else value.shape, self._device)
+        return self.copies.of(value)
+
+    def step(self, waiting: Callable[..., Waiting] = Waiting, *context: AbstractContextManager[Any]) -> Stepped:
+        """Takes a step, in further contexts, whose calls are written down by `waiting`.
+
+        Raises:
+            Uncompiled, or UnsupportedUpdate: it is no update of single parameters.
+        """
+        tensors, before = self._found()
+        mode = waiting(tensors, {}, (), (), (), self._read, self._state_of, self._no_value)
+        self._mode, holders = mode, torch_privates.references(tensors)
+        try:
+            with surroundings.usual(), torch.no_grad(), self._guard, ExitStack() as stack:
+                for each in (*context, mode):
+                    stack.enter_context(each)
+                torch_privates.unhooked_step(self._base)(self.optimizer)
+        except UnsupportedUpdate as error:
+            with pointing_at(raised_at(error)):
+                raise
+        except Exception as error:  # whatever user code raises
+            said = f"{type(error).__name__}: {error}"
+            with pointing_at(raised_at(error)):
+                raise UnsupportedUpdate(f"on a copy whose tensors have no values, step() raises {said}") from error
+        if mode.failed is not None:
+            raise mode.failed
+        return self._stepped(mode, before, holders)
+
+    def _stepped(self, mode: Waiting, before: Before, holders: Sequence[int]) -> Stepped:
+        mode.put_originals(state for state in self.optimizer.state.values() if type(state) is dict)
+        left, calls = self._left(mode), mode.calls
+        named = with_states(before.named, calls)
+        planned, reads = planned_of(before, named, left, mode)
+        for each in planned if self._has_parts else ():
+            shards.check_elementwise(each.recording)
+        self._check_kept(mode, holders, before, left)
+        mode.exchange_states(met.exchange_back)
+        return Stepped(Kind(before, named, calls, left, left.named(), planned, reads, [], []), mode.numbers)
+
+    def _read(self) -> None:
+        raise UnsupportedUpdate(self._mode.why)
+
+    def _state_of(self, x: Tensor) -> met.Name | None:
+        states = ((i, self.optimizer.state.get(p, {})) for i, p in enumerate(self.params.values()))
+        return next(((i, name) for i, own in states for name, t in dict.items(own) if t is x), None)
+
+    def _no_value(self, x: Tensor) -> Tensor:
+        raise Uncompiled("step() reads a value, and before it none is known")
+
+    def _found(self) -> tuple[list[Tensor], Before]:
+        """The tensors that wait, by their places, and how the step finds them."""
+        tensors: list[Tensor] = []
+        before = Before([], [], self._groups, self._dtypes, [], torch.get_default_dtype())
+        for p in self.params.values():
+            p.grad = without_value(p, device=self._device)
+            state = self.optimizer.state.get(p, {})
+            if not isinstance(state, dict):
+                raise Uncompiled("a state is not a dictionary")
+            own = {"param": p, **{k: x for k, x in state.items() if waits(x)}, "grad": p.grad}
+            before.named.append({name: len(tensors) + i for i, name in enumerate(own)})
+            before.keys.append(tuple(state))
+            tensors += own.values()
+        return tensors, before
+
+    def _left(self, mode: Waiting) -> Left:
+        params = list(self.params.values())
+        states = [self.optimizer.state.get(p, {}) for p in params]
+        if not {dict}.issuperset(map(type, states)):
+            raise Uncompiled("a state is not a dictionary")
+        values = [x for state in states for x in state.values()]
+        return Left(
+            [tuple(state) for state in states],
+            mode.places_of(values),
+            mode.places_of(params),
+            mode.places_of([p.grad for p in params]),
+        )
+
+    def _check_kept(self, mode: Waiting, holders: Sequence[int], before: Before, left: Left) -> None:
+        """Raises Uncompiled for most of what a step keeps: of states that were replaced, it is not asked."""
+        first, stays = len(holders), left.places()
+        is_shared = mode.is_shared(first, users_of(mode.calls, mode.tensors))
+        gradients = [named["grad"] for named in before.named]
+        made = mode.let_go(first)
+        held = zip(made, enumerate(torch_privates.references(made), first), strict=True)
+        kept = any(n > 2 and i not in stays and t.numel() != 1 for t, (i, n) in held)
+        now = torch_privates.references(mode.tensors)
+        mode.tensors += made
+        if is_shared or kept or any(now[i] > holders[i] for i in gradients):
+            raise Uncompiled(SHARED)
+
+
+def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
+    """A copy of all of an optimizer."""
+    copied = Copied(base, optimizer)
+    copies, made = copied.copies, copied.optimizer
+    copies.known[id(optimizer)] = optimizer, made
+    for i, group in enumerate(optimizer.param_groups):
+        copied.add_params(i, [p for p in group["params"] if not is_left_alone(p)])
+    params = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in copied.params}
+    for key, p in params.items():
+        vars(copied.params[key]).update(copies.of(vars(p)))
+    names = vars(optimizer).keys() - attributes_of_torch() - {"step"}  # a `step` among them is another's, which counts
+    vars(made).update({k: copies.of(v) for k, v in vars(optimizer).items() if k in names and k[:9] != "_collage_"})
+    made.defaults = copies.of(optimizer.defaults)
+    made.param_groups = [copies.of(dict(group)) for group in optimizer.param_groups]
+    for owner, state in optimizer.state.items():
+        if id(owner) in params and isinstance(state, dict):
+            copied.add_state(owner, visible(state, owner, bookkeeping(optimizer).small))
+        else:
+            made.state[copies.of(owner)] = copies.of(state)
+    return copied
+
+
+@cache
+def attributes_of_torch() -> frozenset[str]:
+    """Attributes that every optimizer has: its groups and state, hooks, defaults.
+
+    When they are asked for, since the first optimizer of a process makes torch import its compiler, for two seconds.
+    """
+    return frozenset(vars(torch.optim.SGD([{"params": []}])))
+
+
+def _parameter(p: Tensor, device: torch.device | None) -> Any:
+    made = without_value(p, device=device)
+    has_value(made)
+    made.__class__ = torch.nn.Parameter
+    wait(made)
+    return made.requires_grad_(p.requires_grad)

@@ -1,0 +1,142 @@
+"""Copies of what an optimizer holds: containers, objects, small tensors; a mode in which nothing else is written."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_neuron import torch_privates
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states.sharding import ORDINARY, TRIED
+from collage_neuron.trace.placeholders import placeholder, waits
+
+SMALL = 4096
+"""Up to so many elements a tensor that the optimizer holds is copied; a larger one has no value in a dry run."""
+MOST = 100_000
+"""Objects that are copied at most."""
+
+
+def without_value(like: Tensor, shape: Sequence[int] | None = None, device: torch.device | None = None) -> Tensor:
+    """A placeholder for a tensor, in another shape or on another device if these are given."""
+    device = device or (like.device if like.device.type in TRIED else torch.device("cpu"))
+    sizes = torch.empty(like.shape if shape is None else shape, dtype=torch.float32, device="meta")
+    return placeholder(sizes.shape, like.stride() if shape is None else sizes.stride(), torch.float32, device)
+
+
+class Copies:
+    """Copies of what an optimizer holds; each object has one."""
+
+    def __init__(self, owns: Any) -> None:
+        self.known: dict[int, tuple[Any, Any]] = {}
+        """By ids the objects, which stay alive by that, and their copies."""
+        self._owns = owns
+
+    def of(self, x: Any) -> Any:
+        """The copy of an object; the object itself if it has none."""
+        if type(x) in _ATOMS:
+            return x
+        if id(x) not in self.known:
+            if len(self.known) > MOST:
+                raise UnsupportedUpdate(f"the optimizer holds more than {MOST:,} objects, which are not copied")
+            self.known[id(x)] = x, x  # of one that refers to itself
+            self.known[id(x)] = x, self._copy(x)
+        return self.known[id(x)][1]
+
+    def _copy(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._tensor(x)
+        if isinstance(x, (dict, list, set, deque)):
+            return self._container(x)
+        if isinstance(x, tuple):
+            items = list(map(self.of, x))
+            return x._make(items) if hasattr(x, "_make") else type(x)(items)
+        if isinstance(x, types.MethodType):
+            return types.MethodType(x.__func__, self.of(x.__self__))
+        if isinstance(x, partial):
+            return partial(self.of(x.func), *self.of(x.args), **self.of(x.keywords))
+        if isinstance(x, torch.Generator):
+            return x.clone_state()
+        return self._object(x)
+
+    def _tensor(self, x: Tensor) -> Tensor:
+        if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta:
+            return without_value(x)
+        made = x.detach().clone()
+        self._owns(made)
+        return made
+
+    def _container(self, x: Any) -> Any:
+        made = x.copy()
+        self.known[id(x)] = x, made
+        made.clear()
+        if isinstance(x, dict):
+            made.update({self.of(k): self.of(v) for k, v in x.items()})
+        else:
+            (made.update if isinstance(x, set) else made.extend)(list(map(self.of, x)))
+        return made
+
+    def _object(self, x: Any) -> Any:
+        """A copy of an object of a class that is written in Python, with its attributes; modules stay what they are."""
+        kind = type(x)
+        if isinstance(x, (type, types.ModuleType, types.FunctionType, torch.nn.Module)) or not hasattr(x, "__dict__"):
+            return x
+        if any(c is not object and "__dict__" not in vars(c) and not vars(c).get("__module__") for c in kind.__mro__):
+            return x
+        try:
+            made = object.__new__(kind)
+        except TypeError:  # a class of C, or of one
+            return x
+        self.known[id(x)] = x, made
+        vars(made).update(self.of(vars(x)))
+        return made
+
+
+_ATOMS = {int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+
+
+class Guard(torch_privates.DispatchMode):
+    """A mode in which no tensor is written that was there before, and is no copy."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
+        self._own: dict[int, Tensor] = {}
+
+    def owns(self, x: Tensor) -> None:
+        """Notes a tensor that may be written."""
+        self._own[torch_privates.storage_id(x.untyped_storage())] = x  # alive: its identity would be used again
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(waits, _flat([*args, *kwargs.values()]))):
+            return func(*args, **kwargs)
+        for x in _written(func, args, kwargs):
+            if torch_privates.storage_id(x.untyped_storage()) not in self._own:
+                raise UnsupportedUpdate(f"step() writes to a tensor of shape {list(x.shape)} that is no state")
+        out = func(*args, **kwargs)
+        for x in _flat([out]):
+            self.owns(x)
+        return out
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    if torch_privates.is_operation(func):
+        given = dict(zip((a.name for a in torch_privates.schema(func).arguments), args, strict=False)) | dict(kwargs)
+        for a in torch_privates.schema(func).arguments:
+            if a.alias_info is not None and a.alias_info.is_write and a.name in given:
+                yield from _flat([given[a.name]])
+
+
+def _flat(given: Sequence[Any]) -> Iterator[Tensor]:
+    for x in given:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _flat(x)

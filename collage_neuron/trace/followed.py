@@ -1,0 +1,227 @@
+"""Follows the numbers of a step of torch's own optimizers, so that later steps need not run the optimizer's code.
+
+Recording a step runs the optimizer's code on a copy, and later recordings differ from the first in their numbers only.
+Of an optimizer of torch it is known that its code reads nothing but its groups and states: it runs once with its
+numbers on a tape (`tape`), and what it computed is played again from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.recording.visible import visible
+from collage_neuron.trace.calls import Uncompiled, Written
+from collage_neuron.trace.placeholders import waits
+from collage_neuron.trace.recorded import alone, state_of
+from collage_neuron.trace.tape import Program, Tape
+from collage_neuron.trace.waiting import Waiting
+
+
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """A recording, and how its numbers are computed."""
+
+    recording: Recording
+    program: Program
+    slots: tuple[int, ...]
+    """The places of the recording's slots among the program's numbers."""
+    numbers: tuple[int, ...]
+    """The same of the numbers of its calls."""
+    scalars: Mapping[str, int]
+    """The same of the numbers in the state after the step."""
+
+    def again(self, numbers: Sequence[Any]) -> Recording | None:
+        """The recording of a step with other numbers (settings, then states); None if that may be another one."""
+        values = self.program.again(numbers)
+        if values is None:
+            return None
+        slots = [values[i] for i in self.slots]
+        if not _FLOATS.issuperset(map(type, slots)):
+            return None
+        scalars, numbers = {k: values[i] for k, i in self.scalars.items()}, [values[i] for i in self.numbers]
+        return replace(self.recording, slots=list(map(float, slots)), scalars=scalars, numbers=numbers)
+
+
+_FLOATS = frozenset({float, int})
+
+
+class Settings:
+    """The settings of a group: the numbers, and all else as a key that is equal where these may be exchanged."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self.numbers: list[float] = []
+        self.key: tuple[Any, ...] | None = None
+        """None if there are settings that are not numbers and texts, or tuples of these."""
+        told: list[Any] = []
+        for name, value in group.items():
+            if type(value) is float:  # first, since most are
+                self.numbers.append(value)
+                told += name, float
+            elif name != "params" and name[:8] != "collage_":
+                told += name, self._told(value)
+        self.key = None if _OTHER in told else tuple(told)
+
+    def _told(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is float:
+            self.numbers.append(value)
+            return kind
+        if kind is tuple:
+            parts = tuple(map(self._told, value))
+            return _OTHER if _OTHER in parts else parts
+        return (kind, value) if kind in _CONSTANT else _OTHER
+
+
+_OTHER = object()
+_CONSTANT = (type(None), bool, int, str)
+
+
+def follow(
+    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], p: Any, recording: Recording
+) -> Followed | None:
+    """Takes the step of which `recording` is the recording once more, with its numbers on a tape.
+
+    None if they cannot be followed all the way, or if the step changes more than the states.
+    """
+    tape = Tape()
+    copied = alone(base, optimizer, group, p, visible(optimizer.state.get(p, {}), p, ()))
+    copied.optimizer.defaults = {"differentiable": False}  # of the others, the step must read none
+    (settings,) = copied.optimizer.param_groups
+    settings.update({k: _given(tape, v) for k, v in settings.items() if k != "params"})
+    for value in state_of(copied).values():
+        if isinstance(value, torch.Tensor) and not waits(value):
+            tape.give(value)
+    before = [*settings.items()]
+    try:
+        kind, numbers = copied.step(partial(_OnTape, tape), _Watch(tape))
+    except (UnsupportedUpdate, Uncompiled):
+        return None
+    left = {k: v for k, v in state_of(copied).items() if not waits(v)}
+    scalars = {k: place for k, v in left.items() if (place := tape.place_of(v)) is not None}
+    kept = len(settings) == len(before) and all(settings.get(k) is x for k, x in before)
+    if tape.lost or not kept or len(kind.planned) != 1 or len(scalars) < len(left):
+        return None
+    (planned,) = kind.planned
+    (slots,) = planned.numbers
+    places = [tape.constant(x) if type(x) is not _Known else x.place for x in numbers]
+    of_slots = [*slots(places), *map(tape.constant, planned.more)]
+    found = Followed(recording, tape.played(), tuple(of_slots), tuple(places), scalars)
+    is_whole = planned.recording.captured is recording.captured
+    return found if is_whole and is_same(found.again(tape.given), recording) else None
+
+
+def is_same(one: Recording | None, other: Recording) -> bool:
+    """Returns True if two recordings are of one step, bit for bit; of parameters of other shapes, graphs are equal."""
+    return one is not None and _told(one) == _told(other)
+
+
+def _told(recording: Recording) -> str:  # as text: equal for equal doubles, NaN among them
+    scalars = {k: (v.dtype, v.item()) if isinstance(v, torch.Tensor) else v for k, v in recording.scalars.items()}
+    captured = recording.captured
+    graph = captured.text, captured.states, dict(captured.fresh), captured.clears_gradient
+    return repr((graph, list(map(float, recording.slots)), scalars))
+
+
+def _given(tape: Tape, value: Any) -> Any:
+    if type(value) is float:
+        return tape.give(value)
+    return tuple(_given(tape, x) for x in value) if type(value) is tuple else value
+
+
+class _Known(float):
+    """A number of a call that is on the tape."""
+
+    place: int
+
+    @classmethod
+    def at(cls, place: int, value: float) -> _Known:
+        """The number at a place."""
+        found = cls(value)
+        found.place = place
+        return found
+
+
+class _OnTape(Waiting):
+    """Notes where on the tape the numbers of calls are."""
+
+    def __init__(self, tape: Tape, *args: Any) -> None:
+        self._tape = tape
+        super().__init__(*args)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Notes an operation, of which numbers on the tape are plain ones from here on."""
+        known = {k: self._known(x) for k, x in (kwargs or {}).items()}
+        return super().call(func, tuple(map(self._known, args)), known)
+
+    def _known(self, x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(self._known, x))
+        place = None if isinstance(x, torch.Tensor) else self._tape.place_of(x)
+        return x if place is None else _Known.at(place, self._tape.values[place])
+
+    def _written(self, given: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
+        first = len(numbers)
+        found = super()._written([_plain(x) for x in given], numbers, is_constant)
+        known = list(self._numbers_in(given))
+        if is_constant and any(type(x) is _Known for x in known):
+            self._tape.lose()
+        numbers[first:] = known[: len(numbers) - first]
+        return found
+
+    def _numbers_in(self, given: Sequence[Any]) -> Iterator[Any]:
+        """The numbers among arguments, in the order in which calls have them."""
+        for x in given:
+            if isinstance(x, (list, tuple)):
+                yield from self._numbers_in(x)
+            elif isinstance(x, torch.Tensor):
+                if self._place(id(x)) is None:
+                    place = self._tape.place_of(x)
+                    yield x.item() if place is None else _Known.at(place, x.item())
+            elif type(x) in (int, float, _Known):
+                yield x
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(_plain, x))
+    return float(x) if type(x) is _Known else x
+
+
+class _Watch(TorchFunctionMode):
+    """Puts what is computed with 0-d tensors on the tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [*args, *kwargs.values()]
+        on_tape = [x for x in given if self._tape.place_of(x) is not None]
+        if not on_tape or any(map(_touches_waiting, given)):
+            return func(*args, **kwargs)
+        if kwargs or not any(isinstance(x, torch.Tensor) for x in on_tape):
+            self._tape.lose()
+        if func in _QUERIES:
+            return func(*args)
+        return self._tape.apply(func, *args)
+
+
+def _touches_waiting(x: Any) -> bool:
+    return any(map(_touches_waiting, x)) if isinstance(x, (list, tuple)) else waits(x)
+
+
+_QUERIES = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_sparse", "layout", "requires_grad")
+)
+"""What may be asked of a count without reading it; its shape belongs there too, and no optimizer asks for that."""

@@ -1,0 +1,75 @@
+"""Recordings of torch's own optimizers without running their code again: only the numbers of a step are computed.
+
+What a step of torch's own classes does depends on the settings of a group, on the numbers in a state, and on what kind
+of tensors there are; none of it is hidden. So one recording is followed (`followed`), and is right for every parameter
+of any group and for every later step in which only numbers differ, and no comparison has another result. All else is
+looked at: settings that are not floats, and keys and types of states (the structure of the step, `steady`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import TranslationError
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.recording.visible import kind_in
+from collage_neuron.runtime.plan import Records
+from collage_neuron.states import steady
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.trace.followed import Followed, Settings, follow, is_same
+from collage_neuron.trace.recorded import record
+
+
+class Repeats:
+    """The recordings of one step."""
+
+    def __init__(self, base: type[Optimizer], optimizer: Optimizer, seen: steady.Seen) -> None:
+        self._base, self._optimizer, self._seen = base, optimizer, seen
+        ours = bookkeeping(optimizer)
+        self._known: dict[Any, list[Followed | None]] = seen.structure.known.setdefault("followed", {})
+        """For each kind of recording those that were followed, and None where that failed."""
+        self._compares = ours.steps & (ours.steps + 1) == 0
+        """True in steps 1, 2, 4, 8, ...: then the code runs too, once for each kind, and has to give the same."""
+        self._done: set[Any] = set()
+        self._dtype = torch.get_default_dtype()
+
+    def record(self, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
+        """The recording of the next step for `p`."""
+        state = self._optimizer.state.get(p, {})
+        kind, settings = kind_in(self._seen, p, state), Settings(group)
+        counts = [state[name] for name in kind.tensors]
+        if not p.dim() or kind.others or settings.key is None or not all(t.is_cpu for t in counts):
+            return record(self._base, self._optimizer, group, p)
+        key = settings.key, kind.id, self._dtype
+        if len(self._known) >= _KINDS:
+            self._known.clear()
+        is_new, known, numbers = key not in self._known, self._known.setdefault(key, []), [*settings.numbers, *counts]
+        again = next((found for one in known if one is not None and (found := one.again(numbers))), None)
+        if again is not None and not (self._compares and key not in self._done):
+            return again
+        self._done.add(key)
+        recording = record(self._base, self._optimizer, group, p)
+        if again is not None and not is_same(again, recording):
+            raise TranslationError(
+                f"the step of {self._base.__name__} has other numbers than were computed from its settings and counts: "
+                f"{recording.slots} and {again.slots}. Nothing was updated; this is a fault of collage_neuron"
+            )
+        if again is None and not is_new and len(known) < _BRANCHES:  # new ones may be new in every step
+            known.append(follow(self._base, self._optimizer, group, p, recording))
+        return recording
+
+
+_KINDS = 4096
+"""How many kinds are known before all are forgotten: a setting that is no float may be another one in every step."""
+_BRANCHES = 8
+"""How many recordings of one kind are followed; code may take other branches in other steps."""
+
+
+def of_step(base: type[Optimizer], optimizer: Optimizer) -> Records:
+    """What has the recordings of the step in progress."""
+    seen = steady.of(optimizer)
+    return partial(record, base, optimizer) if seen is None else Repeats(base, optimizer, seen).record
