@@ -42,7 +42,6 @@ from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native.backend import Engine, Native
 from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.protocol import Launch, Measure
-from collage_neuron.runtime import worth
 
 HERE = Path(__file__).resolve()
 Make = Callable[[list[Parameter]], Optimizer]

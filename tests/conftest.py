@@ -20,10 +20,8 @@ import sampling
 import torch
 from hypothesis import settings
 
-from collage_neuron.runtime import worth
 from collage_neuron.trace.placeholders import STEP
 
-worth.LEAST = 0  # updates by rows are captured for small matrices too, of which tests are
 torch.set_num_threads(1)  # the tensors are small: threads cost more than they gain, the more so on a busy machine
 
 settings.register_profile("collage", deadline=None, derandomize=True)

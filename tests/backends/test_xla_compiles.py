@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned import plan_update
 
 import collage_neuron
 from collage_neuron import TranslationError
@@ -23,7 +24,6 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla.backend import Xla
 from collage_neuron.passes.rewrite.rules import RULES
-from collage_neuron.runtime import plan
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.validation import validate
 
@@ -226,7 +226,7 @@ def test_a_step_runs_on_the_device_and_keeps_every_rounding(xla: torch.device, a
     run_schedule(optimizer, SCHEDULE[:2])
     text = step_hlo(optimizer)
     group = optimizer.param_groups[0]
-    update = plan.plan_update(base_of(type(optimizer)), optimizer, group, group["params"][:1]).update
+    update = plan_update(base_of(type(optimizer)), optimizer, group, group["params"][:1]).update
     per_parameter = sum(n.target is round_to for n in update.graph.graph.nodes)
     assert per_parameter >= 6  # full stores three pairs
     # torch_xla may write one parameter's computation once for every call of it: all shapes differ here.

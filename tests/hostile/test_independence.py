@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import unlike
+from planned import plan
 from torch.optim import AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.recording import independence
-from collage_neuron.runtime import plan
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -238,7 +238,7 @@ def test_attributes_that_no_step_asks_for_cost_no_recordings() -> None:
         for i, p in enumerate(ps):
             p.lr_scale, p.grad = i, torch.ones_like(p)  # type: ignore[attr-defined]
         optimizer = collage_neuron.compile(cls(ps))
-        assert len(plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)) == recordings
+        assert len(plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)) == recordings
 
 
 def test_an_attribute_that_is_changed_between_steps_is_followed() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.fx as fx
 from paper_adamw import BF16, Hyper, State
+from planned import plan_update
 from released_adamw import Words, released_second_moment
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.rewrite import bf16_arithmetic
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic
 from collage_neuron.passes.rewrite.bf16_arithmetic import Pair, PairSum
-from collage_neuron.runtime import plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::collage_neuron.SmallSteps")  # the data are meant to be out of range
 
@@ -85,7 +85,7 @@ class Compiled:
 
     def roundings(self) -> list[Tensor]:
         """Results of the roundings that the coming step does, in order; the optimizer is left as it was."""
-        job = plan.plan_update(torch.optim.AdamW, self.optimizer, self.optimizer.param_groups[0], [self.p])
+        job = plan_update(torch.optim.AdamW, self.optimizer, self.optimizer.param_groups[0], [self.p])
         scalars = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
         inputs = self.components() | {"grad": self.p.grad}
         interpreter = RoundingInterpreter(job.update.graph)
@@ -191,7 +191,7 @@ def test_beta2_is_split_as_in_the_paper(beta2: float, hi: float, lo: float) -> N
     compiled = Compiled("plus", torch.ones(4), Hyper(lr=1e-3, beta2=beta2))
     compiled.prepare(torch.ones(4, dtype=BF16), 1e-3)
     compiled.optimizer.step()
-    job = plan.plan_update(torch.optim.AdamW, compiled.optimizer, compiled.optimizer.param_groups[0], [compiled.p])
+    job = plan_update(torch.optim.AdamW, compiled.optimizer, compiled.optimizer.param_groups[0], [compiled.p])
     vector = job.update.scalars.run(job.recording.slots)
     assert [x for (form, _), x in zip(job.update.scalars.entries, vector, strict=True) if form != "fp32"] == words
 

@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 from chances import MASK, hoeffding, threefry_of_integers
 from exact import edited, on_reference, on_xla
+from planned import capture
 from torch import Tensor, nn
 from updates import rewritten
 
@@ -23,7 +24,6 @@ from collage_neuron.numerics.eft import shift_right, stochastic_round
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.threefry import Words, rotate_left, threefry
 from collage_neuron.passes.backends import reference
-from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
 

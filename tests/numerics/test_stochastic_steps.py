@@ -11,13 +11,13 @@ import pytest
 import torch
 from chances import hoeffding
 from models import differences, gpt, mlp, parameters, set_gradients, snapshot, train
+from planned import plan_update
 from torch import nn
 
 import collage_neuron
 from collage_neuron.conversion import convert
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.backends.registry import get
-from collage_neuron.runtime import plan
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -166,7 +166,7 @@ def test_other_strategies_have_nothing_of_it() -> None:
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert "collage_drawn" not in optimizer.param_groups[0]
-    job = plan.plan_update(torch.optim.SGD, optimizer, optimizer.param_groups[0], [p])
+    job = plan_update(torch.optim.SGD, optimizer, optimizer.param_groups[0], [p])
     assert not job.update.draws
     assert "index" not in {n.target for n in job.update.graph.graph.nodes}
 

@@ -21,7 +21,6 @@ from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.rounding import rounding
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.runtime import worth
 from collage_neuron.states import kept_formats
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.store import read_fp32
@@ -160,11 +159,9 @@ def test_it_is_exported_in_fp32_in_the_optimizers_shapes(strategy: str) -> None:
 def test_a_run_goes_on_as_written_and_back(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step as written has the values of the words, in their shape, and a captured run those that it left."""
     settings: dict[str, Any] = {"shapes": ((8, 160),), "unsupported": "twin"}
-    monkeypatch.setattr(worth, "LEAST", 0)
     captured, (p,) = compiled(Mini, strategy, **settings)
     run(captured, 2)
     saved, values = captured.state_dict(), moment(captured, p)
-    monkeypatch.setattr(worth, "LEAST", 1 << 40)
     written, (q,) = compiled(Mini, strategy, **settings)
     written.load_state_dict(saved)
     with torch.no_grad():
@@ -176,7 +173,6 @@ def test_a_run_goes_on_as_written_and_back(strategy: str, monkeypatch: pytest.Mo
     wanted = torch.lerp(values, gradient.float().view(4, -1), 1 - 0.9)
     fmt = FORMATS[kept_formats.of(written, q)["m"]]
     assert ((moment(written, q) - wanted).abs() <= rounding(fmt, wanted.abs())).all()
-    monkeypatch.setattr(worth, "LEAST", 0)
     back, (r,) = compiled(Mini, strategy, **settings)
     back.load_state_dict(written.state_dict())
     with torch.no_grad():

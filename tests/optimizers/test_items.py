@@ -20,19 +20,12 @@ from torch.optim import Adafactor
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
-from collage_neuron.passes.capture import outcomes
-from collage_neuron.runtime import worth
 from collage_neuron.states.bookkeeping import bookkeeping
 
 SHAPES = ((24, 40), (24, 40), (3, 5, 37), (17,))
 FACTORED = partial(Adafactor, lr=0.05, weight_decay=0.1)
 
 pytestmark = pytest.mark.usefixtures("rejecting")
-
-
-@pytest.fixture(autouse=True)
-def captured_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "LEAST", 0)
 
 
 def parameters(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES, size: float = 0.3) -> list[Parameter]:
@@ -342,7 +335,6 @@ def test_a_rate_that_is_a_tensor_runs_as_written() -> None:
 
 
 def test_a_step_that_is_recorded_often_has_to_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "LEAST", 1000)
     for make, side, is_captured in (
         (Relative, 54, False),
         (Relative, 56, True),

@@ -19,7 +19,6 @@ from torch.nn import Parameter
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.passes.backends import reference
-from collage_neuron.recording import bucketing
 from collage_neuron.states.bookkeeping import bookkeeping
 
 BACKENDS = ("reference", "native")
@@ -99,21 +98,6 @@ def test_fp32_parameters_have_them_too() -> None:
     run(Novograd(plain), 3)
     for ours, theirs in zip(params, plain, strict=True):
         assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
-
-
-def test_parameters_share_a_recording_whatever_their_numbers_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, _ = compiled()
-    run(optimizer, 3)
-    taken: list[Any] = []
-    own = bucketing.record
-
-    def record(*args: Any) -> Any:
-        taken.append(args)
-        return own(*args)
-
-    monkeypatch.setattr("collage_neuron.runtime.plan.record", record)
-    run(optimizer, 1, first=3)
-    assert len(taken) == 1
 
 
 def test_a_checkpoint_resumes_bit_for_bit() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from items import Between
+from planned import plan
 from pytorch_optimizer import Ranger
 from rowed import Came, Factored
 from staged import Decaying, Lamb, Lars, Novograd, StableAdamW
@@ -22,7 +23,6 @@ from collage_neuron.numerics.tensor_sums import norm_of
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.backends.xla import stages, sums
-from collage_neuron.runtime import plan
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.validation import validate
 
@@ -146,7 +146,7 @@ def test_devices_without_fp64_say_so(xla: torch.device, monkeypatch: pytest.Monk
     for make in (Lamb, Decaying):
         optimizer = compiled(make, ((3,),), "cpu", backend="reference")
         run(optimizer, 1)
-        updates += [job.update for job in plan.plan(make, optimizer, optimizer.param_groups[0], 0)]
+        updates += [job.update for job in plan(make, optimizer, optimizer.param_groups[0], 0)]
     monkeypatch.setattr("torch_xla.runtime.device_type", lambda: "NEURON")
     reasons = [get("xla").supports(update) for update in updates]
     assert "in fp64, which NEURON devices do not have" in str(reasons[0])

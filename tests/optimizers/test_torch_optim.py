@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch_cases
 from oracles import one_thread
+from planned import plan_update
 from sampling import part
 from torch.optim import Optimizer
 from torch_cases import CASES, REFUSED, STAGED, STRATEGIES, Case, Runs
@@ -19,11 +20,10 @@ import collage_neuron
 from collage_neuron import Compiled, exact_value
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import StrategyLike
-from collage_neuron.passes.capture.shadow import SWITCHES
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.runtime import plan
 from collage_neuron.states.store import read_exact
+from collage_neuron.trace.recorded import SWITCHES
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -86,7 +86,7 @@ def updates(case: Case) -> Iterator[Update]:
     optimizer = collage_neuron.compile(case.of(p), strategy="plus")
     for g in torch_cases.gradients(STEPS, (3, 4)):
         p.grad = g
-        yield plan.plan_update(case.base, optimizer, optimizer.param_groups[0], [p]).update
+        yield plan_update(case.base, optimizer, optimizer.param_groups[0], [p]).update
         optimizer.step()
 
 

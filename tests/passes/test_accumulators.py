@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, Idiom
+from planned import plan
 from sampling import part
 from slow_states import error, gradient, start, stepped
 from torch import Tensor
@@ -19,7 +20,6 @@ from torch import Tensor
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.accumulators import slow_states
-from collage_neuron.runtime import plan
 
 SLOW = {name: (idiom, ("v",), {"v"}) for name, idiom in AVERAGES.items()} | OTHERS
 
@@ -31,7 +31,7 @@ def found(make: Any) -> set[frozenset[str]]:
     kinds = set()
     for step in range(3):
         p.grad = gradient(step)
-        (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+        (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
         kinds.add(slow_states(job.recording.captured.graph))
         optimizer.step()
     return kinds

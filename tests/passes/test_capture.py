@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from planned import capture
 from torch.optim import SGD, AdamW, Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import ParamShaped
+from collage_neuron.recording.visible import ParamShaped
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 

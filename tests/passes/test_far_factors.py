@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from planned import plan
 from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron.passes.ir.scalars import Scalar
-from collage_neuron.runtime.plan import plan
 
 Update = Callable[[Tensor, Tensor, Tensor, float], Any]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from idioms import FAST, Following
+from planned import plan
 from slow_states import gradient, start, stepped
 from torch import Tensor
 from torch_cases import CASES
@@ -16,7 +17,7 @@ from torch_cases import CASES
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.roles import roles_of
-from collage_neuron.runtime import plan
+from collage_neuron.runtime.plan import Job
 from collage_neuron.states import kept_formats
 from collage_neuron.states.store import read_exact
 
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("rejecting")
 State = dict[str, Tensor]
 
 
-def job_of(optimizer: Any) -> plan.Job:
-    (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+def job_of(optimizer: Any) -> Job:
+    (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
     return job
 
 

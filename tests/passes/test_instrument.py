@@ -26,14 +26,13 @@ from instrumented import (
     updates_of,
 )
 from models import MODES, REPRESENTATIVE_MODES
+from planned import capture, plan_update
 from torch import Tensor
 from updates import random_inputs
 
 import collage_neuron
 from collage_neuron.numerics.strategies import STRATEGIES
-from collage_neuron.passes.capture.capture import capture
-from collage_neuron.passes.capture.shadow import ParamShaped
-from collage_neuron.runtime import plan
+from collage_neuron.recording.visible import ParamShaped
 from collage_neuron.states import words
 
 SHAPE = (12, 20)
@@ -48,7 +47,7 @@ def steps_of(case: torch_cases.Case, strategy: str, arithmetic: str) -> Iterator
     optimizer = collage_neuron.compile(case.of(p), strategy=strategy, arithmetic=arithmetic)
     for g in torch_cases.gradients(STEPS, SHAPE):
         p.grad = g.to(p.dtype)
-        job = plan.plan_update(case.base, optimizer, optimizer.param_groups[0], [p])
+        job = plan_update(case.base, optimizer, optimizer.param_groups[0], [p])
         before = {k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)}
         before |= {"param": p.detach().clone(), "grad": p.grad}
         optimizer.step()

@@ -22,6 +22,7 @@ from instrumented import (
     updates_of,
 )
 from models import MODES
+from planned import capture
 from torch import Tensor
 from updates import OPTIMIZERS, random_inputs, rewritten
 
@@ -33,7 +34,6 @@ from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.xla import lower
 from collage_neuron.passes.backends.xla.lower import rows
-from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update

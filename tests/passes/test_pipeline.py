@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.fx as fx
 from one_operation import ONE_OP, captured
+from planned import capture
 from torch.optim import SGD
 
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import round_to
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.printer import format_graph, format_update
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import Pass, passes_of, rewrite, run_passes

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, of_v
+from planned import capture, plan
 from slow_states import error, gradient, start, stepped
 from torch import Tensor
 
@@ -18,8 +19,6 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.roles import roles_of
-from collage_neuron.passes.capture.capture import capture
-from collage_neuron.runtime import plan
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -29,7 +28,7 @@ KNOWN |= {name: partial(Following, idiom=idiom, names=zeros, beta=0.9) for name,
 
 
 def roles(optimizer: Any) -> dict[str, str]:
-    (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+    (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
     return dict(roles_of(job.recording.captured, job.recording.slots))
 
 
@@ -97,7 +96,7 @@ def of_size(update: Callable[[Tensor, Tensor, float], Any]) -> Any:
 
 
 def formats(optimizer: Any) -> dict[str, str]:
-    (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+    (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
     return {name: fmt.name for name, fmt in job.update.formats.items()}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODES
+from planned import capture
 from torch.optim import AdamW
 from updates import rewritten
 
@@ -18,7 +19,6 @@ from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import narrow, round_to, sqrt
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.backends import registry
-from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODES, REPRESENTATIVE_MODES, bits, differences, parameters, set_gradients, snapshot
+from planned import plan_update
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
@@ -452,7 +453,7 @@ MANY = 2**31 + 7
 def planned(strategy: str) -> plan.Job:
     params = parameters(0, ((8,),))
     optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy=strategy)
-    return plan.plan_update(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], params)
+    return plan_update(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], params)
 
 
 @pytest.mark.parametrize("strategy", ["plus", "fp32"])

@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron.errors import StepInterrupted
 from collage_neuron.passes.backends.native.backend import BACKEND, Engine
-from collage_neuron.passes.capture.surroundings import usual
+from collage_neuron.runtime.surroundings import usual
 
 BACKENDS = ["reference", pytest.param("native", marks=pytest.mark.skipif(bool(BACKEND.missing()), reason="no code"))]
 

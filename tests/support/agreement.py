@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from bounds import STORED, Bounds, stored, stored_state
+from planned import plan
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +16,7 @@ import collage_neuron
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.accumulators import idle_states, magnitude_states, sum_states
-from collage_neuron.runtime import plan
+from collage_neuron.runtime.plan import Job
 
 Make = Callable[[list[torch.nn.Parameter]], Optimizer]
 
@@ -77,10 +78,10 @@ class Twins:
         self.small = set[str]()
         """The names of states of one number that the step computes from tensors: they have a radius too."""
 
-    def step(self, gradient: Tensor) -> plan.Job:
+    def step(self, gradient: Tensor) -> Job:
         """Steps both, then holds every element of the parameter and the states to its radius."""
         self.p.grad = gradient.to(self.p.device, copy=True)  # some steps write to it
-        (job,) = plan.plan(base_of(type(self.compiled)), self.compiled, self.compiled.param_groups[0], 0)
+        (job,) = plan(base_of(type(self.compiled)), self.compiled, self.compiled.param_groups[0], 0)
         self.compiled.step()
         if self.p.device.type == "xla":
             _sync()
@@ -114,7 +115,7 @@ class Twins:
         group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params" and not k.startswith("collage_")}
         return {"state": state, "group": group}
 
-    def compiled_values(self, job: plan.Job) -> dict[str, Tensor]:
+    def compiled_values(self, job: Job) -> dict[str, Tensor]:
         """What the compiled optimizer keeps, read from the components that its formats promise."""
         tensors = {**self.compiled.state[self.p], "param": self.p.detach()}
         read = {k: v.cpu() for k, v in tensors.items() if isinstance(v, Tensor)}
@@ -123,7 +124,7 @@ class Twins:
         }
         return values | {name: read[name].double() for name in self.small}
 
-    def _check(self, job: plan.Job) -> None:
+    def _check(self, job: Job) -> None:
         values, exact = self.compiled_values(job), self.exact_values()
         assert values.keys() == exact.keys()
         assert self.host_scalars(self.compiled, self.p) == self.host_scalars(self.exact, self.p64)

@@ -23,7 +23,6 @@ from collage_neuron.passes.capture import (
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.rewrite import rules
 from collage_neuron.recording import bucketing, independence, repeated, visible
-from collage_neuron.runtime import plan
 from collage_neuron.states import cleared, rewritten
 from collage_neuron.torch_privates import unhooked_step
 

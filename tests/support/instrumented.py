@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 import torch_cases
 from exact import on_reference
+from planned import capture
 from torch import Tensor
 from updates import OPTIMIZERS, rewritten
 
@@ -17,12 +18,11 @@ from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.analysis.accumulators import slow_states
 from collage_neuron.passes.analysis.roles import roles_of
-from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
+from collage_neuron.recording.visible import ParamShaped
 from collage_neuron.states import words
 
 U = 2.0**-24

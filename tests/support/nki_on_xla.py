@@ -15,6 +15,7 @@ import nki_standin
 import torch
 import torch_xla
 import torch_xla.debug.metrics as met
+from planned import plan
 from torch import Tensor
 from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # private
 
@@ -24,7 +25,6 @@ from collage_neuron.passes.backends.nki import custom_op
 from collage_neuron.passes.backends.nki.target import TARGET
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.registry import get
-from collage_neuron.runtime import plan
 
 
 def custom_call(key: str) -> Any:
@@ -49,7 +49,7 @@ def main() -> None:
         p.grad = torch.ones_like(p)
     optimizer = collage_neuron.compile(torch.optim.SGD(params, lr=0.1), strategy="light")
     optimizer.step()
-    (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+    (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
     vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
     tensors = [{"param_lo": optimizer.state[p]["param_lo"], "param": p.detach(), "grad": p.grad} for p in params]
     given = [{k: t.to(device) for k, t in of_one.items()} for of_one in tensors]

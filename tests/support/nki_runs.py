@@ -15,6 +15,7 @@ import nki_standin
 import pytest
 import torch
 import torch.fx as fx
+from planned import plan
 from torch import Tensor
 from torch_cases import Case, gradients, parameter, weights
 
@@ -29,7 +30,6 @@ from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.runtime import plan
 from collage_neuron.states import kept_formats
 from collage_neuron.states.store import ensure_stored
 
@@ -75,7 +75,7 @@ def step_of(
         optimizer.step()
     if not steps:
         p.grad = next(iter(gradients(1, (n,))))
-    (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0, measured)
+    (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0, measured)
     state, fresh = optimizer.state[p], job.recording.captured.fresh
     for name, fmt in job.update.formats.items():
         ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), kept_formats.of(optimizer, p))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from planned import plan_update
 from torch import Tensor
 
 import collage_neuron
@@ -132,7 +133,7 @@ def _plan(strategy: StrategyLike, arithmetic: str, setting: Setting, steps_taken
     )
     optimizer.step()
     optimizer.state[p]["step"].fill_(steps_taken)
-    return plan.plan_update(torch.optim.AdamW, optimizer, optimizer.param_groups[0], [p])
+    return plan_update(torch.optim.AdamW, optimizer, optimizer.param_groups[0], [p])
 
 
 def slots_of(setting: Setting, steps: range) -> list[list[float]]:
@@ -144,7 +145,7 @@ def slots_of(setting: Setting, steps: range) -> list[list[float]]:
     slots = []
     for t in steps:
         optimizer.state[p]["step"].fill_(t - 1)
-        job = plan.plan_update(torch.optim.AdamW, optimizer, optimizer.param_groups[0], [p])
+        job = plan_update(torch.optim.AdamW, optimizer, optimizer.param_groups[0], [p])
         slots.append(job.recording.slots)
     return slots
 

@@ -9,17 +9,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from planned import plan_update
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.optimizer import step
-from collage_neuron.passes.capture.shadow import SWITCHES
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import plan, recorded_formats
+from collage_neuron.runtime import recorded_formats
 from collage_neuron.settings import Settings
 from collage_neuron.states.store import read_exact
+from collage_neuron.trace.recorded import SWITCHES
 
 STRATEGIES = ("light", "plus", "full")
 """Strategies that keep parameters as hi + lo."""
@@ -280,7 +281,7 @@ def step_together(base: type[Optimizer], optimizers: Mapping[str, Optimizer]) ->
     """`step()` of equal compiled optimizers of one parameter that differ in strategy, recorded once."""
     leader = next(iter(optimizers.values()))
     (p,) = leader.param_groups[0]["params"]
-    job = plan.plan_update(base, leader, leader.param_groups[0], [p])
+    job = plan_update(base, leader, leader.param_groups[0], [p])
     for optimizer in optimizers.values():
         (group,) = optimizer.param_groups
         settings = Settings.of(group)

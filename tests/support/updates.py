@@ -6,18 +6,18 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from planned import capture
 
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, formats_for
 from collage_neuron.passes.analysis.roles import roles_of
-from collage_neuron.passes.capture.capture import capture
-from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import run_passes
 from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.store import Store
+from collage_neuron.recording.visible import ParamShaped
 from collage_neuron.states import words
 
 N = 1 << 14

@@ -21,8 +21,7 @@ from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.rewrite.arithmetic import times
 from collage_neuron.passes.rewrite.rules import RULES, add_to
-from collage_neuron.recording import bucketing, independence
-from collage_neuron.runtime import plan, recorded_formats
+from collage_neuron.runtime import recorded_formats
 from collage_neuron.validation import validate
 
 aten = torch.ops.aten
@@ -210,25 +209,6 @@ class HiddenRate(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.add_(p.grad, alpha=-group["lr"] * self.hidden.value)
-
-
-def test_a_recording_that_is_out_of_date_is_found_at_the_next_due_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = collage_neuron.compile(HiddenRate(parameters()))
-    train(optimizer, 1)
-    kept: dict[int, Any] = {}
-
-    def first_recording(base: Any, optimizer: Any, group: Any, p: Any) -> Any:
-        return kept.setdefault(id(p), bucketing.record(base, optimizer, group, p))
-
-    monkeypatch.setattr(plan, "record", first_recording)
-    monkeypatch.setattr(independence, "check_step", lambda *_: None)  # which would notice first, at the same step
-    train(optimizer, 4)
-    optimizer.hidden.value = 0.05
-    train(optimizer, 2)  # steps 6 and 7 are not validated
-    before = told(snapshot(optimizer))
-    with pytest.raises(TranslationError, match=r"step 8 .*param\["):
-        optimizer.step()
-    assert told(snapshot(optimizer)) == before
 
 
 def test_another_update_is_validated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import platform
 import pytest
 import torch
 from as_written import compiled, run
+from planned import plan
 from staged import Chained, Lamb
 
 from collage_neuron.optimizer import launches
@@ -15,7 +16,6 @@ from collage_neuron.passes.backends.native.backend import Engine, Native
 from collage_neuron.passes.backends.native.machine import Target
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import GroupSums
-from collage_neuron.runtime import plan
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=str(NATIVE.missing()))
 
@@ -27,7 +27,7 @@ def launches_of(make: type[Lamb] | type[Chained], strategy: str) -> list[Launch]
     params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
     optimizer = compiled(lambda _: make(params), strategy)[0]
     run(optimizer, 1)
-    return [launches.launch(optimizer, job) for job in plan.plan(make, optimizer, optimizer.param_groups[0], 0)]
+    return [launches.launch(optimizer, job) for job in plan(make, optimizer, optimizer.param_groups[0], 0)]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="narrower vectors of x86")

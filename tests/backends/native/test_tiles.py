@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from as_written import everything, run
+from planned import plan
 from rowed import Came, Factored
 from torch import Tensor
 from torch.nn import Parameter
@@ -21,7 +22,6 @@ from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.machine import Target
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.runtime import plan
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=str(NATIVE.missing()))
 
@@ -39,7 +39,7 @@ def launched(make: Any, shapes: Any = SHAPES) -> list[Launch]:
     """The third step."""
     optimizer, _ = compiled(make, shapes, strategy="plus", backend="reference")
     run(optimizer, 2)
-    return [launches.launch(optimizer, job) for job in plan.plan(make, optimizer, optimizer.param_groups[0], 0)]
+    return [launches.launch(optimizer, job) for job in plan(make, optimizer, optimizer.param_groups[0], 0)]
 
 
 def copied(launch: Launch) -> Launch:

@@ -21,6 +21,7 @@ import torch
 from as_written import everything, run
 from headed import Blocks, Flat, Fused, Mini, Vectors
 from nki_runs import INFINITY, bits, by_reciprocals
+from planned import plan
 from pytorch_optimizer import AdamMini, Ranger
 from rowed import ByNeuron, Came, Factored, Normed, Outer, Products
 from staged import Chained, Clipping, Decaying, Lamb, Lars, Novograd, StableAdamW
@@ -39,7 +40,6 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.ir.stage import NUMBERS
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.runtime import plan
 from collage_neuron.states.bookkeeping import bookkeeping
 
 pytestmark = [
@@ -331,7 +331,7 @@ def update_of(make: Any) -> Update:
     for _ in range(2):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+    (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
     return job.update
 
 

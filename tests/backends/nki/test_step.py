@@ -19,6 +19,7 @@ import nki_standin
 import pytest
 import torch
 from nki_runs import INFINITY, bits, by_reciprocals
+from planned import plan
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -32,7 +33,7 @@ from collage_neuron.passes.backends.nki.backend import run_step
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import choose, get
-from collage_neuron.runtime import plan, rounding_probe
+from collage_neuron.runtime import rounding_probe
 
 pytestmark = pytest.mark.usefixtures("rejecting", "own_folder")
 
@@ -52,7 +53,7 @@ def launches_of(optimizer: Optimizer) -> list[Launch]:
     """What the next step would hand to a backend."""
     launches = []
     for i, group in enumerate(optimizer.param_groups):
-        for job in plan.plan(base_of(type(optimizer)), optimizer, group, i):
+        for job in plan(base_of(type(optimizer)), optimizer, group, i):
             vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
             tensors = [{**optimizer.state[p], "param": p.detach(), "grad": p.grad} for p in job.params]
             reads, writes = (

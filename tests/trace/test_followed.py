@@ -5,6 +5,7 @@ import math
 import sys
 import unittest.mock
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ import torch
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
-from collage_neuron.trace import tape as tapes
-from collage_neuron.passes.capture.followed import Settings
-from collage_neuron.trace.tape import Tape
-from collage_neuron.recording import bucketing, repeated
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.trace import recorded as recording
+from collage_neuron.trace import repeated
+from collage_neuron.trace import tape as tapes
+from collage_neuron.trace.followed import Settings
+from collage_neuron.trace.tape import Tape
 
 FOLLOWED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
@@ -45,7 +47,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def record(*args: Any) -> Any:
         found.append(args[-1])
-        return bucketing.record(*args)
+        return recording.record(*args)
 
     monkeypatch.setattr(repeated, "record", record)
     return found
@@ -86,7 +88,9 @@ def test_followed_steps_have_the_bits_of_recorded_ones(
         assert len(recorded) <= 2 * 2 + 4 + 3  # twice before it is followed, at powers of two, and branches
     else:
         assert len(recorded) == 2 * 12
-    monkeypatch.setattr("collage_neuron.optimizer.step.repeated.of_step", lambda *args: None)
+    monkeypatch.setattr(
+        "collage_neuron.optimizer.step.repeated.of_step", lambda *args: partial(recording.record, *args)
+    )
     assert all(map(torch.equal, found, _trained(make)))
 
 
