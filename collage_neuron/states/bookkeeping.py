@@ -50,19 +50,10 @@ class Bookkeeping:
     them with; where other code is expected to write them before the next step (`low_words`)."""
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
     """Until the first step, the parameters of each group when the optimizer was compiled (`exchanged`)."""
-    alike: set[Any] = field(default_factory=set)
-    """Updates that were seen to treat parameters alike (`independence`)."""
-    compared: str = ""
-    """Which steps are compared with a joint step: "none", "doubling" or "all" (`independence`); "": not known yet."""
-    asked: set[str] = field(default_factory=set)
-    """Attributes of parameters (`shape`, ...) that the step looked at (`bucketing`)."""
     small: set[str] = field(default_factory=set)
     """Names of the states of one number that the step was seen to compute from tensors (`small`)."""
     seen_as: set[str] = field(default_factory=set)
     """Names of the states that the step was seen to keep in the shape of a view of the parameter (`small`)."""
-    makes_small: int = 0
-    """Not 0 if it was seen to make such a state on the parameter's device, where numbers of the host are made too: 1 if
-    by a function such as `torch.zeros`, 2 if by `torch.tensor`."""
     fp32: set[torch.Tensor] = field(default_factory=set)
     """Parameters that `compile` left in fp32 (`buffers`)."""
     groups: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)

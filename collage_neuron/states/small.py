@@ -22,7 +22,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import Bookkeeping
-from collage_neuron.states.sharding import ORDINARY, is_sharded
+from collage_neuron.states.sharding import ORDINARY
 
 BYTES = 4
 """Of each number."""
@@ -31,17 +31,6 @@ BYTES = 4
 def may_be(x: object) -> bool:
     """Returns True for a 0-d tensor in fp32, or in bf16, as torch loads it for bf16 parameters."""
     return isinstance(x, Tensor) and not x.dim() and x.dtype in (torch.float32, torch.bfloat16)
-
-
-def check_whole(state: Mapping[str, Any], p: Tensor) -> None:
-    """Raises UnsupportedUpdate for a number in shards: each process has a part of the sum that it is."""
-    for name, x in state.items() if is_sharded(p) and p.dim() else ():
-        if isinstance(x, Tensor) and not x.dim() and is_sharded(x):
-            raise UnsupportedUpdate(
-                f"optimizer.state[p][{name!r}] is a number as torch's own step leaves it beside shards (DTensor), of "
-                "which each process may have a part; make it whole before the next step, in all processes: "
-                f"state[{name!r}] = state[{name!r}].full_tensor()"
-            )
 
 
 def may_be_of_rows(x: object, p: Tensor) -> bool:
