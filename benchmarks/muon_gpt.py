@@ -5,7 +5,7 @@
     python benchmarks/muon_gpt.py --show         # prints what is stored, as docs/as_written.md has it
 
 Two optimizers, as Muon's authors advise: torch's Muon on matrices between layers (its step runs as written), and
-torch's AdamW on the embedding, the head and the gains of the norms (captured). Every contender starts from the same
+torch's AdamW on the embedding, the head and the gains of the norms (compiled). Every contender starts from the same
 bf16 numbers and sees the same batches of text: Python's own library. Losses are those of the weights that the model
 reads.
 """

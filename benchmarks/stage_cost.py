@@ -1,15 +1,13 @@
-"""Times captured updates with reductions beside an elementwise one: AdamW, on native code under the same strategy.
+"""Times updates with reductions beside an elementwise one: AdamW, on native code under the same strategy.
 
 An update with reductions makes several passes over memory: each reduction stage reads its inputs, and the last stage
 reads and writes. `bytes` are those of all passes, and `ratio` is the time in which the backend runs a step, over the
 time that as many bytes take at the rate of AdamW (`Native.run` of both, in turn in one process; the median of the
 ratios within a round). `kernels` is the same for machine code alone, and `whole` for `optimizer.step()`: code that is
-not torch's own is recorded anew in each step, and compared (`host ms`, which hardly depends on the elements). `in
+not torch's own runs in each step, while its values wait (`host ms`, which hardly depends on the elements). `in
 cache` is what arithmetic alone takes: machine code's least time on one matrix of 512 x 512, by element, over the same::
 
-    python benchmarks/stage_cost.py                                     # two minutes
-    python benchmarks/stage_cost.py --rows                              # captured updates by rows beside copies
-    python benchmarks/stage_cost.py --rows --optimizer Adam-mini        # the same by heads
+    python benchmarks/stage_cost.py                                  # two minutes
     python benchmarks/stage_cost.py --json benchmarks/results/stage_cost.json
 """
 
@@ -30,7 +28,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import torch
-from headed import Mini
 from report import Spread, machine, save, settings_of
 from rowed import Came
 from staged import Lamb, Lars, Novograd, StableAdamW
@@ -56,14 +53,6 @@ STAGED: dict[str, Make] = {
     "CAME": Came,
 }
 """The first is the elementwise one."""
-
-SIZES: dict[str, Shapes] = {
-    "40 of 64 x 64": [(64, 64)] * 40,
-    "8 of 512 x 512": [(512, 512)] * 8,
-    "2 of 1024 x 1024": [(1024, 1024)] * 2,
-    "1 of 4096 x 4096": [(4096, 4096)],
-}
-"""For updates by rows: matrices of all sizes."""
 
 WARM_UP = 3
 
@@ -151,21 +140,6 @@ def stages_once(strategy: str, rounds: int, shapes: Shapes) -> dict[str, list[La
     return found
 
 
-BY_ROWS: dict[str, Make] = {"CAME": Came, "Adam-mini": Mini}
-"""Those that are timed beside copies; Adam-mini has four heads."""
-
-
-def rows_once(make: Make, strategy: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """By size: seconds of a step, captured and on copies."""
-    found = {}
-    for name, shapes in SIZES.items():
-        captured = stepped(make, shapes, strategy=strategy, backend="native")
-        worth.LEAST = sys.maxsize
-        as_written = stepped(make, shapes, strategy=strategy)
-        found[name] = [(timed(captured), timed(as_written)) for _ in range(rounds)]
-    return found
-
-
 def stage_rows(runs: list[dict[str, Any]], threads: int, elements: int) -> list[dict[str, Any]]:
     """The rows of the table, of several processes."""
     rows = []
@@ -190,47 +164,24 @@ def stage_rows(runs: list[dict[str, Any]], threads: int, elements: int) -> list[
     return rows
 
 
-def size_rows(laps: list[dict[str, list[tuple[float, float]]]], threads: int) -> list[dict[str, Any]]:
-    rows = []
-    for name, shapes in SIZES.items():
-        own = [lap for run in laps for lap in run[name]]
-        rows.append(
-            {
-                "matrices": name,
-                "count": len(shapes),
-                "elements": sum(a * b for a, b in shapes),
-                "threads": threads,
-                "captured": 1e3 * median(a for a, _ in own),
-                "copies": 1e3 * median(b for _, b in own),
-                "ratio": vars(Spread.of([a / b for a, b in own])),
-            }
-        )
-    return rows
-
-
 def once(given: argparse.Namespace) -> Any:
     """What a process measures."""
     logging.getLogger("collage_neuron").setLevel(logging.ERROR)
     torch.set_num_threads(given.threads[0])
-    if given.rows:
-        return rows_once(BY_ROWS[given.optimizer], given.strategy, given.rounds)
     side = round((given.elements / given.tensors) ** 0.5)
     laps = stages_once(given.strategy, given.rounds, [(side, side)] * given.tensors)
     cached = stages_once(given.strategy, 5 * given.rounds, [(CACHED, CACHED)])
     return {"laps": laps, "cached": {name: min(lap[2] for lap in own) / CACHED**2 for name, own in cached.items()}}
 
 
-def processes(given: argparse.Namespace, threads: int, rows: bool) -> list[Any]:
+def processes(given: argparse.Namespace, threads: int) -> list[Any]:
     """What several processes have measured, one after another."""
     command = [sys.executable, str(HERE), "--once", "--strategy", given.strategy, "--rounds", str(given.rounds)]
     command += ["--elements", str(given.elements), "--tensors", str(given.tensors), "--threads", str(threads)]
-    command += ["--optimizer", given.optimizer]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     found = []
     for _ in range(given.processes):
-        done = subprocess.run(
-            command + ["--rows"] * rows, env=environment, stdout=subprocess.PIPE, text=True, check=True
-        )
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found.append(json.loads(done.stdout))
     return found
 
@@ -248,14 +199,6 @@ def printed_stages(rows: list[dict[str, Any]], elements: int) -> None:
         )
 
 
-def printed_sizes(rows: list[dict[str, Any]]) -> None:
-    for r in rows:
-        print(
-            f"{r['matrices']:<18}{r['threads']:>3}{r['captured']:>10.2f}{r['copies']:>10.2f}  {spread(r['ratio'])}",
-            flush=True,
-        )
-
-
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="plus")
@@ -264,8 +207,6 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--rows", action="store_true", help="only updates by rows, beside `step()` as written")
-    parser.add_argument("--optimizer", choices=BY_ROWS, default="CAME", help="which is timed by rows (default CAME)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -277,20 +218,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(once(given)))
         return
     stages: list[dict[str, Any]] = []
-    sizes: list[dict[str, Any]] = []
-    if not given.rows:
-        print(
-            "optimizer  threads    ms  bytes  ratio             kernels           whole             host ms  in cache"
-        )
-        for threads in given.threads:
-            stages += (found := stage_rows(processes(given, threads, rows=False), threads, given.elements))
-            printed_stages(found, given.elements)
-    print(f"{given.optimizer}, matrices  threads  captured, ms  as written, ms  ratio")
+    print("optimizer  threads    ms  bytes  ratio             kernels           whole             host ms  in cache")
     for threads in given.threads:
-        sizes += (own := size_rows(processes(given, threads, rows=True), threads))
-        printed_sizes(own)
+        stages += (found := stage_rows(processes(given, threads), threads, given.elements))
+        printed_stages(found, given.elements)
     if given.json:
-        save(given.json, {"machine": machine(), "settings": settings_of(given), "stages": stages, "sizes": sizes})
+        save(given.json, {"machine": machine(), "settings": settings_of(given), "stages": stages})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a step with sums (LAMB) costs on torch_xla's CPU device: captured, and in plain fp32.
+"""What a step with sums (LAMB) costs on torch_xla's CPU device: compiled, and in plain fp32.
 
     python benchmarks/stages_on_xla.py [--elements 4194304] [--rounds 9] [--strategy full]
 
 All take a step in turn in each round, so that a busy machine slows all of them alike: medians of the ratios to the
-optimizer's own step in plain fp32, and medians of the times. AdamW has no sums: its captured step says what the rest of
+optimizer's own step in plain fp32, and medians of the times. AdamW has no sums: its compiled step says what the rest of
 the work costs. There is nothing else to compare with: steps as written run on the CPU only.
 """
 
@@ -40,7 +40,7 @@ def plain(elements: int, strategy: str) -> Any:
     return Lamb(model(elements, torch.float32).to(torch_xla.device()).parameters())
 
 
-def captured(make: Callable[[Any], Any], elements: int, strategy: str) -> Any:
+def compiled(make: Callable[[Any], Any], elements: int, strategy: str) -> Any:
     own = make(model(elements, torch.bfloat16).to(torch_xla.device()).parameters())
     return collage_neuron.compile(own, strategy=strategy, verbose=False, unsupported="error")
 
@@ -65,8 +65,8 @@ def main() -> None:
     given = chosen.elements, chosen.strategy
     contenders = {
         "LAMB, plain fp32": plain(*given),
-        "LAMB, captured": captured(Lamb, *given),
-        "AdamW, captured": captured(torch.optim.AdamW, *given),
+        "LAMB, compiled": compiled(Lamb, *given),
+        "AdamW, compiled": compiled(torch.optim.AdamW, *given),
     }
     for optimizer in contenders.values():
         for _ in range(3):

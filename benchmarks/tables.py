@@ -296,17 +296,6 @@ def stages() -> str:
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
 
 
-def by_rows() -> str:
-    """Updates by rows: captured, and on copies."""
-    content = stored("stage_cost")
-    head = ["matrices", "threads", "captured, ms", "as written, ms", "captured / as written (quartiles)"]
-    lines = [
-        [r["matrices"], str(r["threads"]), f"{r['captured']:.1f}", f"{r['copies']:.1f}", str(Spread(**r["ratio"]))]
-        for r in content["sizes"]
-    ]
-    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
-
-
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "choose": ("README.md", choice.table),
     "choose, the same": ("docs/strategies.md", choice.table),
@@ -323,7 +312,6 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "xla exchange": ("benchmarks/README.md", exchanged),
     "monitoring": ("benchmarks/README.md", monitoring),
     "stages": ("benchmarks/README.md", stages),
-    "by rows": ("benchmarks/README.md", by_rows),
     **{name: ("docs/migration.md", partial(migration.table, name)) for name in migration.SECTIONS},
 }
 """By marker: the page, and its content."""

@@ -1,8 +1,8 @@
-"""Times what traced steps cost on the host, beside plain torch and captured steps: 148 tensors of 32 x 32.
+"""Times what steps cost on the host, traced and by default, beside plain torch: 148 tensors of 32 x 32.
 
 The three step in turn in one process, so that the machine is the same for all, and the ratio to plain torch is that of
-steps that follow one another; `docs/development/tracing.md` has the table. torch's own classes are traced in the form
-that they have without options (`for-loop`, `foreach`), and compared with the fastest that torch has::
+steps that follow one another; `docs/development/tracing.md` has the table. By default torch's elementwise classes are
+recorded, and all others are traced::
 
     python benchmarks/traced_steps.py
     python benchmarks/traced_steps.py --cases loop LAMB --tensors 300 --steps 101
@@ -63,11 +63,11 @@ def made(make: Make, count: int, is_compiled: bool) -> Any:
 
 def times(case: tuple[Make, Make], count: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds of processor time of each step, by how it is taken."""
-    kinds = {"plain": made(case[0], count, False), **{k: made(case[1], count, True) for k in ("captured", "traced")}}
+    kinds = {"plain": made(case[0], count, False), **{k: made(case[1], count, True) for k in ("default", "traced")}}
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for i in range(WARM_UP + steps):
         for kind, optimizer in kinds.items():
-            os.environ[TRACE] = "on" if kind == "traced" else "off"
+            os.environ[TRACE] = "on" if kind == "traced" else ""
             start = process_time()
             optimizer.step()
             if i >= WARM_UP:
@@ -87,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    print("case                plain  captured  traced   (ms a step)   captured / plain   traced / plain")
+    print("case                plain   default  traced   (ms a step)    default / plain   traced / plain")
     for name in given.cases:
         found = times(CASES[name], given.tensors, given.steps)
         plain, *others = (median(each) for each in found.values())
-        ratios = [median(map(lambda x, y: x / y, found[k], found["plain"])) for k in ("captured", "traced")]
+        ratios = [median(map(lambda x, y: x / y, found[k], found["plain"])) for k in ("default", "traced")]
         print(f"{name:18}{plain:7.2f}{others[0]:10.2f}{others[1]:8.2f}{ratios[0]:29.1f}{ratios[1]:17.1f}", flush=True)
 
 

@@ -10,7 +10,7 @@ What this means for your optimizer: [Optimizers](../optimizers.md).
 
 ## Stages
 
-An update with sums, means or norms of whole tensors (LAMB, LARS, StableAdamW) is captured in stages: reductions, then
+An update with sums, means or norms of whole tensors (LAMB, LARS, StableAdamW) is compiled in stages: reductions, then
 arithmetic with their results, one fp32 number for each parameter, then the elementwise stage, which reads these numbers
 and stores the new values. Nothing of a parameter's size is kept between stages: what a reduction needs of each element
 is computed twice. Parameters never share a sum.
@@ -23,7 +23,7 @@ is computed twice. Parameters never share a sum.
   one program, which never waits for the host, and has the bits of the reference but in exp, log and power,
   and in results below 2^-126, which XLA makes 0 (`tests/optimizers/test_stages_on_xla.py`); SPMD may shard the
   parameter (`tests/distributed/test_spmd.py`). On XLA devices without fp64 or NKI such steps run as written.
-* On XLA's CPU device a captured step of LAMB under `full` takes 2.1 times as long as its own step in plain fp32, and
+* On XLA's CPU device a compiled step of LAMB under `full` takes 2.1 times as long as its own step in plain fp32, and
   one of AdamW, which has no sums, 1.3 times as long as that (`benchmarks/stages_on_xla.py`, 2^22 elements, on a busy
   machine). It needs 16 bytes per element during the step.
 * `nki` has kernels for sums, means and norms of whole tensors, rows and columns, without fp64: within 2^-36 of the
@@ -52,25 +52,9 @@ is computed twice. Parameters never share a sum.
   bits. `nki` runs them with [kernels around the sums](../kernels.md#sums-of-rows-and-columns). Strategies that keep
   words for blocks of elements of such a parameter are rejected.
   `tests/optimizers/test_rows.py` has what is promised and what is rejected.
-* By rows and columns a step is captured where that is faster: on CPUs, for matrices of 2^20 elements on average,
-  or more, with rows of 32 or more one after the other, under a strategy that draws nothing. Else `step()` runs as it is
-  written; `backend="native"` or `unsupported="error"` has it captured anyway
-  (`collage_neuron/runtime/worth.py`, `tests/optimizers/test_worth.py`). On a Trainium, and on an XLA device with
-  fp64, it is always captured.
-* What `.item()` gives is a number of the device, with which Python may compute (`+ - * / **` and `abs`, with numbers
-  and others of its kind) and which torch's operations take as they take a number. Each operation is one of fp32,
-  within 2^-24 of its result, where Python would compute in double. A sum of what is so rounded, or two factors beyond
-  2^-32 to 2^32, would show it: such a step runs as written. Results beyond 2^128 are infinite, below 2^-149
-  zero, and a division by zero is infinite or NaN, where Python raises (in a `try` it runs as written).
-  A root of a negative number (`x ** 0.5`) is NaN, where Python makes a complex number of it. `max`, `min` and
-  `sorted` are understood, in a function that does not call `all`, `any`, `filter` or `map`: the step is recorded for
-  each outcome, up to 8 times, and where these recordings differ in numbers alone, the outcome selects among those
-  (torch's Adafactor). Where anything else needs the value, the step runs as written: `if x > 1`, `x == y`, `float(x)`,
-  `math.sqrt(x)`, powers other than multiples of a half up to 4, numbers that fp32 does not have (`x + 1e-60`),
-  rounding, texts, exact types (`type(x)`; `isinstance` is understood), and keeping it for the next step. If
-  validation finds that doubles make a difference (`(x + 1e8) - 1e8`), the step and later ones run as written.
-  `tests/optimizers/test_items.py` has what is promised and what is rejected. Each more recording counts as a matrix in
-  what is said above of speed, once for each shape. Torch's Adafactor with a rate that is a tensor runs as written.
+* What `.item()` gives, and what `if norm > 1:` asks, is computed at once, by the operations that it depends on, in fp32, on
+  copies; Python computes with it as usual, and the rest of the step goes on waiting (`tests/optimizers/test_items.py`). A branch that
+  goes the other way is another update. Sums over several parameters (a norm of all gradients) are such numbers too.
 * A step may see the parameter in one other shape of as many elements (`grad.view(heads, -1)`, `flatten()`):
   Adam-mini, whose moments are by head. Views have their elements in one order, so the update is one of a parameter of
   that shape, whose rows are the heads; they may begin and end within the parameter's own rows. Its states are kept in
@@ -80,10 +64,8 @@ is computed twice. Parameters never share a sum.
   `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU), `xla_native` or `nki` (stand-in): else it runs as
   written. So does what depends on two shapes (means by head beside means by row), takes a part of a
   view, or turns it. `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is
-  promised and what is rejected. A captured step takes 2.7 times as long as one as written with matrices of 64 x 64,
-  half as long with 1024 x 1024, and 0.12 times as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows
-  --optimizer Adam-mini`; `plus`, one thread, a busy machine).
-* Not in stages: sums over several parameters, over other dimensions than the last two, and norms of other orders than 1
+  promised and what is rejected.
+* Not in stages: sums over other dimensions than the last two, and norms of other orders than 1
   and 2 (of rows: than 2). Such a `step()` runs as written.
 
 ## Optimizers that language models are trained with
@@ -104,7 +86,7 @@ with bf16 parameters. Sophia is the published SophiaG, whose `update_hessian` is
 of pytorch_optimizer is rejected, because it differentiates again inside `step()`. Muon orthogonalizes in bf16, in
 whatever it computes: its fp32 is limited by that.
 
-Matrix products and `linalg` are not captured yet. Capturing them would save
+Matrix products and `linalg` are not compiled yet. Compiling them would save
 time and memory for a moment, not accuracy: they run as written, in the precision that the optimizer asks for.
 
 ## torch.optim
@@ -116,16 +98,16 @@ Every class that torch exports is in one of three lists. These are rewritten:
 These are rewritten too. Their errors are not measured, because the option only selects another implementation of the
 same update, or combines options of rows above: {tested}.
 
-Captured in [stages](#stages): {staged}.
+Compiled in [stages](#stages): {staged}.
 
-`differentiable=True` is rejected for every class. These classes are not captured:
+`differentiable=True` is rejected for every class. These classes are not compiled:
 
 {refused}
 
 ## Published packages
 
 Each optimizer is used as installed, unmodified, built from a list of parameters and its own defaults: {rewritten} are
-captured, {written} run [as written](../as_written.md), and {rejected} are rejected. For each captured one a
+compiled, {written} run [as written](../as_written.md), and {rejected} are rejected. For each compiled one a
 test runs the same optimizer in float64, derives an error bound operation by operation, and checks the compiled update
 against it (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`). Each that runs as written gives, under the
 strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/eager/test_packages.py`).
@@ -136,7 +118,7 @@ strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/eager/test_pack
 
 Two more packages are tried without being installed by the tests:
 `python docs/measure_packages.py heavyball timm.optim` (stored in `docs/coverage/packages.json`). Under the strategy
-`fp32` those that run as written equal plain fp32 bit for bit after {package_steps} steps, and captured ones differ by
+`fp32` those that run as written equal plain fp32 bit for bit after {package_steps} steps, and compiled ones differ by
 at most {package_off} of the largest weight. heavyball keeps its moments in dictionaries within the state, which stay
 fp32: its parameters alone are stored in the strategy's format.
 
