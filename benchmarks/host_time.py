@@ -4,8 +4,8 @@ With tensors this small a step is all bookkeeping. `nothing` is a backend that t
 that only the host's part is left; 148 tensors are those of GPT-2 small. `groups` has 200 groups of one parameter, each
 with another learning rate, and `torch groups` torch's own AdamW with the same. `LAMB` is one as people write it,
 compiled, and `torch LAMB` the same as it is; `Muon` runs as written, and `torch Muon` as it is; `loop` and
-`schedule-free` are written by hand. Checkouts are compared interleaved, each in processes of its own, and the ratio is taken within a round, since a machine is not the
-same from one minute to the next::
+`schedule-free` are written by hand. Checkouts are compared interleaved, each in processes of its own, and the ratio is
+taken within a round, since a machine is not the same from one minute to the next::
 
     python benchmarks/host_time.py                                      # the table in README.md: two minutes
     python benchmarks/host_time.py --against ../older-checkout --rounds 9

@@ -14,6 +14,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.functionalize import functional_overload
 from collage_neuron.passes.capture.recorder import is_constant_op
 from collage_neuron.passes.capture.results import result_without_data
+from collage_neuron.passes.capture.source_location import Place
 from collage_neuron.torch_privates import schema
 from collage_neuron.trace.placeholders import waits
 
@@ -145,6 +146,8 @@ class Call(NamedTuple):
     """The place of the first tensor that it returns, if that is not its argument."""
     method: Quick | None = None
     """The method that was called, and has made this call, and as many more as it says."""
+    line: Place | None = None
+    """The line of the code that has made it first."""
 
     @property
     def returns(self) -> range:

@@ -128,7 +128,7 @@ class Lanes:
             count = call.numbers()
             if call.func is aten.full.default:
                 ref = self._ref(call.first)
-                self._loose[ref.storage] = Op(call.func, tuple(map(_constant, call.args)), (), (ref,))
+                self._loose[ref.storage] = Op(call.func, tuple(map(_constant, call.args)), (), (ref,), call.line)
             elif call.func not in (set_data, met.state):  # what a tensor is afterwards is its place
                 for part in _parts(call, list(range(at, at + count))):
                     self._add_part(*part, i)
@@ -208,7 +208,7 @@ class Lanes:
         args = tuple(self._argument(x, left) for x in call.args)
         kwargs = tuple((k, self._argument(x, left)) for k, x in call.kwargs.items())
         outs = tuple(map(self._ref, returns)) or (args[0] if isinstance(args[0], Ref) else None,)
-        self.lanes[number].ops.append(Op(call.func, args, kwargs, outs))
+        self.lanes[number].ops.append(Op(call.func, args, kwargs, outs, call.line))
         return True
 
     def _is_shared(self, place: int) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.source_location import here
 from collage_neuron.trace import fused, met, methods  # noqa: F401  # placeholders get methods
 from collage_neuron.trace.calls import (
     MEETS,
@@ -261,8 +262,8 @@ class Waiting:
     def _new(self, func: Any, rule: Rule, written: tuple[Written, dict[str, Any]], args: Any, kwargs: Any) -> Call:
         if rule.kind == "writes":
             without_values(func, args, kwargs)  # what torch would raise is raised here, and not when it is computed
-            return Call(func, rule, *written, None, self._count())
-        return Call(func, rule, *written, geometries(func, args, kwargs), self._count())
+            return Call(func, rule, *written, None, self._count(), line=here())
+        return Call(func, rule, *written, geometries(func, args, kwargs), self._count(), line=here())
 
     def _note(self, call: Call, numbers: Sequence[float]) -> None:
         if not self._course.goes_on(call):

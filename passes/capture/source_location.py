@@ -24,11 +24,11 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-def here(outermost: FrameType | None) -> Place | None:
-    """The place of the call, searched from the current frame to the frame `outermost`."""
+def here() -> Place | None:
+    """The place of the call."""
     found = _Search()
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not outermost and not found.ends_at(frame, frame.f_lineno):
+    while frame is not None and not found.ends_at(frame, frame.f_lineno):
         frame = frame.f_back
     return found.place
 
