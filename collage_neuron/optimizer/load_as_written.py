@@ -14,6 +14,7 @@ from collage_neuron.eager import limits
 from collage_neuron.eager.told import tell
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.settings import Settings
+from collage_neuron.states import small
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.trace import dry_run
@@ -22,7 +23,8 @@ from collage_neuron.trace import dry_run
 def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
     """Returns True if steps run as written, or will with the settings that a checkpoint brings.
 
-    Before its first step, an optimizer may not have said so.
+    Before its first step, an optimizer may not have said so. Then the names of its states in other shapes than their
+    parameter are not known either, and are learned here.
     """
     ours, own = bookkeeping(optimizer), [Settings.of(group) for group in optimizer.param_groups]
     try:
@@ -33,7 +35,10 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
     if alike and (ours.twin or ours.steps):
         return bool(ours.twin)
     ours.twin = ""
-    records = dry_run.foreseen(base, optimizer)
+    known = dry_run.known(base, optimizer)
+    records = dry_run.records(base, optimizer, known)
+    for _, recording in () if known is None else known.of_groups(optimizer):
+        small.learn(ours, recording.captured)
     try:
         for group in optimizer.param_groups:
             if group["params"]:
@@ -53,7 +58,7 @@ def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dic
 
 
 def _deciding(settings: Settings) -> tuple[object, ...]:
-    """The settings that decide whether steps are captured (`runtime/worth.py`)."""
+    """The settings that decide whether steps run as written."""
     return settings.strategy, settings.arithmetic, settings.backend, settings.unsupported
 
 
