@@ -33,8 +33,8 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
         settings = own
     alike = list(map(_deciding, own)) == list(map(_deciding, settings))
     if alike and (ours.twin or ours.steps):
-        return bool(ours.twin)
-    ours.twin = ""
+        return bool(ours.twin or ours.unforeseen)
+    ours.twin = ours.unforeseen = ""
     known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
     for _, recording in () if known is None else known.of_groups(optimizer):
@@ -49,7 +49,7 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
             # One that has modes may have raised an error of its own because it is in evaluation mode.
             if refusal.__cause__ is None or not hasattr(optimizer, "train"):
                 tell(base, optimizer, refusal)
-    return bool(ours.twin)
+    return bool(ours.twin or ours.unforeseen)
 
 
 def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:

@@ -43,7 +43,8 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
-    formats, twin = dict(bookkeeping(optimizer).formats), bookkeeping(optimizer).twin
+    ours = bookkeeping(optimizer)
+    formats, twin, unforeseen = dict(ours.formats), ours.twin, ours.unforeseen
     seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
@@ -53,7 +54,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         of_torch(dict(state_dict))
-        as_written = bool(bookkeeping(optimizer).twin)
+        as_written = bool(bookkeeping(optimizer).twin or bookkeeping(optimizer).unforeseen)
         drop_placeholders(optimizer.state.values())
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
@@ -67,7 +68,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
         kept_formats.put_back(optimizer, formats)
-        bookkeeping(optimizer).twin = twin
+        ours.twin, ours.unforeseen = twin, unforeseen
         if isinstance(error, KeyError) and seen:
             _refuse_missing(base, error.args[0], seen[0], before[1])
         raise
