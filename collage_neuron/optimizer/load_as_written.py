@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import compress
 from typing import Any
 
 import torch
@@ -62,8 +63,11 @@ def _deciding(settings: Settings) -> tuple[object, ...]:
     return settings.strategy, settings.arithmetic, settings.backend, settings.unsupported
 
 
-def put_back(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Restores the states in their own types: torch casts all floating tensors to the type of the parameter."""
+def put_back(optimizer: Optimizer, saved: Mapping[str, Any], plain: Sequence[bool]) -> None:
+    """Restores the states in their own types: torch casts all floating tensors to the type of the parameter.
+
+    In groups that are of `plain` torch a state in bf16 is so because its parameter was, and is one in fp32 now.
+    """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     params = dict(zip(ids, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     for index, state in saved["state"].items():
@@ -72,7 +76,15 @@ def put_back(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             optimizer.state[index] = copy.deepcopy(state)
         else:
             optimizer.state[p].update({k: _own(v, p) for k, v in state.items()})
+    for group in compress(optimizer.param_groups, plain):
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            state.update({k: x.float() for k, x in state.items() if _is_narrow(x, p)})
     drop_placeholders([optimizer.state[p] for p in params.values() if p in optimizer.state])
+
+
+def _is_narrow(x: Any, p: torch.Tensor) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 and x.shape != p.shape
 
 
 def _own(x: Any, p: torch.Tensor) -> Any:

@@ -58,7 +58,10 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         drop_placeholders(optimizer.state.values())
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
-        (load_as_written.put_back if as_written else _put_back)(optimizer, seen[0])
+        if as_written:
+            load_as_written.put_back(optimizer, seen[0], plain)
+        else:
+            _put_back(optimizer, seen[0])
         narrow_counts.widen(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
         kept_formats.keep(optimizer, kept, formats)
@@ -215,8 +218,9 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
         for name, value in saved["state"].get(index, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue
-            scalar = is_host_scalar(value, p) and not is_component(name, saved["state"][index])
-            if value.is_floating_point() and value.dtype != torch.bfloat16:
+            is_small = name in bookkeeping(optimizer).small and p.dim() > 0
+            scalar = is_host_scalar(value, p) and not (is_small or is_component(name, saved["state"][index]))
+            if value.is_floating_point() and (value.dtype != torch.bfloat16 or is_small):
                 device, dtype = (value.device, value.dtype) if scalar else (p.device, torch.float32)
                 optimizer.state[p][name] = value.detach().to(device, dtype, copy=True)
             elif not value.is_floating_point() and not scalar:
