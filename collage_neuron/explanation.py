@@ -93,7 +93,7 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
 
 def _runs_as_written(optimizer: Optimizer) -> bool:
     require_compiled(optimizer)
-    return bool(bookkeeping(optimizer).twin)
+    return bool(bookkeeping(optimizer).twin or bookkeeping(optimizer).unforeseen)
 
 
 def about(optimizer: Optimizer) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _compile(
     exchanged.remember(optimizer)
     same_steps.note(optimizer, [recording for recording, _ in plans])
     group_changes.note(optimizer)
-    bookkeeping(optimizer).twin = ""
+    bookkeeping(optimizer).twin = bookkeeping(optimizer).unforeseen = ""
     bookkeeping(optimizer).told.discard(first_step.SAID)
     if refusal is not None:
         tell(base, optimizer, refusal)

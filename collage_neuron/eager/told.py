@@ -7,7 +7,7 @@ import re
 
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import Unforeseen, UnsupportedUpdate
 from collage_neuron.states.bookkeeping import bookkeeping
 
 log = logging.getLogger("collage_neuron")
@@ -23,13 +23,19 @@ ADVICE = re.compile(
 
 def why(optimizer: Optimizer) -> str:
     """Why the update is not captured, with its line, and without advice for optimizers that are rejected."""
-    reason = bookkeeping(optimizer).twin
+    reason = bookkeeping(optimizer).twin or bookkeeping(optimizer).unforeseen
     return ADVICE.sub("", reason.partition(" cannot be compiled: ")[2] or reason)
 
 
 def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
-    """Notes that the steps of `optimizer` run as written from now on, and says so in one line."""
+    """Notes that the steps of `optimizer` run as written from now on, and says so in one line.
+
+    Of one whose next step is not known this is only noted.
+    """
     ours = bookkeeping(optimizer)
+    if isinstance(refusal, Unforeseen):
+        ours.unforeseen = str(refusal)
+        return
     if ours.twin:
         return
     ours.twin = str(refusal)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import compress
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from collage_neuron.eager import limits
 from collage_neuron.eager.told import tell
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.settings import Settings
+from collage_neuron.states import small
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.trace import dry_run
@@ -22,7 +24,8 @@ from collage_neuron.trace import dry_run
 def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
     """Returns True if steps run as written, or will with the settings that a checkpoint brings.
 
-    Before its first step, an optimizer may not have said so.
+    Before its first step, an optimizer may not have said so. Then the names of its states in other shapes than their
+    parameter are not known either, and are learned here.
     """
     ours, own = bookkeeping(optimizer), [Settings.of(group) for group in optimizer.param_groups]
     try:
@@ -31,9 +34,12 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
         settings = own
     alike = list(map(_deciding, own)) == list(map(_deciding, settings))
     if alike and (ours.twin or ours.steps):
-        return bool(ours.twin)
-    ours.twin = ""
-    records = dry_run.foreseen(base, optimizer)
+        return bool(ours.twin or ours.unforeseen)
+    ours.twin = ours.unforeseen = ""
+    known = dry_run.known(base, optimizer)
+    records = dry_run.records(base, optimizer, known)
+    for _, recording in () if known is None else known.of_groups(optimizer):
+        small.learn(ours, recording.captured)
     try:
         for group in optimizer.param_groups:
             if group["params"]:
@@ -44,7 +50,7 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
             # One that has modes may have raised an error of its own because it is in evaluation mode.
             if refusal.__cause__ is None or not hasattr(optimizer, "train"):
                 tell(base, optimizer, refusal)
-    return bool(ours.twin)
+    return bool(ours.twin or ours.unforeseen)
 
 
 def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
@@ -53,12 +59,15 @@ def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dic
 
 
 def _deciding(settings: Settings) -> tuple[object, ...]:
-    """The settings that decide whether steps are captured (`runtime/worth.py`)."""
+    """The settings that decide whether steps run as written."""
     return settings.strategy, settings.arithmetic, settings.backend, settings.unsupported
 
 
-def put_back(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Restores the states in their own types: torch casts all floating tensors to the type of the parameter."""
+def put_back(optimizer: Optimizer, saved: Mapping[str, Any], plain: Sequence[bool]) -> None:
+    """Restores the states in their own types: torch casts all floating tensors to the type of the parameter.
+
+    In groups that are of `plain` torch a state in bf16 is so because its parameter was, and is one in fp32 now.
+    """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     params = dict(zip(ids, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     for index, state in saved["state"].items():
@@ -67,7 +76,15 @@ def put_back(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             optimizer.state[index] = copy.deepcopy(state)
         else:
             optimizer.state[p].update({k: _own(v, p) for k, v in state.items()})
+    for group in compress(optimizer.param_groups, plain):
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            state.update({k: x.float() for k, x in state.items() if _is_narrow(x, p)})
     drop_placeholders([optimizer.state[p] for p in params.values() if p in optimizer.state])
+
+
+def _is_narrow(x: Any, p: torch.Tensor) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 and x.shape != p.shape
 
 
 def _own(x: Any, p: torch.Tensor) -> Any:

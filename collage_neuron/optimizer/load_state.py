@@ -43,7 +43,8 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
-    formats, twin = dict(bookkeeping(optimizer).formats), bookkeeping(optimizer).twin
+    ours = bookkeeping(optimizer)
+    formats, twin, unforeseen = dict(ours.formats), ours.twin, ours.unforeseen
     seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
@@ -53,11 +54,14 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         of_torch(dict(state_dict))
-        as_written = bool(bookkeeping(optimizer).twin)
+        as_written = bool(bookkeeping(optimizer).twin or bookkeeping(optimizer).unforeseen)
         drop_placeholders(optimizer.state.values())
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
-        (load_as_written.put_back if as_written else _put_back)(optimizer, seen[0])
+        if as_written:
+            load_as_written.put_back(optimizer, seen[0], plain)
+        else:
+            _put_back(optimizer, seen[0])
         narrow_counts.widen(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
         kept_formats.keep(optimizer, kept, formats)
@@ -67,7 +71,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
         kept_formats.put_back(optimizer, formats)
-        bookkeeping(optimizer).twin = twin
+        ours.twin, ours.unforeseen = twin, unforeseen
         if isinstance(error, KeyError) and seen:
             _refuse_missing(base, error.args[0], seen[0], before[1])
         raise
@@ -214,8 +218,9 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
         for name, value in saved["state"].get(index, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue
-            scalar = is_host_scalar(value, p) and not is_component(name, saved["state"][index])
-            if value.is_floating_point() and value.dtype != torch.bfloat16:
+            is_small = name in bookkeeping(optimizer).small and p.dim() > 0
+            scalar = is_host_scalar(value, p) and not (is_small or is_component(name, saved["state"][index]))
+            if value.is_floating_point() and (value.dtype != torch.bfloat16 or is_small):
                 device, dtype = (value.device, value.dtype) if scalar else (p.device, torch.float32)
                 optimizer.state[p][name] = value.detach().to(device, dtype, copy=True)
             elif not value.is_floating_point() and not scalar:

@@ -52,6 +52,10 @@ class Rule(NamedTuple):
     """True if it returns several tensors, or writes several."""
 
 
+_VIEW = torch.ops.aten._unsafe_view.default
+"""A view whose schema does not say so, by which torch writes a product of more than two dimensions (`x @ y`)."""
+
+
 @cache
 def rule_of(func: Any) -> Rule | None:
     """The rule of an operation; None if it has to run at once: it draws, or gives more than tensors of its own."""
@@ -66,7 +70,7 @@ def rule_of(func: Any) -> Rule | None:
     if written:
         in_place = written == [0] and s.name.endswith("_") and returns in (["Tensor"], [])
         return Rule("writes", is_constant_op(func), not returns) if in_place else None
-    if any(r.alias_info is not None for r in s.returns):
+    if any(r.alias_info is not None for r in s.returns) or func is _VIEW:
         return Rule("view", True, returns != ["Tensor"]) if returns in (["Tensor"], ["List[Tensor]"]) else None
     if returns in (["Tensor"], ["Tensor[]"], ["List[Tensor]"]) or set(returns) == {"Tensor"}:
         return Rule("new", is_constant_op(func), returns != ["Tensor"])

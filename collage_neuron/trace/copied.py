@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import UnsupportedUpdate, pointing_at
+from collage_neuron.errors import Unforeseen, UnsupportedUpdate, pointing_at
 from collage_neuron.passes.capture.source_location import raised_at
 from collage_neuron.recording.visible import ParamShaped, visible
 from collage_neuron.runtime import surroundings
@@ -29,6 +29,8 @@ from collage_neuron.trace.copies import Copies, Guard, without_value
 from collage_neuron.trace.kinds import Before, Kind, Left, planned_of, with_states
 from collage_neuron.trace.placeholders import has_value, wait, waits
 from collage_neuron.trace.waiting import SHARED, Waiting
+
+VALUE = "step() reads a value, and before it none is known"
 
 
 class Stepped(NamedTuple):
@@ -109,14 +111,14 @@ class Copied:
         return Stepped(Kind(before, named, calls, left, left.named(), planned, reads, [], []), mode.numbers)
 
     def _read(self) -> None:
-        raise UnsupportedUpdate(self._mode.why)
+        raise (Unforeseen if self._mode.why == VALUE else UnsupportedUpdate)(self._mode.why)
 
     def _state_of(self, x: Tensor) -> met.Name | None:
         states = ((i, self.optimizer.state.get(p, {})) for i, p in enumerate(self.params.values()))
         return next(((i, name) for i, own in states for name, t in dict.items(own) if t is x), None)
 
     def _no_value(self, x: Tensor) -> Tensor:
-        raise Uncompiled("step() reads a value, and before it none is known")
+        raise Uncompiled(VALUE)
 
     def _found(self) -> tuple[list[Tensor], Before]:
         """The tensors that wait, by their places, and how the step finds them."""

@@ -8,7 +8,7 @@ effort: a step that looks at a value, or uses what cannot be put back (a generat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import Unforeseen, UnsupportedUpdate
 from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.runtime.plan import Records
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import TRIED
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.copied import Copied, whole
+from collage_neuron.trace.kinds import Kind
 from collage_neuron.trace.own_code import asks_for_types
 from collage_neuron.trace.recorded import record
 from collage_neuron.trace.switch import is_traced
@@ -46,7 +48,8 @@ class Known:
         if like is None:
             why = self._error or "step() does nothing to a parameter"
             cause = None if self._error is None else self._error.__cause__
-            raise UnsupportedUpdate(f"{self._base.__name__} cannot be compiled: {why}") from cause
+            kind = Unforeseen if isinstance(self._error, Unforeseen) else UnsupportedUpdate
+            raise kind(f"{self._base.__name__} cannot be compiled: {why}") from cause
         return self._found[id(like)]
 
     def of_groups(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Recording]]:
@@ -65,9 +68,19 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
             found = _recordings(copied)
             if any(unread_states(each.captured.graph) for each in found.values()):
                 found = _with_following(found, copied)
+    except Unforeseen as error:
+        return Known(base, found or _taken(optimizer), error)
     except (UnsupportedUpdate, Uncompiled) as error:
         return Known(base, found, error)
     return Known(base, found)
+
+
+def _taken(optimizer: Optimizer) -> dict[int, Recording]:
+    """What the last step has done, if it was launched."""
+    traces = bookkeeping(optimizer).traces
+    if traces is None or traces.presentation is None:
+        return {}
+    return _by_ids(list(map(id, traces.presentation.params())), traces.kinds[0])
 
 
 def known(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
@@ -101,8 +114,11 @@ def foreseen(base: type[Optimizer], optimizer: Optimizer) -> Records:
 
 
 def _recordings(copied: Copied) -> dict[int, Recording]:
-    keys = list(copied.params)
-    return {keys[i]: replace(each.recording, by_shape=True) for each in copied.step().kind.planned for i in each.params}
+    return _by_ids(list(copied.params), copied.step().kind)
+
+
+def _by_ids(ids: Sequence[int], kind: Kind) -> dict[int, Recording]:
+    return {ids[i]: replace(each.recording, by_shape=True) for each in kind.planned for i in each.params}
 
 
 def _with_following(found: Mapping[int, Recording], copied: Copied) -> dict[int, Recording]:

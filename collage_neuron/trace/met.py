@@ -33,9 +33,9 @@ def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[A
     Raises:
         Uncompiled: it is neither a state nor made of one number, or something else has its memory.
     """
-    if not _may_wait(x, device):
+    if not _may_wait(x, device, name is not None):
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
-    if name is not None and x.numel() == 1:
+    if name is not None and (x.numel() == 1 or not x.is_cpu):
         return state, [(tuple, name)]
     value = float(x.reshape(-1)[0])
     if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):
@@ -45,15 +45,16 @@ def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[A
     raise Uncompiled(f"a tensor of shape {list(x.shape)} has values, and is no state")
 
 
-def _may_wait(x: torch.Tensor, device: torch.device) -> bool:
+def _may_wait(x: torch.Tensor, device: torch.device, is_state: bool) -> bool:
     """Returns True for a tensor of which nothing else has the memory: no view, and no array of numpy's.
 
-    XLA says nothing of its memory, and would have to wait for the value.
+    XLA says nothing of its memory, and would have to wait for the value, which of a state nobody needs.
     """
-    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device or not (x.numel() and x.is_cpu):
+    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device or not x.numel():
         return False
-    is_plain = x.layout is torch.strided and x.is_contiguous() and not (x.requires_grad or x.is_inference())
-    return is_plain and torch_privates.holders(x) <= 1 and x.untyped_storage().resizable()
+    if x.layout is not torch.strided or not x.is_contiguous() or x.requires_grad or x.is_inference():
+        return False
+    return (torch_privates.holders(x) <= 1 and x.untyped_storage().resizable()) if x.is_cpu else is_state
 
 
 class Returned(torch.Tensor):

@@ -160,7 +160,7 @@ class TracedStep:
     def _state_of(self, x: torch.Tensor) -> met.Name | None:
         """The parameter and the name of a state of another shape; None for other tensors."""
         params, state = self._began.params, self.optimizer.state
-        if self._names is None:
+        if self._names is None or not (x.is_cpu or id(x) in self._names):  # what has no name there cannot wait
             states = [dict.get(state, p, _NO_STATE) for p in params]
             self._names = {id(t): (i, name) for i, own in enumerate(states) for name, t in own.items()}
         i, name = self._names.get(id(x), (0, ""))
