@@ -18,7 +18,7 @@ from collage_neuron import torch_privates
 
 WAITS = (
     "the value of this tensor waits for the end of optimizer.step() (collage_neuron): another thread cannot read it, "
-    "nor what code has kept of a step that raised; without COLLAGE_NEURON_TRACE=on in the environment no value waits"
+    "nor what code has kept of a step that raised; compute with it in the thread that calls step()"
 )
 
 
@@ -218,12 +218,19 @@ def put_off(t: torch.Tensor, other: torch.Tensor) -> None:
     t.grad = grad
 
 
+class Denials:
+    """How often something that waits was asked for its value where it has none: by a thread of a step, say."""
+
+    number = 0
+
+
 def value_of(x: Any) -> Any:
     """The tensor that has the value of `x`; RuntimeError if it waits."""
     if not isinstance(x, _WAITING):
         return x
     found = getattr(x, _VALUE, None)
     if found is None:
+        Denials.number += 1
         raise RuntimeError(WAITS)
     return value_of(found)
 

@@ -31,7 +31,7 @@ from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, memories_of, users_of
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of, with_states
 from collage_neuron.trace.own_code import asks_for_types
-from collage_neuron.trace.placeholders import give, has_value, wait, withdraw
+from collage_neuron.trace.placeholders import Denials, give, has_value, wait, withdraw
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class TracedStep:
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
         self._has_raised = False
+        self._denials = Denials.number
 
     @property
     def given_up(self) -> str:
@@ -182,7 +183,8 @@ class TracedStep:
         """Called if the step raises, before anything else."""
         self.traces.temporaries = []  # the error's traceback has them
         self._has_raised = True
-        if self._mode is None or type(error) not in _OF_TORCH or _raised_by_code(error):
+        is_of_torch = type(error) in _OF_TORCH and not _raised_by_code(error)
+        if self._mode is None or not (is_of_torch or self._was_denied):
             return
         self.may_repeat = self._may_run_as_written()
         self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
@@ -199,6 +201,10 @@ class TracedStep:
         if any(is_sharded(p) for group in groups for p in group["params"]):
             return False
         return all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in map(Settings.of, groups))
+
+    @property
+    def _was_denied(self) -> bool:
+        return Denials.number != self._denials
 
     @property
     def is_untouched(self) -> bool:
@@ -237,6 +243,8 @@ class TracedStep:
         mode = self._mode
         assert mode is not None
         measured = None
+        if self._was_denied:  # the error is the thread's: here nobody need have noticed
+            raise Exchanged("another thread, or code that catches the error, reads a value that waits")
         if mode.failed is not None:
             raise _repeated(mode.failed) from mode.failed
         if mode.has_met:

@@ -16,33 +16,50 @@ from collage_neuron.trace.generators import Generator, may_draw, of_object, of_p
 from collage_neuron.trace.reachable import is_filled, is_own, names_of, reachable
 
 _MISSING = object()
-_STARTERS = frozenset({"Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread", "to_thread"})
-"""Names by which Python's own library starts threads."""
+_ALONE = threading.RLock()
+"""Held while something is to be undone: two at a time would each put back what the other has changed."""
 
 
 @contextmanager
 def undone(base: type[Optimizer]) -> Iterator[None]:
-    """A context after which all that code of a class can reach is as it was.
+    """A context after which all that code of a class can reach is as it was; the code starts no threads in it.
 
     Raises:
-        UnsupportedUpdate: it can reach what cannot be put back: a generator, a file, another thread.
+        UnsupportedUpdate: it can reach what cannot be put back (a generator, a file), or starts a thread.
     """
-    kept: list[Callable[[], None]] = []
-    names = set[str]()
-    for x in reachable([base]):
-        if isinstance(x, FunctionType) and is_own(x):
-            names |= names_of(x)
-        kept += _restoring(x)
-    if starters := names & _STARTERS:
-        raise UnsupportedUpdate(f"it starts threads ({min(starters)})")
-    # Beside other threads (a data loader) code must look like it draws: they would get the same numbers again.
-    if threading.active_count() == 1 or any(map(may_draw, names)):
-        kept += map(_of_generator, of_process())
+    with _ALONE:
+        kept: list[Callable[[], None]] = []
+        names = set[str]()
+        for x in reachable([base]):
+            if isinstance(x, FunctionType) and is_own(x):
+                names |= names_of(x)
+            kept += _restoring(x)
+        # Beside other threads (a data loader) code must look like it draws: they would get the same numbers again.
+        if threading.active_count() == 1 or any(map(may_draw, names)):
+            kept += map(_of_generator, of_process())
+        try:
+            with _without_threads():
+                yield
+        finally:
+            for restore in kept:
+                restore()
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """A context in which this thread cannot start others: nobody would know when what they do is to be undone."""
+    start, own = threading.Thread.start, threading.get_ident()
+
+    def checked(thread: threading.Thread) -> None:
+        if threading.get_ident() == own:
+            raise UnsupportedUpdate(f"it starts a thread ({type(thread).__name__})")
+        start(thread)
+
+    threading.Thread.start = checked  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for restore in kept:
-            restore()
+        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def _restoring(x: Any) -> Iterator[Callable[[], None]]:

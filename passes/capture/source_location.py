@@ -1,6 +1,6 @@
 """Finds the source line in a user's `step()` to which an error message points.
 
-This is the innermost line whose module is neither torch's nor ours; for an optimizer of torch, that in torch.optim.
+This is the innermost line whose module is not torch's, Python's or ours; for an optimizer of torch, that in torch.optim.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import NamedTuple
 
-_NOBODYS = {"torch", "torch_xla", "collage_neuron"}
+_NOBODYS = sys.stdlib_module_names | {"torch", "torch_xla", "collage_neuron"}
 
 
 class Place(NamedTuple):

@@ -1,4 +1,4 @@
-"""Steps that ask how tensors lie in memory: right for any layout, captured for contiguous tensors, or rejected."""
+"""Steps that ask how tensors lie in memory get the true answer, for any layout without gaps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from as_written import Written
 from torch import Tensor
 
 import collage_neuron
-from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states.bookkeeping import bookkeeping
 
 LAST = torch.channels_last
 Look = Callable[[Tensor, Tensor], Any]
@@ -48,27 +46,24 @@ class Flat(Written):
         p.as_strided((p.numel(),), (1,)).sub_(g.as_strided((g.numel(),), (1,)), alpha=group["lr"])
 
 
-def run(make: Any, lay: list[Callable[[Tensor], Tensor]], of_gradients: list[Any], compiled: bool) -> list[Any]:
-    """The optimizer, and its parameters after a step for each layout of gradients."""
+def run(make: Any, lay: list[Callable[[Tensor], Tensor]], of_gradients: list[Any], compiled: bool) -> list[Tensor]:
+    """The parameters after a step for each layout of gradients."""
     draws = torch.Generator().manual_seed(0)
     starts = [torch.randn(16, 8, 3, 3, generator=draws).bfloat16() for _ in lay]
     params = [torch.nn.Parameter(f(x.float())) for f, x in zip(lay, starts, strict=True)]
     optimizer = make(params)
     if compiled:
-        optimizer = collage_neuron.compile(optimizer, strategy="fp32")
+        optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
     for of_gradient in of_gradients:
         for p in params:
             p.grad = of_gradient(torch.randn(p.shape, generator=draws).bfloat16().to(p.dtype))
         optimizer.step()
-    values = [collage_neuron.exact_value(optimizer, p) if compiled else p.detach() for p in params]
-    return [optimizer, values]
+    return [collage_neuron.exact_value(optimizer, p) if compiled else p.detach() for p in params]
 
 
-def same(make: Any, lay: list[Any], of_gradients: list[Any]) -> Any:
-    (optimizer, found), (_, expected) = (run(make, lay, of_gradients, compiled) for compiled in (True, False))
-    for x, y in zip(found, expected, strict=True):
+def same(make: Any, lay: list[Any], of_gradients: list[Any]) -> None:
+    for x, y in zip(*(run(make, lay, of_gradients, compiled) for compiled in (True, False)), strict=True):
         torch.testing.assert_close(x, y, rtol=2**-21, atol=2**-22)
-    return optimizer
 
 
 def looking(name: str) -> Callable[..., Looking]:
@@ -79,8 +74,7 @@ def looking(name: str) -> Callable[..., Looking]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_that_asks_for_the_layout_gets_the_true_one(name: str, layout: str) -> None:
     lay, usual = LAYOUTS[layout], LAYOUTS["contiguous"]
-    optimizer = same(looking(name), [lay], [lay, lay])
-    assert bool(bookkeeping(optimizer).twin) == (layout != "contiguous")  # only contiguous ones are captured
+    same(looking(name), [lay], [lay, lay])
     same(looking(name), [usual], [usual, lay, usual])  # a gradient may change its layout
     same(looking(name), [usual, lay], [usual, usual])  # and a group may have both
 
@@ -89,21 +83,3 @@ def test_a_step_that_asks_for_the_layout_gets_the_true_one(name: str, layout: st
 def test_views_in_the_order_of_memory_are_those_of_the_tensors(layout: str) -> None:
     same(Flat, [LAYOUTS[layout]], [LAYOUTS[layout]] * 2)
     same(Flat, [LAYOUTS["contiguous"]], [LAYOUTS[layout]] * 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("contiguous", lambda x: torch.stack([x, x], dim=-1)[..., 0]),
-        ("place", lambda x: torch.stack([x, x])[1]),
-        ("storage", lambda x: torch.stack([x, x])[0]),
-    ],
-)
-def test_what_copies_would_answer_wrongly_too_is_rejected(name: str, make: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(UnsupportedUpdate, match=r"asks how tensors lie in memory.*Nor can step\(\) run as written"):
-        run(looking(name), [make], [make], compiled=True)
-
-
-def test_the_version_of_a_tensor_is_rejected() -> None:
-    with pytest.raises(UnsupportedUpdate, match=r"reads p\._version.*leave the optimizer uncompiled"):
-        run(lambda params: Looking(params, look=lambda p, g: p._version % 2), [LAYOUTS["contiguous"]], [], True)
