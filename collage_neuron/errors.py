@@ -13,6 +13,10 @@ class UnsupportedUpdate(RuntimeError):
     """The optimizer's update cannot be rewritten; the message has the operation, reason, line and a remedy."""
 
 
+class UnknownUpdate(UnsupportedUpdate):
+    """What the next step does is not known before it is taken: it may be compiled then."""
+
+
 class UnsupportedModel(RuntimeError):
     """The forward of a model cannot run its matmuls in fp8; the message has torch's reason and a remedy."""
 
@@ -25,7 +29,7 @@ def pointing_at(place: object | None) -> Iterator[None]:
     except UnsupportedUpdate as error:
         if place is None:
             raise
-        raise UnsupportedUpdate(f"{error} (at {place})") from error.__cause__
+        raise type(error)(f"{error} (at {place})") from error.__cause__
 
 
 def warn_user(message: str, category: type[Warning]) -> None:

@@ -11,12 +11,13 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.eager import limits
-from collage_neuron.eager.told import tell
+from collage_neuron.eager.told import note
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.trace import dry_run
+from collage_neuron.trace.switch import is_traced
 
 
 def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
@@ -30,7 +31,7 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
     except ValueError:  # which is said of the group when it is loaded
         settings = own
     alike = list(map(_deciding, own)) == list(map(_deciding, settings))
-    if alike and (ours.twin or ours.steps):
+    if alike and (ours.twin or (ours.steps and not is_traced(base, optimizer))):
         return bool(ours.twin)
     ours.twin = ""
     records = dry_run.foreseen(base, optimizer)
@@ -43,7 +44,7 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
             limits.check(base, optimizer, refusal, settings)
             # One that has modes may have raised an error of its own because it is in evaluation mode.
             if refusal.__cause__ is None or not hasattr(optimizer, "train"):
-                tell(base, optimizer, refusal)
+                note(base, optimizer, refusal)
     return bool(ours.twin)
 
 
@@ -53,7 +54,7 @@ def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dic
 
 
 def _deciding(settings: Settings) -> tuple[object, ...]:
-    """The settings that decide whether steps are captured (`runtime/worth.py`)."""
+    """The settings that decide whether steps run as written."""
     return settings.strategy, settings.arithmetic, settings.backend, settings.unsupported
 
 

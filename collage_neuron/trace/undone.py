@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnknownUpdate
 from collage_neuron.trace.generators import Generator, may_draw, of_object, of_process
 from collage_neuron.trace.reachable import is_filled, is_own, names_of, reachable
 
@@ -25,7 +25,7 @@ def undone(base: type[Optimizer]) -> Iterator[None]:
     """A context after which all that code of a class can reach is as it was.
 
     Raises:
-        UnsupportedUpdate: it can reach what cannot be put back: a generator, a file, another thread.
+        UnknownUpdate: it can reach what cannot be put back: a generator, a file, another thread.
     """
     kept: list[Callable[[], None]] = []
     names = set[str]()
@@ -34,7 +34,7 @@ def undone(base: type[Optimizer]) -> Iterator[None]:
             names |= names_of(x)
         kept += _restoring(x)
     if starters := names & _STARTERS:
-        raise UnsupportedUpdate(f"it starts threads ({min(starters)})")
+        raise UnknownUpdate(f"it starts threads ({min(starters)})")
     # Beside other threads (a data loader) code must look like it draws: they would get the same numbers again.
     if threading.active_count() == 1 or any(map(may_draw, names)):
         kept += map(_of_generator, of_process())
@@ -56,7 +56,7 @@ def _restoring(x: Any) -> Iterator[Callable[[], None]]:
     elif isinstance(x, (dict, list, set, deque)):
         yield _of_container(x)
     elif hasattr(x, "__next__"):
-        raise UnsupportedUpdate(f"it uses a {type(x).__name__}, which can be neither copied nor put back")
+        raise UnknownUpdate(f"it uses a {type(x).__name__}, which can be neither copied nor put back")
     elif is_own(x) and hasattr(x, "__dict__"):
         yield _of_container(vars(x))
 
