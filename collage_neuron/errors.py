@@ -13,8 +13,8 @@ class UnsupportedUpdate(RuntimeError):
     """The optimizer's update cannot be rewritten; the message has the operation, reason, line and a remedy."""
 
 
-class Unforeseen(UnsupportedUpdate):
-    """What a step does depends on values, so that it is known when it is taken: it may well be compiled then."""
+class UnknownUpdate(UnsupportedUpdate):
+    """What the next step does is not known before it is taken: it may be compiled then."""
 
 
 class UnsupportedModel(RuntimeError):

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.eager import limits
-from collage_neuron.errors import Unforeseen, UnsupportedUpdate
+from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import naming
@@ -54,7 +54,7 @@ def _try(base: Any, settings: Settings) -> None:
                 f"{base.__name__} takes sparse gradients only, and updates the rows that these have; only "
                 "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
             ) from refusal
-        if settings.unsupported == "twin" or isinstance(refusal, Unforeseen):
+        if settings.unsupported == "twin" or isinstance(refusal, UnknownUpdate):
             limits.check_class(base, optimizer, refusal)
         elif refusal.__cause__ is None or isinstance(refusal.__cause__, UnsupportedUpdate):
             raise UnsupportedUpdate(

@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion import held, loaded_before
 from collage_neuron.conversion.budget import within
-from collage_neuron.eager import limits
+from collage_neuron.eager import limits, told
 from collage_neuron.eager.step import check_sound
 from collage_neuron.eager.storing import formats_as_written
-from collage_neuron.eager.told import tell
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
@@ -134,10 +133,10 @@ def _compile(
     exchanged.remember(optimizer)
     same_steps.note(optimizer, [recording for recording, _ in plans])
     group_changes.note(optimizer)
-    bookkeeping(optimizer).twin = bookkeeping(optimizer).unforeseen = ""
-    bookkeeping(optimizer).told.discard(first_step.SAID)
+    bookkeeping(optimizer).twin = ""
+    bookkeeping(optimizer).told -= {first_step.SAID, told.SAID}
     if refusal is not None:
-        tell(base, optimizer, refusal)
+        told.note(base, optimizer, refusal)
     return settings
 
 
@@ -218,9 +217,9 @@ def _tell_of_change(
     """Warns of what is gained and lost if a compiled optimizer with states is compiled for other formats."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
         _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
-        told = describe(i, old, new, rounding_of(optimizer, group["params"], old, new))
-        if told:
-            warnings.warn(told, StrategyChanged, stacklevel=5)
+        change = describe(i, old, new, rounding_of(optimizer, group["params"], old, new))
+        if change:
+            warnings.warn(change, StrategyChanged, stacklevel=5)
 
 
 def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import check_codec, converter
 from collage_neuron.eager.memory import is_alone
-from collage_neuron.errors import Unforeseen, UnsupportedUpdate
+from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
@@ -36,7 +36,7 @@ def check(
 
     `settings` are those of the groups. A step that `may_compile` says itself what it cannot.
     """
-    may_compile = may_compile or isinstance(refusal, Unforeseen)
+    may_compile = may_compile or isinstance(refusal, UnknownUpdate)
     if not may_compile and any(own.unsupported != "twin" for own in settings):
         raise refusal
     check_class(base, optimizer, refusal)

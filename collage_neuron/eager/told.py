@@ -7,8 +7,11 @@ import re
 
 from torch.optim import Optimizer
 
-from collage_neuron.errors import Unforeseen, UnsupportedUpdate
+from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.states.bookkeeping import bookkeeping
+
+SAID = "as written"
+"""In `Bookkeeping.told` once the line was written."""
 
 log = logging.getLogger("collage_neuron")
 
@@ -23,22 +26,29 @@ ADVICE = re.compile(
 
 def why(optimizer: Optimizer) -> str:
     """Why the update is not captured, with its line, and without advice for optimizers that are rejected."""
-    reason = bookkeeping(optimizer).twin or bookkeeping(optimizer).unforeseen
-    return ADVICE.sub("", reason.partition(" cannot be compiled: ")[2] or reason)
+    return reason_of(bookkeeping(optimizer).twin)
+
+
+def reason_of(refusal: str) -> str:
+    """The reason alone that a refusal gives."""
+    return ADVICE.sub("", refusal.partition(" cannot be compiled: ")[2] or refusal)
+
+
+def note(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
+    """Notes that the next step is not known to be compiled, and says so unless it may be when it is taken."""
+    if isinstance(refusal, UnknownUpdate):
+        bookkeeping(optimizer).twin = str(refusal)
+    else:
+        tell(base, optimizer, refusal)
 
 
 def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
-    """Notes that the steps of `optimizer` run as written from now on, and says so in one line.
-
-    Of one whose next step is not known this is only noted.
-    """
+    """Notes that the steps of `optimizer` run as written from now on, and says so once in one line."""
     ours = bookkeeping(optimizer)
-    if isinstance(refusal, Unforeseen):
-        ours.unforeseen = str(refusal)
-        return
-    if ours.twin:
-        return
     ours.twin = str(refusal)
+    if SAID in ours.told:
+        return
+    ours.told.add(SAID)
     elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     groups = len(optimizer.param_groups)
     log.warning(

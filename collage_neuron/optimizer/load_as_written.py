@@ -12,13 +12,14 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.eager import limits
-from collage_neuron.eager.told import tell
+from collage_neuron.eager.told import note
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.settings import Settings
 from collage_neuron.states import small
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.trace import dry_run
+from collage_neuron.trace.switch import is_traced
 
 
 def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
@@ -33,9 +34,9 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
     except ValueError:  # which is said of the group when it is loaded
         settings = own
     alike = list(map(_deciding, own)) == list(map(_deciding, settings))
-    if alike and (ours.twin or ours.steps):
-        return bool(ours.twin or ours.unforeseen)
-    ours.twin = ours.unforeseen = ""
+    if alike and (ours.twin or (ours.steps and not is_traced(base, optimizer))):
+        return bool(ours.twin)
+    ours.twin = ""
     known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
     for _, recording in () if known is None else known.of_groups(optimizer):
@@ -49,8 +50,8 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
             limits.check(base, optimizer, refusal, settings)
             # One that has modes may have raised an error of its own because it is in evaluation mode.
             if refusal.__cause__ is None or not hasattr(optimizer, "train"):
-                tell(base, optimizer, refusal)
-    return bool(ours.twin or ours.unforeseen)
+                note(base, optimizer, refusal)
+    return bool(ours.twin)
 
 
 def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:

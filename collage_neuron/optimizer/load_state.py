@@ -44,7 +44,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
     ours = bookkeeping(optimizer)
-    formats, twin, unforeseen = dict(ours.formats), ours.twin, ours.unforeseen
+    formats, twin = dict(ours.formats), ours.twin
     seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
@@ -54,7 +54,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         of_torch(dict(state_dict))
-        as_written = bool(bookkeeping(optimizer).twin or bookkeeping(optimizer).unforeseen)
+        as_written = bool(bookkeeping(optimizer).twin)
         drop_placeholders(optimizer.state.values())
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
@@ -71,7 +71,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
         kept_formats.put_back(optimizer, formats)
-        ours.twin, ours.unforeseen = twin, unforeseen
+        ours.twin = twin
         if isinstance(error, KeyError) and seen:
             _refuse_missing(base, error.args[0], seen[0], before[1])
         raise

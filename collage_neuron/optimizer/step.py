@@ -104,7 +104,7 @@ def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> 
 
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a recorded step, a traced one, or one as written, and measures it if that is `due`."""
-    refusal = UnsupportedUpdate(call.problem or ours.twin or ours.unforeseen)
+    refusal = UnsupportedUpdate(call.problem or ours.twin or "the values of its parameters cannot wait")
     tracing = _tracing(base, optimizer, call, ours, due)
     if tracing is None and not call.problem and may_be_recorded(base, optimizer, call):
         try:
@@ -138,7 +138,7 @@ def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -
     _tell(base, optimizer, jobs)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, jobs, None, written)
-    bookkeeping(optimizer).twin = bookkeeping(optimizer).unforeseen = ""
+    bookkeeping(optimizer).twin = ""
     first_step.tell(base, optimizer, jobs)
     return measured
 

@@ -42,4 +42,4 @@ def naming(base: type[Optimizer]) -> Iterator[None]:
     except UnsupportedUpdate as error:
         if base.__name__ in str(error):
             raise
-        raise UnsupportedUpdate(f"{base.__name__} cannot be compiled: {error}") from error
+        raise type(error)(f"{base.__name__} cannot be compiled: {error}") from error

@@ -72,8 +72,6 @@ class Bookkeeping:
     """True if the user was warned of it."""
     twin: str = ""
     """Not empty if steps run as written (`eager`): why they are not captured."""
-    unforeseen: str = ""
-    """Not empty if it is not known what the next step does, since none was launched yet: why."""
     copies: Any = None
     """Copies of the model that are watched, a list of `other_averages.Copy`; a copy of the optimizer has others."""
     watched_until: int = 0

@@ -16,10 +16,12 @@ from collage_neuron.states.names import names_in
 def is_value(x: object, p: torch.Tensor) -> bool:
     """Returns True for a state that a step as written stores in a format: fp32 or bf16, in the parameter's shape.
 
-    A single number is kept as it is, since it may count. float64, float16 and another device (a state on the host) were
-    chosen by the optimizer's author.
+    A single number of fp32 is kept as it is, since it may count; one of bf16 is a word. float64, float16 and another
+    device (a state on the host) were chosen by the optimizer's author.
     """
-    return _is_alike(x, p) and isinstance(x, torch.Tensor) and x.numel() != 1 and x.device == p.device
+    if not isinstance(x, torch.Tensor) or not _is_alike(x, p) or x.device != p.device:
+        return False
+    return x.numel() != 1 or x.dtype == torch.bfloat16
 
 
 def values_in(state: Mapping[str, Any], p: torch.Tensor, record: Mapping[str, str]) -> tuple[str, ...]:

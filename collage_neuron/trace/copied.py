@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import Unforeseen, UnsupportedUpdate, pointing_at
+from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, pointing_at
 from collage_neuron.passes.capture.source_location import raised_at
 from collage_neuron.recording.visible import ParamShaped, visible
 from collage_neuron.runtime import surroundings
@@ -30,7 +30,7 @@ from collage_neuron.trace.kinds import Before, Kind, Left, planned_of, with_stat
 from collage_neuron.trace.placeholders import has_value, wait, waits
 from collage_neuron.trace.waiting import SHARED, Waiting
 
-VALUE = "step() reads a value, and before it none is known"
+_READS = "step() reads a value, and before it none is known"
 
 
 class Stepped(NamedTuple):
@@ -94,7 +94,7 @@ class Copied:
         except Exception as error:  # whatever user code raises
             said = f"{type(error).__name__}: {error}"
             with pointing_at(raised_at(error)):
-                raise UnsupportedUpdate(f"on a copy whose tensors have no values, step() raises {said}") from error
+                raise UnknownUpdate(f"on a copy whose tensors have no values, step() raises {said}") from error
         if mode.failed is not None:
             raise mode.failed
         return self._stepped(mode, before, holders)
@@ -111,14 +111,14 @@ class Copied:
         return Stepped(Kind(before, named, calls, left, left.named(), planned, reads, [], []), mode.numbers)
 
     def _read(self) -> None:
-        raise (Unforeseen if self._mode.why == VALUE else UnsupportedUpdate)(self._mode.why)
+        raise (UnknownUpdate if self._mode.why == _READS else UnsupportedUpdate)(self._mode.why)
 
     def _state_of(self, x: Tensor) -> met.Name | None:
         states = ((i, self.optimizer.state.get(p, {})) for i, p in enumerate(self.params.values()))
         return next(((i, name) for i, own in states for name, t in dict.items(own) if t is x), None)
 
     def _no_value(self, x: Tensor) -> Tensor:
-        raise Uncompiled(VALUE)
+        raise Uncompiled(_READS)
 
     def _found(self) -> tuple[list[Tensor], Before]:
         """The tensors that wait, by their places, and how the step finds them."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnknownUpdate
 from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.trace.placeholders import placeholder, waits
 
@@ -43,7 +43,7 @@ class Copies:
             return x
         if id(x) not in self.known:
             if len(self.known) > MOST:
-                raise UnsupportedUpdate(f"the optimizer holds more than {MOST:,} objects, which are not copied")
+                raise UnknownUpdate(f"the optimizer holds more than {MOST:,} objects, which are not copied")
             self.known[id(x)] = x, x  # of one that refers to itself
             self.known[id(x)] = x, self._copy(x)
         return self.known[id(x)][1]
@@ -119,7 +119,7 @@ class Guard(torch_privates.DispatchMode):
             return func(*args, **kwargs)
         for x in _written(func, args, kwargs):
             if torch_privates.storage_id(x.untyped_storage()) not in self._own:
-                raise UnsupportedUpdate(f"step() writes to a tensor of shape {list(x.shape)} that is no state")
+                raise UnknownUpdate(f"step() writes to a tensor of shape {list(x.shape)} that is no state")
         out = func(*args, **kwargs)
         for x in _flat([out]):
             self.owns(x)

@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import Unforeseen, UnsupportedUpdate
+from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.runtime.plan import Records
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import TRIED
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.copied import Copied, whole
-from collage_neuron.trace.kinds import Kind
+from collage_neuron.trace.kinds import Kind, Traces
 from collage_neuron.trace.own_code import asks_for_types
 from collage_neuron.trace.recorded import record
 from collage_neuron.trace.switch import is_traced
@@ -42,15 +43,20 @@ class Known:
         """The update of a parameter; that of another one of its group, if this step leaves it as it is.
 
         Raises:
-            UnsupportedUpdate: it is not known, for the reason given.
+            UnsupportedUpdate: it is not known, for the reason given; UnknownUpdate if it may be when it is taken.
         """
         like = next((q for q in (p, *group["params"]) if id(q) in self._found), None)
         if like is None:
             why = self._error or "step() does nothing to a parameter"
             cause = None if self._error is None else self._error.__cause__
-            kind = Unforeseen if isinstance(self._error, Unforeseen) else UnsupportedUpdate
+            kind = UnknownUpdate if isinstance(why, UnknownUpdate) else UnsupportedUpdate
             raise kind(f"{self._base.__name__} cannot be compiled: {why}") from cause
         return self._found[id(like)]
+
+    @property
+    def is_known(self) -> bool:
+        """Returns True if a step could be taken."""
+        return self._error is None
 
     def of_groups(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Recording]]:
         """The updates of all parameters, with their groups."""
@@ -68,27 +74,30 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
             found = _recordings(copied)
             if any(unread_states(each.captured.graph) for each in found.values()):
                 found = _with_following(found, copied)
-    except Unforeseen as error:
-        return Known(base, found or _taken(optimizer), error)
     except (UnsupportedUpdate, Uncompiled) as error:
         return Known(base, found, error)
     return Known(base, found)
 
 
-def _taken(optimizer: Optimizer) -> dict[int, Recording]:
-    """What the last step has done, if it was launched."""
-    traces = bookkeeping(optimizer).traces
-    if traces is None or traces.presentation is None:
-        return {}
-    return _by_ids(list(map(id, traces.presentation.params())), traces.kinds[0])
-
-
 def known(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
-    """What is known of the next step, if steps are traced; None where they are recorded."""
+    """What is known of the next step, if steps are traced; None where they are recorded.
+
+    A step that looks at values is known once one was taken: it is that one.
+    """
     if not is_traced(base, optimizer):
         return None
     why = next(_unknown(base, optimizer), None)
-    return run(base, optimizer) if why is None else Known(base, {}, UnsupportedUpdate(why))
+    found = run(base, optimizer) if why is None else Known(base, {}, UnsupportedUpdate(why))
+    return found if found.is_known else _taken(base, optimizer) or found
+
+
+def _taken(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
+    """The last step, if it was launched."""
+    traces: Traces | None = bookkeeping(optimizer).traces
+    if traces is None or traces.presentation is None:
+        return None
+    params = (p for group in optimizer.param_groups for p in group["params"] if not is_left_alone(p))
+    return Known(base, _by_params(traces.kinds[0], list(dict.fromkeys(map(id, params)))))
 
 
 def _unknown(base: type[Optimizer], optimizer: Optimizer) -> Iterator[str]:
@@ -114,11 +123,11 @@ def foreseen(base: type[Optimizer], optimizer: Optimizer) -> Records:
 
 
 def _recordings(copied: Copied) -> dict[int, Recording]:
-    return _by_ids(list(copied.params), copied.step().kind)
+    return _by_params(copied.step().kind, list(copied.params))
 
 
-def _by_ids(ids: Sequence[int], kind: Kind) -> dict[int, Recording]:
-    return {ids[i]: replace(each.recording, by_shape=True) for each in kind.planned for i in each.params}
+def _by_params(kind: Kind, keys: Sequence[int]) -> dict[int, Recording]:
+    return {keys[i]: replace(each.recording, by_shape=True) for each in kind.planned for i in each.params}
 
 
 def _with_following(found: Mapping[int, Recording], copied: Copied) -> dict[int, Recording]:

@@ -18,7 +18,7 @@ from collage_neuron import torch_privates
 
 WAITS = (
     "the value of this tensor waits for the end of optimizer.step() (collage_neuron): another thread cannot read it, "
-    "nor what code has kept of a step that raised; compute with it in the thread that calls step()"
+    "nor what code has kept of a step that raised; let step() itself read it, or read parameters and states afterwards"
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnknownUpdate
 
 MOST = 100_000
 """Objects that are looked at, at most."""
@@ -39,7 +39,7 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
             continue
         seen[id(x)] = x  # alive: its id would be used again
         if len(seen) > MOST:
-            raise UnsupportedUpdate(f"its code can reach more than {MOST:,} objects, which are not looked at")
+            raise UnknownUpdate(f"its code can reach more than {MOST:,} objects, which are not looked at")
         yield x
         todo += _children(x)
 

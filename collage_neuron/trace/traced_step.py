@@ -159,14 +159,14 @@ class TracedStep:
         return objects, before
 
     def _state_of(self, x: torch.Tensor) -> met.Name | None:
-        """The parameter and the name of a state of another shape; None for other tensors."""
+        """The parameter and the name of a state that is not in words; None for other tensors."""
         params, state = self._began.params, self.optimizer.state
         if self._names is None or not (x.is_cpu or id(x) in self._names):  # what has no name there cannot wait
             states = [dict.get(state, p, _NO_STATE) for p in params]
             self._names = {id(t): (i, name) for i, own in enumerate(states) for name, t in own.items()}
         i, name = self._names.get(id(x), (0, ""))
         is_there = dict.get(state, params[i], _NO_STATE).get(name) is x  # an id may be used again
-        return (i, name) if is_there and x.shape != params[i].shape else None
+        return (i, name) if is_there else None
 
     def missed(self, why: str) -> None:
         """Computes what waits in a step that cannot be launched any more."""
@@ -350,9 +350,11 @@ class TracedStep:
             raise
         measured = self._launching.take(optimizer, jobs) if jobs else []
         self._keep_objects(kind, mode, {id(p): values for p, _, values in states})
+        self._keep_met(kind, mode)
         for t, value in outliving:
             give(t, value)
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
+        bookkeeping(optimizer).twin = ""
         presentation.let_go()
         return measured
 
@@ -377,6 +379,15 @@ class TracedStep:
                 del state[name]
             else:
                 state[name] = objects[before]
+
+    def _keep_met(self, kind: Kind, mode: Waiting) -> None:
+        """Puts the words of states that were in none into their objects."""
+        changed = {(i, name) for i, name, *_ in kind.changed}
+        for (i, name), own in mode.met_states():
+            state = self.optimizer.state[self._began.params[i]]
+            if (i, name) not in changed and state[name] is not own:
+                torch_privates.exchange(own, state[name])
+                state[name] = own
 
     def _keep_objects(self, kind: Kind, mode: Waiting, left: Mapping[int, Mapping[str, Any]]) -> None:
         """Puts the words of states into the objects that the step has `left` there, which may have traded places.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnknownUpdate
 from collage_neuron.trace.generators import Generator, may_draw, of_object, of_process
 from collage_neuron.trace.reachable import is_filled, is_own, names_of, reachable
 
@@ -25,7 +25,7 @@ def undone(base: type[Optimizer]) -> Iterator[None]:
     """A context after which all that code of a class can reach is as it was; the code starts no threads in it.
 
     Raises:
-        UnsupportedUpdate: it can reach what cannot be put back (a generator, a file), or starts a thread.
+        UnknownUpdate: it can reach what cannot be put back (a generator, a file), or starts a thread.
     """
     with _ALONE:
         kept: list[Callable[[], None]] = []
@@ -52,10 +52,10 @@ def _without_threads() -> Iterator[None]:
 
     def checked(thread: threading.Thread) -> None:
         if threading.get_ident() == own:
-            raise UnsupportedUpdate(f"it starts a thread ({type(thread).__name__})")
+            raise UnknownUpdate(f"it starts a thread ({type(thread).__name__})")
         start(thread)
 
-    threading.Thread.start = checked  # type: ignore[method-assign]
+    threading.Thread.start = checked  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ def _restoring(x: Any) -> Iterator[Callable[[], None]]:
     elif isinstance(x, (dict, list, set, deque)):
         yield _of_container(x)
     elif hasattr(x, "__next__"):
-        raise UnsupportedUpdate(f"it uses a {type(x).__name__}, which can be neither copied nor put back")
+        raise UnknownUpdate(f"it uses a {type(x).__name__}, which can be neither copied nor put back")
     elif is_own(x) and hasattr(x, "__dict__"):
         yield _of_container(vars(x))
 

@@ -381,9 +381,15 @@ class Waiting:
 
     def exchange_states(self, exchange: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Exchanges what is inside states that have met values that wait: they are there while updates are launched."""
-        for call in self.calls if self.met else ():
-            if call.func is met.state:
-                exchange(self.tensors[call.first], self.met[call.first])
+        for call in self._meeting():
+            exchange(self.tensors[call.first], self.met[call.first])
+
+    def met_states(self) -> Iterator[tuple[met.Name, torch.Tensor]]:
+        """Those states, with their names."""
+        return ((call.args[0][1], self.tensors[call.first]) for call in self._meeting())
+
+    def _meeting(self) -> list[Call]:
+        return [call for call in self.calls if call.func is met.state] if self.met else []
 
     def is_shared(self, first: int, users: Sequence[int]) -> bool:
         """Returns True if something in C++ has a placeholder, or something that is not known one from a place on.

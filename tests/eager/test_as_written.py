@@ -1,4 +1,7 @@
-"""Steps on fp32 values give what the same optimizer gives in fp32: bit for bit where the strategy stores fp32."""
+"""Steps on fp32 values give what the same optimizer gives in fp32: bit for bit where the strategy stores fp32.
+
+Those that turn out to be launched give it within what arithmetic in another order rounds.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 from as_written import (
     ALL,
+    LAUNCHED,
     Adafactor,
     Lamb,
     Make,
@@ -26,6 +30,7 @@ from as_written import (
     error,
     everything,
     in_fp32,
+    near,
     parameters,
     run,
     values,
@@ -38,11 +43,12 @@ from collage_neuron.states.bookkeeping import bookkeeping
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_under_the_strategy_fp32_each_is_bit_for_bit_that_of_fp32(make: Make) -> None:
+def test_under_the_strategy_fp32_each_is_that_of_fp32_bit_for_bit_if_it_runs_as_written(make: Make) -> None:
     optimizer, params = compiled(make, "fp32")
     run(optimizer, 8)
-    assert bookkeeping(optimizer).twin
-    assert equal(values(optimizer, params), in_fp32(make, 8))
+    found, exact = values(optimizer, params), in_fp32(make, 8)
+    assert bool(bookkeeping(optimizer).twin) == (make not in LAUNCHED)
+    assert near(found, exact, 8) if make in LAUNCHED else equal(found, exact)
     assert all(p.dtype == torch.bfloat16 and torch.equal(p, v.bfloat16()) for p, v in
                zip(params, values(optimizer, params), strict=True))  # fmt: skip
 
@@ -87,7 +93,7 @@ def test_the_sum_over_all_groups_is_that_of_all_groups() -> None:
 
     optimizer, params = compiled(make, "fp32")
     run(optimizer, 5)
-    assert equal(values(optimizer, params), in_fp32(make, 5))
+    assert near(values(optimizer, params), in_fp32(make, 5), 5)
 
 
 def test_the_models_weight_is_the_rounding_of_its_value_and_words_are_stable() -> None:
@@ -106,7 +112,7 @@ def test_what_is_not_shaped_like_the_parameter_stays_as_it_was_made() -> None:
     run(optimizer, 2)
     state = optimizer.state[params[0]]
     assert {k: (str(v.dtype), tuple(v.shape)) for k, v in state.items()} == {
-        "exp_avg": ("torch.bfloat16", (24, 40)), "exp_avg_lo": ("torch.bfloat16", (24, 40)),
+        "exp_avg": ("torch.bfloat16", (24, 40)),
         "row": ("torch.float32", (24, 1)), "col": ("torch.float32", (1, 40)),
         "param_lo": ("torch.bfloat16", (24, 40)),
     }  # fmt: skip
@@ -173,12 +179,13 @@ def test_a_plain_checkpoint_of_fp32_is_loaded_and_written() -> None:
     optimizer = collage_neuron.compile(Adafactor(other), strategy="fp32")
     checkpoint.set_fp32_state_dict(other, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
     run(optimizer, 4, first=4)
-    assert equal(values(optimizer, list(other)), [p.detach() for p in model])
+    assert near(values(optimizer, list(other)), [p.detach() for p in model], 8)
     weights, state = checkpoint.get_fp32_state_dict(other, optimizer)
-    assert equal(list(weights.values()), [p.detach() for p in model])
+    assert equal(list(weights.values()), values(optimizer, list(other)))
     for found, expected in zip(state["state"].values(), plain.state_dict()["state"].values(), strict=True):
         assert found.keys() == expected.keys()
-        assert equal(list(found.values()), list(expected.values()))
+        for name, x in expected.items():
+            torch.testing.assert_close(found[name], x, rtol=8 * 2**-20, atol=8 * 2**-24)
 
 
 def test_fp32_parameters_are_split_and_states_that_are_there_too() -> None:
@@ -197,16 +204,16 @@ def test_a_class_a_model_alone_and_a_group_added_later() -> None:
     cls = collage_neuron.compile(Lamb, strategy="fp32")
     optimizer = cls(parameters(torch.bfloat16))
     run(optimizer, 4)
-    assert equal(values(optimizer, optimizer.param_groups[0]["params"]), exact)
+    assert near(values(optimizer, optimizer.param_groups[0]["params"]), exact, 4)
     model = collage_neuron.compile(torch.nn.ParameterList(parameters(torch.float32)), strategy="fp32")
     plain = Lamb(model)
     run(plain, 4)
-    assert equal(values(plain, list(model)), exact)
+    assert near(values(plain, list(model)), exact, 4)
     params = parameters(torch.bfloat16)
     grown = collage_neuron.compile(Lamb(params[:2]), strategy="fp32")
     grown.add_param_group({"params": params[2:]})
     run(grown, 4)
-    assert equal(values(grown, params), exact)
+    assert near(values(grown, params), exact, 4)
 
 
 def test_a_checkpoint_is_loaded_into_a_class_before_its_first_step() -> None:
@@ -298,7 +305,7 @@ def test_schedulers_hooks_and_a_state_of_no_parameter() -> None:
             run(o, 1, first=i)
             s.step()
     assert seen == [0.02, 0.01, 0.005]
-    assert equal(values(optimizer, params), [p.detach() for p in plain.param_groups[0]["params"]])
+    assert near(values(optimizer, params), [p.detach() for p in plain.param_groups[0]["params"]], 3)
     assert optimizer.state["all"] == plain.state["all"]  # type: ignore[index]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from as_written import Written, compiled, equal, everything, in_fp32, run, values
+from as_written import Written, compiled, equal, everything, in_fp32, near, run, values
 from torch.nn import Parameter
 
 import collage_neuron
@@ -109,7 +109,7 @@ class LongLists(Written):
 def test_long_lists_of_numbers_are_followed_and_put_back() -> None:
     optimizer, params = compiled(LongLists)
     run(optimizer, 3)
-    assert equal(values(optimizer, params), in_fp32(LongLists, 3))
+    assert near(values(optimizer, params), in_fp32(LongLists, 3), 3)
     assert optimizer.ids[-1] == id(params[0])
     assert optimizer.counts[2] == 6
     before, number = list(optimizer.table), optimizer.counts[2]

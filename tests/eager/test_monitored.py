@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from as_written import Adafactor, Lamb, Make, Muon, Shampoo, compiled, everything, parameters, run, values
+from as_written import LAUNCHED, Adafactor, Lamb, Make, Muon, Shampoo, compiled, everything, parameters, run, values
 
 import collage_neuron
 from collage_neuron import checkpoint
@@ -54,7 +54,9 @@ def test_the_numbers_are_those_of_the_values_before_and_after(make: Make, strate
                     assert effect.edq == pytest.approx(float((e * raw).sum() / raw.norm()), rel=1e-5, abs=1e-9)
                     lost = 100 * int(((raw != 0) & (e == 0)).sum()) / int((raw != 0).sum())
                     assert effect.lost == pytest.approx(lost)
-                assert found.raw_norm == pytest.approx(float(raw.norm()), rel=1e-6)
+                # What is launched measures the update itself, of weights of about 1, which fp32 rounds by 2**-24.
+                rounded = 2**-24 * p.numel() ** 0.5 if make in LAUNCHED else 0
+                assert found.raw_norm == pytest.approx(float(raw.norm()), rel=1e-6, abs=rounded)
 
 
 def test_states_that_stand_still_are_counted() -> None:

@@ -172,6 +172,9 @@ class Noisy(Written):
 
 ALL: tuple[Make, ...] = (Muon, Lamb, Adafactor, Shampoo, Prodigy, ByIdentity, Noisy)
 
+LAUNCHED: tuple[Make, ...] = (Lamb, Adafactor)
+"""Those that read numbers and are launched all the same: of them it is known once a step was taken."""
+
 
 def initial(shapes: Sequence[tuple[int, ...]] = SHAPES, seed: int = 0) -> list[Tensor]:
     g = torch.Generator().manual_seed(seed)
@@ -211,6 +214,11 @@ def values(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
 
 def equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(some, others, strict=True))
+
+
+def near(found: Sequence[Tensor], exact: Sequence[Tensor], steps: int) -> bool:
+    """What is launched rounds in another order: a few units of fp32's last place of weights that move by a tenth."""
+    return error(found, exact) < steps * 2**-20
 
 
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
