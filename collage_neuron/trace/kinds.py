@@ -163,8 +163,8 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
         reads.update(zip(new, range(first + len(reads), len(mode.numbers)), strict=True))
         at = [reads[x] if isinstance(x, Read) else x for x in positions]
         slots = recorder.slots = [mode.numbers[k] for k in at]
-        first = {name: own[name] for name in ("param", "grad")}  # states that are new come after these too
-        captured = captured_of(recorder, lanes.refs(first | own), lanes.refs(now))
+        ordered = {name: own[name] for name in ("param", "grad")} | own  # states that are new come after these too
+        captured = captured_of(recorder, lanes.refs(ordered), lanes.refs(now))
         _check_shapes(captured, now)
         more = slots[len(at) :]
         has_rows = bool(tensors[own["param"]].dim())
