@@ -53,7 +53,7 @@ class History:
 
     steps: int = 0
     known: set[Any] = field(default_factory=set)
-    """Recorded updates that were validated, with their backends."""
+    """Recorded updates that were validated, with their backends; a copy validates its own."""
     told: set[str] = field(default_factory=set)
     """States that the user was warned of."""
     compared: int = 0
@@ -61,6 +61,10 @@ class History:
     """Numbers of values that were compared, and of values whose result depends on rounding (`Expected.unsure`)."""
     not_covered: int = 0
     """Number of jobs for which no sample could be made."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: backends have functions and libraries, which are neither."""
+        return vars(self) | {"known": set()}
 
 
 def history_of(optimizer: Optimizer) -> History:
