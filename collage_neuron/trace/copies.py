@@ -62,6 +62,8 @@ class Copies:
             return partial(self.of(x.func), *self.of(x.args), **self.of(x.keywords))
         if isinstance(x, torch.Generator):
             return x.clone_state()
+        if hasattr(type(x), "__next__") and not hasattr(x, "__dict__"):
+            return self._iterator(x)
         return self._object(x)
 
     def _tensor(self, x: Tensor) -> Tensor:
@@ -81,6 +83,17 @@ class Copies:
             (made.update if isinstance(x, set) else made.extend)(list(map(self.of, x)))
         return made
 
+    def _iterator(self, x: Any) -> Any:
+        """A copy of an iterator that is as far, over copies of what it goes over: the step of a copy moves that."""
+        try:
+            make, given, *state = x.__reduce__()
+        except TypeError:  # a generator
+            return _NotCopied(type(x).__name__)
+        made = make(*self.of(given))
+        if state:
+            made.__setstate__(self.of(state[0]))
+        return made
+
     def _object(self, x: Any) -> Any:
         """A copy of an object of a class that is written in Python, with its attributes; modules stay what they are."""
         kind = type(x)
@@ -95,6 +108,19 @@ class Copies:
         self.known[id(x)] = x, made
         vars(made).update(self.of(vars(x)))
         return made
+
+
+class _NotCopied:
+    """Stands for an iterator that cannot be copied."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __iter__(self) -> _NotCopied:
+        return self
+
+    def __next__(self) -> Any:
+        raise UnsupportedUpdate(f"it uses a {self._kind}, which can be neither copied nor put back")
 
 
 _ATOMS = {int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
