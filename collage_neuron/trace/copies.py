@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
@@ -131,11 +132,13 @@ class Guard(torch_privates.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
-        self._own: dict[int, Tensor] = {}
+        self._own: dict[int, StorageWeakRef] = {}
+        """By the identities of memory what keeps these from being used again; it may be let go of."""
 
     def owns(self, x: Tensor) -> None:
         """Notes a tensor that may be written."""
-        self._own[torch_privates.storage_id(x.untyped_storage())] = x  # alive: its identity would be used again
+        memory = x.untyped_storage()
+        self._own[torch_privates.storage_id(memory)] = StorageWeakRef(memory)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
