@@ -42,6 +42,7 @@ def _try(base: Any, settings: Settings) -> None:
     optimizer = _made(base)
     if optimizer is None:
         return
+    limits.check_inner(optimizer)
     (group,) = optimizer.param_groups
     check_differentiable(group, 0)
     try:

@@ -99,6 +99,7 @@ def _compile(
 ) -> Settings:
     """Does it; returns the settings of the optimizer, with the strategy that the budget chose."""
     check_stepper(type(optimizer), optimizer)
+    limits.check_inner(optimizer)
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)

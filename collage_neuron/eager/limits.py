@@ -50,19 +50,19 @@ def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: Unsupporte
         raise refusal
     if any(words in str(refusal.__cause__) for words in _SECOND_BACKWARD):
         raise _neither(refusal, "it differentiates again, and the gradients that it sees have no graph")
-    for reason in _of_class(optimizer):
-        raise _neither(refusal, reason) from refusal
+    check_inner(optimizer)
 
 
 def _neither(refusal: UnsupportedUpdate, reason: str) -> UnsupportedUpdate:
     return UnsupportedUpdate(f"{refusal}. Nor can step() run as written (unsupported='twin'): {reason}")
 
 
-def _of_class(optimizer: Optimizer) -> Iterator[str]:
+def check_inner(optimizer: Optimizer) -> None:
+    """Raises UnsupportedUpdate for an optimizer that holds another one, whose states nobody would store."""
     kept = {k: v for k, v in vars(optimizer).items() if k != "state"}
     inner = [k for k, v in kept.items() if _holds_optimizer(v)]
     if inner or _holds_optimizer(_unusual(optimizer.state)):
-        yield (
+        raise UnsupportedUpdate(
             f"{type(optimizer).__name__} steps another optimizer ({[*inner, 'state'][0]}); compile that one, and wrap "
             "the result if the wrapper leaves the weights alone. One that reads or writes weights (Lookahead) must do "
             "so with collage_neuron.exact_value and collage_neuron.set_exact_value, since p itself is rounded to bf16; "

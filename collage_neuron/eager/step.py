@@ -269,6 +269,7 @@ class Context:
             self._trace.missed("a closure sees the weights")
             self._leave_mode()
         self.store()
+        self.presentation.gradients.let_go()  # what is held by nobody else is not the code's
         _remember(self.optimizer)
         with self._not_presented():
             yield

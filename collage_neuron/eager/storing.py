@@ -186,10 +186,14 @@ class Storing:
                     f"step() gives the state {name!r} other data, {value.shell.dtype} of shape "
                     f"{list(value.shell.shape)}: assign a new tensor to optimizer.state[p] instead"
                 )
-            if (id(x) in self._values and id(x) not in self.presentation.groups) or (
-                self._at_end and self._may_be_stored(p, name, x)
-            ):
+            is_known = id(x) in self._values and id(x) not in self.presentation.groups
+            if is_known or (self._at_end and self._may_be_stored(p, name, x)) or self._is_of_method(p, name, x):
                 yield name, x
+
+    def _is_of_method(self, p: torch.Tensor, name: Any, x: Any) -> bool:
+        """Returns True for a new fp32 state of a method: it is stored as such, until a step shows what it is."""
+        is_fp32 = isinstance(x, torch.Tensor) and x.dtype == torch.float32
+        return self.presentation.kind != "step" and is_fp32 and self._may_be_stored(p, name, x)
 
     def _may_be_stored(self, p: torch.Tensor, name: Any, x: Any) -> bool:
         """Returns True for a new state that can have words; others stay as they were made.
@@ -215,7 +219,7 @@ class Storing:
         gradient = None if grad is None else local(grad.detach())
         named = settings.strategy if isinstance(settings.strategy, Mapping) else {}
         counting = counts(gradient, self._may_count(befores, new, found)) - named.keys()
-        others |= dict.fromkeys(counting, FORMATS["fp32"])
+        others |= dict.fromkeys(counting if self._at_end else [*counting, *new], FORMATS["fp32"])
         if as_averages == found:
             return found | others
         small = {name for name in befores if befores[name].fmt == as_averages[name] and name != "param"}

@@ -78,7 +78,7 @@ def check_fsdp(params: Names) -> None:
 def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
     """Raises UnsupportedUpdate for known classes of optimizers that step another one, and for their objects.
 
-    Unknown ones are found when a step is recorded.
+    Of unknown ones, objects say it (`limits.check_inner`).
     """
     names = {c.__name__ for c in cls.__mro__}
     if names & OF_A_CLASS:

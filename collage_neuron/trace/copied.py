@@ -26,7 +26,7 @@ from collage_neuron.states.sharding import is_sharded
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.copies import Copies, Guard, without_value
-from collage_neuron.trace.kinds import Before, Kind, Left, planned_of, with_states
+from collage_neuron.trace.kinds import Before, Kind, Left, check_states, planned_of, with_states
 from collage_neuron.trace.placeholders import has_value, wait, waits
 from collage_neuron.trace.waiting import SHARED, Waiting
 
@@ -127,8 +127,7 @@ class Copied:
         for p in self.params.values():
             p.grad = without_value(p, device=self._device)
             state = self.optimizer.state.get(p, {})
-            if not isinstance(state, dict):
-                raise Uncompiled("a state is not a dictionary")
+            check_states([state])
             own = {"param": p, **{k: x for k, x in state.items() if waits(x)}, "grad": p.grad}
             before.named.append({name: len(tensors) + i for i, name in enumerate(own)})
             before.keys.append(tuple(state))
@@ -138,8 +137,7 @@ class Copied:
     def _left(self, mode: Waiting) -> Left:
         params = list(self.params.values())
         states = [self.optimizer.state.get(p, {}) for p in params]
-        if not {dict}.issuperset(map(type, states)):
-            raise Uncompiled("a state is not a dictionary")
+        check_states(states)
         values = [x for state in states for x in state.values()]
         return Left(
             [tuple(state) for state in states],

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate
@@ -62,6 +63,8 @@ class Copies:
             return partial(self.of(x.func), *self.of(x.args), **self.of(x.keywords))
         if isinstance(x, torch.Generator):
             return x.clone_state()
+        if hasattr(type(x), "__next__") and not hasattr(x, "__dict__"):
+            return self._iterator(x)
         return self._object(x)
 
     def _tensor(self, x: Tensor) -> Tensor:
@@ -81,6 +84,17 @@ class Copies:
             (made.update if isinstance(x, set) else made.extend)(list(map(self.of, x)))
         return made
 
+    def _iterator(self, x: Any) -> Any:
+        """A copy of an iterator that is as far, over copies of what it goes over: the step of a copy moves that."""
+        try:
+            make, given, *state = x.__reduce__()
+        except TypeError:  # a generator
+            return _NotCopied(type(x).__name__)
+        made = make(*self.of(given))
+        if state:
+            made.__setstate__(self.of(state[0]))
+        return made
+
     def _object(self, x: Any) -> Any:
         """A copy of an object of a class that is written in Python, with its attributes; modules stay what they are."""
         kind = type(x)
@@ -97,6 +111,19 @@ class Copies:
         return made
 
 
+class _NotCopied:
+    """Stands for an iterator that cannot be copied."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __iter__(self) -> _NotCopied:
+        return self
+
+    def __next__(self) -> Any:
+        raise UnsupportedUpdate(f"it uses a {self._kind}, which can be neither copied nor put back")
+
+
 _ATOMS = {int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 
 
@@ -105,11 +132,13 @@ class Guard(torch_privates.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
-        self._own: dict[int, Tensor] = {}
+        self._own: dict[int, StorageWeakRef] = {}
+        """By the identities of memory what keeps these from being used again; it may be let go of."""
 
     def owns(self, x: Tensor) -> None:
         """Notes a tensor that may be written."""
-        self._own[torch_privates.storage_id(x.untyped_storage())] = x  # alive: its identity would be used again
+        memory = x.untyped_storage()
+        self._own[torch_privates.storage_id(memory)] = StorageWeakRef(memory)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from keyword import iskeyword
 from operator import itemgetter
 from struct import Struct, pack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -127,6 +128,15 @@ class Kind:
         ]
 
 
+def check_states(states: Iterable[object]) -> None:
+    """Raises Uncompiled for a state that is not a dictionary."""
+    for state in states:
+        if type(state) is not dict:
+            raise Uncompiled(
+                f"step() keeps an object of type {type(state).__name__} as optimizer.state[p]; keep a dictionary"
+            )
+
+
 def with_states(named: Sequence[Named], calls: Sequence[Call]) -> list[Named]:
     """What waits before a step, with the states that calls have met later."""
     found = list(map(dict, named))
@@ -153,8 +163,8 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
             continue
         if "grad" not in own:
             raise Uncompiled("step() updates a parameter without a gradient")
-        if own.keys() - now.keys() - {"grad"}:
-            raise Uncompiled("step() deletes a state")
+        if gone := own.keys() - now.keys() - {"grad"}:
+            raise Uncompiled(f"step() deletes optimizer.state[p][{min(gone)!r}]; set it to zeros instead")
         _check_names(keys, lanes.refs(now))
         if any(tensors[place].dtype != torch.float32 for place in now.values()):
             raise Uncompiled("a state is not fp32")
@@ -179,10 +189,12 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
 def _check_names(keys: Sequence[Any], now: Mapping[Any, Ref]) -> None:
     """Raises Uncompiled for states that are no values of their own, or whose names are none of values."""
     for name in now:
-        if not (isinstance(name, str) and name.isidentifier()) or is_component(name, keys):
-            raise Uncompiled(f"a state is called {name!r}")
+        if not (isinstance(name, str) and name.isidentifier()) or iskeyword(name) or is_component(name, keys):
+            raise Uncompiled(
+                f"step() has a state called {name!r}, which is no name of a value, or one of ours; rename it"
+            )
     if len({ref.storage for ref in now.values()}) < len(now) or {"param", "grad"} & set(keys):
-        raise Uncompiled("a state shares the memory of its parameter, its gradient or another state")
+        raise Uncompiled("a state shares the memory of its parameter, its gradient or another state; clone() it")
 
 
 def _check_shapes(captured: Captured, now: Mapping[str, int]) -> None:

@@ -29,7 +29,16 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, memories_of, users_of
-from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of, with_states
+from collage_neuron.trace.kinds import (
+    Before,
+    Kind,
+    Left,
+    Placeholders,
+    Traces,
+    check_states,
+    planned_of,
+    with_states,
+)
 from collage_neuron.trace.own_code import asks_for_types
 from collage_neuron.trace.placeholders import Denials, give, has_value, wait, withdraw
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
@@ -279,8 +288,7 @@ class TracedStep:
     def _left(self, mode: Waiting) -> Left:
         params = self._began.params
         states, grads = [dict.get(self.optimizer.state, p, _NO_STATE) for p in params], [p.grad for p in params]
-        if not {dict}.issuperset(map(type, states)):
-            raise Uncompiled("a state is not a dictionary")
+        check_states(states)
         if self._began.requires_grad != list(map(_requires_grad, params)):
             raise Uncompiled("step() changes requires_grad")
         values, has_shards = list(chain.from_iterable(map(dict.values, states))), self._began.presentation.has_shards

@@ -53,7 +53,7 @@ class History:
 
     steps: int = 0
     known: set[Any] = field(default_factory=set)
-    """Recorded updates that were validated, with their backends."""
+    """Recorded updates that were validated, with their backends; a copy validates its own."""
     told: set[str] = field(default_factory=set)
     """States that the user was warned of."""
     compared: int = 0

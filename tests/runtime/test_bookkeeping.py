@@ -238,15 +238,6 @@ def test_a_copy_is_not_watched_and_may_get_a_monitor_of_its_own(duplicate: Calla
     assert (len(monitor.history), len(own.history)) == (2, 1)
 
 
-def test_a_copy_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its steps take the roads that the original's were seen to take."""
-    run = new_run("plus")
-    train(*run, range(2))
-    other = copy.deepcopy(run)
-    monkeypatch.setattr("collage_neuron.recording.independence.check", lambda *_: pytest.fail("checked again"))
-    train(*other, range(2, 4))
-
-
 def test_what_compile_rejects_has_no_attribute_of_ours() -> None:
     optimizer = SGD(mlp().parameters(), lr=float("nan"))
     before = set(vars(optimizer))

@@ -90,12 +90,6 @@ class Restarts(Base):
         p.addcdiv_(state["m"].lerp_(g, 0.1), state["v"].lerp_(g * g, 0.1).sqrt_().add_(1e-8), value=-group["lr"])
 
 
-class Looks(Base):
-    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-        if not torch.equal(p, g):
-            p.add_(g, alpha=-group["lr"])
-
-
 def made(cls: Callable[..., Optimizer], device: str = "cpu", **settings: Any) -> tuple[Parameter, Optimizer]:
     p = Parameter(torch.linspace(-1, 1, 12, device=device).reshape(3, 4))
     return p, collage_neuron.compile(cls([p]), **settings)
@@ -130,7 +124,7 @@ def test_the_gradient_of_an_fp32_parameter_is_written_in_fp32() -> None:
 
 
 def test_an_expanded_gradient_is_exchanged() -> None:
-    p, optimizer = made(Halves)
+    p, optimizer = made(Halves, unsupported="twin")
     p.grad = torch.ones(1, dtype=p.dtype).expand(3, 4)
     optimizer.step()
     assert torch.equal(p.grad, torch.full((3, 4), 0.5).bfloat16())
@@ -141,7 +135,7 @@ def test_a_gradient_that_the_step_clears_or_exchanges() -> None:
     given(p)
     optimizer.step()
     assert p.grad is None
-    p, optimizer = made(Exchanges)
+    p, optimizer = made(Exchanges, unsupported="twin")
     given(p)
     optimizer.step()
     assert torch.equal(p.grad, torch.full((3, 4), 0.25).bfloat16())  # type: ignore[arg-type]  # it is there
@@ -188,11 +182,10 @@ def test_a_name_that_no_state_can_have_is_rejected(name: Any) -> None:
     ("cls", "sentence"),
     [
         (KeepsObject, r"type SimpleNamespace as optimizer.state\[p\]; keep a dictionary"),
-        (KeepsGradient, r"its gradient and optimizer.state\[p\]\['before'\] are one tensor.*clone\(\) it"),
-        (Looks, r"look at no values \(torch.equal, numpy\(\), tolist\(\): branch with torch.where\)"),
+        (KeepsGradient, r"a state shares the memory of its parameter, its gradient or another state; clone\(\) it"),
     ],
 )
-def test_what_a_state_cannot_be_and_a_step_cannot_see_is_said(cls: Any, sentence: str) -> None:
+def test_what_a_state_cannot_be_is_said(cls: Any, sentence: str) -> None:
     with pytest.raises(UnsupportedUpdate, match=sentence):
         made(cls)
 
