@@ -121,7 +121,7 @@ class _NotCopied:
         return self
 
     def __next__(self) -> Any:
-        raise UnsupportedUpdate(f"it uses a {self._kind}, which can be neither copied nor put back")
+        raise UnknownUpdate(f"it uses a {self._kind}, which can be neither copied nor put back")
 
 
 _ATOMS = {int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
