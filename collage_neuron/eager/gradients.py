@@ -81,7 +81,7 @@ class Gradients:
         owners: Sequence[torch.Tensor],
         waiting: MakesPlaceholders | None = None,
     ) -> None:
-        """Makes the fp32 tensors; `owners` are parameters and states, and `held` other tensors that the optimizer holds.
+        """Makes the fp32 tensors; `owners` are parameters and states, `held` others of the optimizer.
 
         With `waiting`, the tensors are its placeholders, and get their values from `compute`.
         """
