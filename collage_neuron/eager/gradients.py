@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
 from collage_neuron.states.sharding import ORDINARY, gradient, local, writable_gradient
+from collage_neuron.states.shared_memory import first_shared
 
 Left = dict[int, torch.Tensor | None]
 """For each parameter the fp32 gradient that a step left."""
@@ -66,7 +67,10 @@ class Gradients:
     _buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Parts of memory with several gradients, and of the fp32 memory."""
     are_single: bool = True
-    """True if each gradient has memory of its own."""
+    """True if no gradient has elements of another one, of a parameter or a state, or memory that the optimizer holds.
+
+    Views of one buffer, as DDP makes them, are single: what is written to one is not in another.
+    """
     _in_buffers: Collection[int] = ()
     """The ids of gradients that lie there."""
 
@@ -74,9 +78,10 @@ class Gradients:
         self,
         params: Iterable[Any],
         held: Sequence[torch.Tensor],
+        owners: Sequence[torch.Tensor],
         waiting: MakesPlaceholders | None = None,
     ) -> None:
-        """Makes the fp32 tensors; `held` are tensors that the optimizer holds, and that are no parameters or states.
+        """Makes the fp32 tensors; `owners` are parameters and states, `held` others of the optimizer.
 
         With `waiting`, the tensors are its placeholders, and get their values from `compute`.
         """
@@ -88,7 +93,8 @@ class Gradients:
         known = pool(self.optimizer).wide
         for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
             del known[key]
-        self.are_single = not (shared or known) and len({id(p.grad) for p in given}) == len(given)
+        is_met = bool(shared) and _meet(list(shared.values()), [*owners, *held])
+        self.are_single = not (is_met or known) and len({id(p.grad) for p in given}) == len(given)
         if waiting is not None:
             self._plan_waiting(given, waiting)
             return
@@ -258,6 +264,12 @@ class Gradients:
         for g in self.of.values():
             if id(g.owner) not in self._in_buffers and not is_alone(g.wide):
                 known[id(g.owner)] = weakref.ref(g.owner), _giving(g.wide)
+
+
+def _meet(grads: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Returns True if gradients have elements in common, or if one is in the memory of other tensors."""
+    memories = set(map(memory_of, grads))
+    return any(memory_of(x) in memories for x in others) or first_shared(grads) is not None
 
 
 def _is_shared(g: torch.Tensor) -> bool:

@@ -151,7 +151,7 @@ class Presentation:
             UnsupportedUpdate: one is more than a part of a first word.
         """
         tensors = list(tensors)
-        self.gradients.plan(self.params(), tensors, self._waiting)
+        self.gradients.plan(self.params(), tensors, [v.owner for v in self.values], self._waiting)
         shared = [] if are_alone(tensors) else [x for x in tensors if x.numel() and not is_alone(x)]
         self._are_parts_held = self.has_shards and self._has_parts(tensors)
         memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)} if shared else {}

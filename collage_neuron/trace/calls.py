@@ -97,6 +97,18 @@ def without_out(func: Any) -> Any:
     return plain if written == "out" and rule_of(plain) is not None else None
 
 
+NORMS = (torch.ops.aten.norm.Scalar, torch.ops.aten.norm.ScalarOpt_dim)
+"""What `x.norm()` is on other devices than a CPU, where it is `linalg_vector_norm`."""
+
+
+def vector_norm(x: Any, p: Any = 2, dim: Sequence[int] = (), keepdim: bool = False) -> tuple[Any, Any, dict[str, Any]]:
+    """The same as on a CPU: an operation, its arguments and its keywords."""
+    own = [2 if p is None else p, list(dim) or None, keepdim]
+    while own and own[-1] == (2, None, False)[len(own) - 1]:  # as torch writes it there
+        own.pop()
+    return torch.ops.aten.linalg_vector_norm.default, (x, *own), {}
+
+
 SETS = Rule("writes", True)
 """That of `t.data = x`."""
 

@@ -37,7 +37,7 @@ def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[A
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
     if name is not None and (x.numel() == 1 or not x.is_cpu):
         return state, [(tuple, name)]
-    value = float(x.reshape(-1)[0])
+    value = float(x.reshape(-1)[0]) if x.numel() else 0.0
     if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):
         return aten.full.default, [[(int, n) for n in x.shape], (float, value)]
     if name is not None:
@@ -50,7 +50,7 @@ def _may_wait(x: torch.Tensor, device: torch.device, is_state: bool) -> bool:
 
     XLA says nothing of its memory, and would have to wait for the value, which of a state nobody needs.
     """
-    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device or not x.numel():
+    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device:
         return False
     if x.layout is not torch.strided or not x.is_contiguous() or x.requires_grad or x.is_inference():
         return False

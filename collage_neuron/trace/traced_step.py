@@ -142,6 +142,8 @@ class TracedStep:
         self._names: dict[int, met.Name] | None = None
         copy_of = shards.no_copy if presentation.has_shards else presentation.copy_of
         self._mode = Waiting(tensors, same, calls, spare, steady, self._compute, self._state_of, copy_of)
+        for p in params if not all(p.is_cpu for p in params) else ():
+            self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE))
         return self._mode
 
     def _found(self, presentation: Presentation, params: list[Any]) -> tuple[list[torch.Tensor], Before]:
@@ -170,7 +172,7 @@ class TracedStep:
     def _state_of(self, x: torch.Tensor) -> met.Name | None:
         """The parameter and the name of a state that is not in words; None for other tensors."""
         params, state = self._began.params, self.optimizer.state
-        if self._names is None or not (x.is_cpu or id(x) in self._names):  # what has no name there cannot wait
+        if self._names is None:
             states = [dict.get(state, p, _NO_STATE) for p in params]
             self._names = {id(t): (i, name) for i, own in enumerate(states) for name, t in own.items()}
         i, name = self._names.get(id(x), (0, ""))
@@ -355,6 +357,9 @@ class TracedStep:
                 state.clear()
                 state.update(values)
                 optimizer.state[p] = state
+            raise
+        except BaseException:
+            self._mode = None  # all is as it was between steps
             raise
         measured = self._launching.take(optimizer, jobs) if jobs else []
         self._keep_objects(kind, mode, {id(p): values for p, _, values in states})

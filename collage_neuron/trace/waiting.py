@@ -24,6 +24,7 @@ from collage_neuron.passes.capture.source_location import here
 from collage_neuron.trace import fused, met, methods  # noqa: F401  # placeholders get methods
 from collage_neuron.trace.calls import (
     MEETS,
+    NORMS,
     SETS,
     Call,
     Geometry,
@@ -38,6 +39,7 @@ from collage_neuron.trace.calls import (
     quick,
     reads_values,
     rule_of,
+    vector_norm,
     without_out,
     without_values,
     written_by,
@@ -201,6 +203,8 @@ class Waiting:
     def _compared(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (step := fused.step_of(func)) is not None:
             return fused.run(step, args, dict(kwargs))
+        if func in NORMS:
+            return self.call(*vector_norm(*args, **kwargs))
         if "out" in kwargs and (done := self._into(func, args, kwargs)) is not NotImplemented:
             return done
         if reads_values(func):
@@ -290,6 +294,16 @@ class Waiting:
         self.tensors[call.first : call.first + len(made)] = made
         self._inside[call.first : call.first + len(made)] = map(torch_privates.inside, made)
         self._places.update(zip(map(id, made), call.returns, strict=True))
+
+    def meet_states(self, p: torch.Tensor, state: Mapping[Any, Any]) -> None:
+        """Makes the states of a parameter wait that are not in words.
+
+        On XLA before the step: what an operation gets there is not the object that the state has.
+        """
+        for x in state.values():
+            if isinstance(x, torch.Tensor) and self._place(id(x)) is None and x.shape != p.shape:
+                with suppress(Uncompiled):
+                    self._meet(x)
 
     def _make_new(self, count: int) -> None:
         """From the place `count` on, what calls make is new."""
