@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -35,6 +36,8 @@ class Copies:
     def __init__(self, owns: Any) -> None:
         self.known: dict[int, tuple[Any, Any]] = {}
         """By ids the objects, which stay alive by that, and their copies."""
+        self.shared: list[Any] = []
+        """The functions, classes and other objects that have no copies: what a step does to them is to be undone."""
         self._owns = owns
 
     def of(self, x: Any) -> Any:
@@ -57,12 +60,28 @@ class Copies:
             items = list(map(self.of, x))
             return x._make(items) if hasattr(x, "_make") else type(x)(items)
         if isinstance(x, types.MethodType):
-            return types.MethodType(x.__func__, self.of(x.__self__))
+            return types.MethodType(self.of(x.__func__), self.of(x.__self__))
         if isinstance(x, partial):
             return partial(self.of(x.func), *self.of(x.args), **self.of(x.keywords))
         if isinstance(x, torch.Generator):
             return x.clone_state()
-        return self._object(x)
+        made = self._iterator(x) if hasattr(type(x), "__next__") and not hasattr(x, "__dict__") else self._object(x)
+        if made is x:
+            self.shared.append(x)
+        return made
+
+    def _iterator(self, x: Any) -> Any:
+        """One of Python's own: of most a copy, of others (a generator) what says that there is none."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python 3.12 and 3.13 say that they are the last to reduce `itertools`
+                kind, given, *state = x.__reduce__()
+        except TypeError:
+            return Uncopied(x)
+        made = kind(*self.of(given))  # not `copy.copy`, whose result shares the iterators within
+        if state:
+            made.__setstate__(self.of(state[0]))
+        return made
 
     def _tensor(self, x: Tensor) -> Tensor:
         if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta:
@@ -95,6 +114,19 @@ class Copies:
         self.known[id(x)] = x, made
         vars(made).update(self.of(vars(x)))
         return made
+
+
+class Uncopied:
+    """Stands for an iterator that has no copy, in a step that may not use it."""
+
+    def __init__(self, x: Any) -> None:
+        self._kind = type(x).__name__
+
+    def __iter__(self) -> Uncopied:
+        return self
+
+    def __next__(self) -> Any:
+        raise UnsupportedUpdate(f"step() uses a {self._kind}, which can be neither copied nor put back")
 
 
 _ATOMS = {int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}

@@ -1,6 +1,6 @@
 """Finds the source line in a user's `step()` to which an error message points.
 
-This is the innermost line whose module is not torch's, Python's or ours; for an optimizer of torch, that in torch.optim.
+This is the innermost line whose module is not torch's, Python's or ours; for torch's optimizers, that in torch.optim.
 """
 
 from __future__ import annotations
