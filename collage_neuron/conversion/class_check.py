@@ -34,7 +34,7 @@ def check_class(base: Any, settings: Settings) -> None:
     if settings.unsupported != "twin":
         check_arguments(base)
         _check_closure(base)
-    with undone(base):  # constructors count, draw and register too
+    with undone([base]):  # constructors count, draw and register too
         _try(base, settings)
 
 

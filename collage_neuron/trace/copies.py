@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -36,6 +37,8 @@ class Copies:
     def __init__(self, owns: Any) -> None:
         self.known: dict[int, tuple[Any, Any]] = {}
         """By ids the objects, which stay alive by that, and their copies."""
+        self.shared: list[Any] = []
+        """The functions, classes and other objects that have no copies: what a step does to them is to be undone."""
         self._owns = owns
 
     def of(self, x: Any) -> Any:
@@ -58,14 +61,28 @@ class Copies:
             items = list(map(self.of, x))
             return x._make(items) if hasattr(x, "_make") else type(x)(items)
         if isinstance(x, types.MethodType):
-            return types.MethodType(x.__func__, self.of(x.__self__))
+            return types.MethodType(self.of(x.__func__), self.of(x.__self__))
         if isinstance(x, partial):
             return partial(self.of(x.func), *self.of(x.args), **self.of(x.keywords))
         if isinstance(x, torch.Generator):
             return x.clone_state()
-        if hasattr(type(x), "__next__") and not hasattr(x, "__dict__"):
-            return self._iterator(x)
-        return self._object(x)
+        made = self._iterator(x) if hasattr(type(x), "__next__") and not hasattr(x, "__dict__") else self._object(x)
+        if made is x:
+            self.shared.append(x)
+        return made
+
+    def _iterator(self, x: Any) -> Any:
+        """One of Python's own: of most a copy, of others (a generator) what says that there is none."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python 3.12 and 3.13 say that they are the last to reduce `itertools`
+                kind, given, *state = x.__reduce__()
+        except TypeError:
+            return Uncopied(x)
+        made = kind(*self.of(given))  # not `copy.copy`, whose result shares the iterators within
+        if state:
+            made.__setstate__(self.of(state[0]))
+        return made
 
     def _tensor(self, x: Tensor) -> Tensor:
         if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta:
@@ -84,17 +101,6 @@ class Copies:
             (made.update if isinstance(x, set) else made.extend)(list(map(self.of, x)))
         return made
 
-    def _iterator(self, x: Any) -> Any:
-        """A copy of an iterator that is as far, over copies of what it goes over: the step of a copy moves that."""
-        try:
-            make, given, *state = x.__reduce__()
-        except TypeError:  # a generator
-            return _NotCopied(type(x).__name__)
-        made = make(*self.of(given))
-        if state:
-            made.__setstate__(self.of(state[0]))
-        return made
-
     def _object(self, x: Any) -> Any:
         """A copy of an object of a class that is written in Python, with its attributes; modules stay what they are."""
         kind = type(x)
@@ -111,17 +117,17 @@ class Copies:
         return made
 
 
-class _NotCopied:
-    """Stands for an iterator that cannot be copied."""
+class Uncopied:
+    """Stands for an iterator that has no copy, in a step that may not use it."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, x: Any) -> None:
+        self._kind = type(x).__name__
 
-    def __iter__(self) -> _NotCopied:
+    def __iter__(self) -> Uncopied:
         return self
 
     def __next__(self) -> Any:
-        raise UnknownUpdate(f"it uses a {self._kind}, which can be neither copied nor put back")
+        raise UnknownUpdate(f"step() uses a {self._kind}, which can be neither copied nor put back")
 
 
 _ATOMS = {int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}

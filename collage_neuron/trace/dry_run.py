@@ -68,9 +68,9 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     """Takes one step of a copy, and a second one if the first does not show what its states are for."""
     found: dict[int, Recording] = {}
     try:
-        with warnings.catch_warnings(), undone(base):
+        copied = whole(base, optimizer)
+        with warnings.catch_warnings(), undone([base, *copied.copies.shared]):
             warnings.simplefilter("ignore")
-            copied = whole(base, optimizer)
             found = _recordings(copied)
             if any(unread_states(each.captured.graph) for each in found.values()):
                 found = _with_following(found, copied)

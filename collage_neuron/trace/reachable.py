@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -100,6 +100,7 @@ _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (dict, lambda x: [*x, *x.values()]),
     ((list, tuple, set, frozenset, deque), list),
     (MethodType, lambda x: [x.__func__, x.__self__]),
+    (BuiltinMethodType, lambda x: [x.__self__]),  # of an object (`numbers.append`), or a module
     (partial, lambda x: [x.func, *x.args, *x.keywords.values()]),
     ((staticmethod, classmethod), lambda x: [x.__func__]),
     (property, lambda x: [x.fget, x.fset, x.fdel]),

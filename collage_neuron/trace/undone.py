@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
-
-from torch.optim import Optimizer
 
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.trace.generators import Generator, may_draw, of_object, of_process
@@ -21,8 +19,8 @@ _ALONE = threading.RLock()
 
 
 @contextmanager
-def undone(base: type[Optimizer]) -> Iterator[None]:
-    """A context after which all that code of a class can reach is as it was; the code starts no threads in it.
+def undone(roots: Iterable[Any]) -> Iterator[None]:
+    """A context after which all that code can reach from some objects is as it was; it starts no threads in it.
 
     Raises:
         UnknownUpdate: it can reach what cannot be put back (a generator, a file), or starts a thread.
@@ -30,7 +28,7 @@ def undone(base: type[Optimizer]) -> Iterator[None]:
     with _ALONE:
         kept: list[Callable[[], None]] = []
         names = set[str]()
-        for x in reachable([base]):
+        for x in reachable(roots):
             if isinstance(x, FunctionType) and is_own(x):
                 names |= names_of(x)
             kept += _restoring(x)
@@ -85,8 +83,7 @@ def _of_function(x: FunctionType) -> Iterator[Callable[[], None]]:
     for cell in x.__closure__ or ():
         if is_filled(cell):
             yield _of_cell(cell, cell.cell_contents)
-    if vars(x):
-        yield _of_container(vars(x))
+    yield _of_container(vars(x))
 
 
 _BUILTIN = frozenset({"__builtins__", "__name__", "__doc__"})

@@ -1,0 +1,193 @@
+"""A dry run leaves what its code can reach as it was; what cannot be put back is said, before anything is done."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from traced_cases import Stepping
+
+import collage_neuron
+from collage_neuron.trace import dry_run, undone
+from collage_neuron.trace.copies import Copies
+
+CALLS: list[Any] = []
+TABLE: dict[str, Any] = {"inner": {"n": 0}}
+SEEN: set[Any] = set()
+LAST: collections.deque[int] = collections.deque([0], maxlen=2)
+RATE = 0.5
+DRAWS = random.Random(0)
+
+
+class Counter:
+    """An object of the module, and a class that is written."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+COUNTER = Counter()
+
+
+def _counting() -> Callable[[], int]:
+    n = 0
+
+    def count() -> int:
+        nonlocal n
+        n += 1
+        return n
+
+    return count
+
+
+COUNT = _counting()
+
+
+def _function(times: list[int] = []) -> int:  # noqa: B006  # a default that is written
+    times.append(1)
+    _function.calls = getattr(_function, "calls", 0) + 1  # type: ignore[attr-defined]
+    return len(times)
+
+
+def _set_rate() -> None:
+    global RATE, ADDED
+    RATE *= 0.5
+    ADDED = RATE  # type: ignore[name-defined]  # a global that was not there
+
+
+def _set_class() -> None:
+    Counter.made += 1
+    Counter.later = 1  # type: ignore[attr-defined]
+    Stepping.own = property(lambda self: 1)  # type: ignore[attr-defined]
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "a list": lambda: CALLS.append(1),
+    "a dictionary": lambda: TABLE.update(other=1),
+    "one in another": lambda: TABLE["inner"].update(n=TABLE["inner"]["n"] + 1),
+    "a set": lambda: SEEN.add(len(SEEN)),
+    "a deque": lambda: LAST.append(len(LAST)),
+    "globals": _set_rate,
+    "a class": _set_class,
+    "an object": lambda: setattr(COUNTER, "n", COUNTER.n + 1),
+    "a closure": COUNT,
+    "a default and an attribute of a function": _function,
+    "a generator of random numbers": DRAWS.random,
+    "that of torch": lambda: torch.rand(()),
+    "that of Python": random.random,
+}
+
+
+def _state() -> str:
+    (cell,) = COUNT.__closure__  # type: ignore[attr-defined,misc]  # a function
+    of_classes = [sorted(vars(c)) for c in (Counter, Stepping)], Counter.made, COUNTER.n, cell.cell_contents
+    of_functions = _function.__defaults__, vars(_function), RATE, "ADDED" in globals()
+    drawn = DRAWS.getstate(), torch.get_rng_state().tolist(), random.getstate()
+    return repr((CALLS, TABLE, SEEN, LAST, of_classes, of_functions, drawn))
+
+
+def known(update: Any, **attributes: Any) -> tuple[Any, Any]:
+    """The optimizer, and what a dry run says of its only parameter."""
+    optimizer: Any = Stepping([p := Parameter(torch.ones(3))], update)
+    vars(optimizer).update(attributes)
+    return optimizer, dry_run.run(Stepping, optimizer).record(optimizer.param_groups[0], p)
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_the_code_of_a_class_reaches_is_put_back(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change = CHANGES[how]
+
+    def step(self: Any, closure: Any = None) -> None:
+        change()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad)
+
+    monkeypatch.setattr(Stepping, "step", step)
+    before = _state()
+    known(None)
+    assert _state() == before
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_so_is_what_the_optimizer_holds(how: str) -> None:
+    """In attributes: the functions, which have no copies."""
+    before = _state()
+    known(lambda o, p, g, s, lr, t: (o.change(), p.sub_(g)), change=CHANGES[how])
+    assert _state() == before
+
+
+def _next(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    next(o.numbers)
+    p.sub_(g)
+
+
+COPIED: dict[str, Callable[[], Iterator[int]]] = {
+    "count": lambda: itertools.count(1), "cycle": lambda: itertools.cycle([1, 2]), "list": lambda: iter([1, 2, 3]),
+    "map": lambda: map(int, iter([1, 2, 3])), "items": lambda: iter({1: 1, 2: 2}), "range": lambda: iter(range(1, 5)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", COPIED)
+def test_an_iterator_goes_on_where_it_was(how: str) -> None:
+    optimizer, _ = known(_next, numbers=COPIED[how]())
+    assert next(optimizer.numbers) == 1
+
+
+def test_a_generator_that_the_step_uses_is_said_and_stays_where_it_is() -> None:
+    numbers = (x for x in (1, 2))
+    with pytest.raises(collage_neuron.UnsupportedUpdate, match="uses a generator, which can be neither copied"):
+        known(_next, numbers=numbers)
+    assert next(numbers) == 1
+    known(lambda o, p, g, s, lr, t: p.sub_(g), numbers=numbers)  # held, and not used
+
+
+def test_what_cannot_be_put_back_is_said(tmp_path: Any) -> None:
+    with (tmp_path / "log").open("w") as log:
+        with pytest.raises(collage_neuron.UnsupportedUpdate, match="uses a TextIOWrapper"):
+            known(lambda o, p, g, s, lr, t: (o.log.write("x"), p.sub_(g)), log=log)
+        assert log.tell() == 0
+
+
+@pytest.mark.parametrize("thing", [[1], {1: 2}, {1}, collections.deque([1])])
+def test_a_container_that_changes_and_raises_is_put_back(thing: Any) -> None:
+    def change() -> None:
+        with undone.undone([thing]):
+            thing.clear()
+            raise KeyError
+
+    before = thing.copy()
+    with pytest.raises(KeyError):
+        change()
+    assert thing == before
+
+
+def test_a_container_that_does_not_change_is_not_written() -> None:
+    """Somebody else may be at it in another thread."""
+
+    class Table(dict[Any, Any]):
+        def clear(self) -> None:
+            pytest.fail("written")
+
+    with undone.undone([Table({1: CALLS})]):
+        pass
+
+
+def test_a_copy_has_each_object_once() -> None:
+    shared, copies = [1], Copies(lambda x: None)
+    held: dict[str, Any] = {"a": shared, "b": (shared, partial(len, shared)), "self": None}
+    held["self"] = held
+    made = copies.of(held)
+    assert made["self"] is made is not held
+    assert made["a"] is made["b"][0] is made["b"][1].args[0] is not shared
+    assert copies.shared == [len]
