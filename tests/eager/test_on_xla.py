@@ -46,7 +46,6 @@ def test_steps_are_those_of_the_cpu(make: Make, xla: torch.device) -> None:
     for device in (torch.device("cpu"), xla):
         optimizer, params = compiled(make, device, "fp32")
         run(optimizer, params, 4)
-        assert "as written on fp32 values" in collage_neuron.explain(optimizer)
         found.append(exact(optimizer, params))
     for on_cpu, on_xla in zip(*found, strict=True):
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
