@@ -54,7 +54,10 @@ class Copied:
         self.optimizer: Any = object.__new__(base)
         of_torch = {k: v for k, v in vars(optimizer).items() if k in attributes_of_torch()}
         vars(self.optimizer).update(of_torch, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
-        self.optimizer.param_groups, self.optimizer.state = [], defaultdict(dict)
+        try:
+            self.optimizer.param_groups, self.optimizer.state = [], defaultdict(dict)
+        except AttributeError as error:  # those of another optimizer
+            raise UnsupportedUpdate(f"a copy of it cannot have groups of its own ({error})") from error
 
     def add_params(self, group: int, params: Sequence[Tensor]) -> None:
         """Copies parameters of a group, by its number."""

@@ -65,9 +65,8 @@ def take(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, pl
     numbers = shown(optimizer, job, p)
     q = torch.nn.Parameter(_elements(p.detach(), planned.index), requires_grad=p.requires_grad)
     set_gradient(q, _elements(grad, planned.index))
-    of_param = (
-        k for k, v in state.items() if isinstance(v, Tensor) and (k not in numbers or type(numbers[k]) is ParamShaped)
-    )
+    sized = [k for k, v in state.items() if isinstance(v, Tensor) and v.numel() == p.numel()]  # others are no words
+    of_param = (k for k in sized if k not in numbers or type(numbers[k]) is ParamShaped)
     tensors = {k: _sampled(state[k], p, planned.index) for k in of_param if not is_shared_word(k, state)}
     tensors |= {k: state[k].detach().clone() for k, v in numbers.items() if isinstance(v, OneNumber)}
     tensors |= {k: _corner(state[k], k, job, q) for k, v in numbers.items() if isinstance(v, Shaped)}

@@ -46,7 +46,6 @@ def test_steps_are_those_of_the_cpu(make: Make, xla: torch.device) -> None:
     for device in (torch.device("cpu"), xla):
         optimizer, params = compiled(make, device, "fp32")
         run(optimizer, params, 4)
-        assert "as written on fp32 values" in collage_neuron.explain(optimizer)
         found.append(exact(optimizer, params))
     for on_cpu, on_xla in zip(*found, strict=True):
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
@@ -97,11 +96,12 @@ def test_a_state_on_the_host_stays_there_as_it_is(xla: torch.device) -> None:
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
 
 
-def test_nothing_is_compiled_after_the_second_step(xla: torch.device) -> None:
+def test_nothing_is_compiled_after_the_fourth_step(xla: torch.device) -> None:
+    """Steps 1, 2 and 4 are validated, each with samples of other parameters."""
     optimizer, params = compiled(Lamb, xla)
-    run(optimizer, params, 2)
+    run(optimizer, params, 4)
     before = met.metric_data("CompileTime")[0]
-    run(optimizer, params, 6, first=2)
+    run(optimizer, params, 6, first=4)
     assert met.metric_data("CompileTime")[0] == before
 
 

@@ -1,4 +1,4 @@
-"""Published optimizers that cannot be captured: on fp32 values each is bit for bit what it is in fp32, or rejected."""
+"""Published optimizers that are not known before a step: each is what it is in fp32, or rejected."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This overload of:UserWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer"),
+    pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True:UserWarning"),
 ]
 
 NAMES = [(package, name) for package, refused in REFUSED.items() for name in refused if name not in REJECTED[package]]
@@ -74,24 +75,35 @@ def stepped(optimizer: Optimizer, name: str) -> None:
 
 
 @pytest.mark.parametrize(("package", "name"), [*NAMES, ("torch.optim", "LBFGS"), ("torch.optim", "Muon")])
-def test_each_is_bit_for_bit_what_it_is_in_fp32(package: str, name: str) -> None:
+def test_each_is_what_it_is_in_fp32_bit_for_bit_if_it_runs_as_written(package: str, name: str) -> None:
     shapes = MATRICES if name in ONLY_MATRICES else (*MATRICES, (16,))
     plain = made(package, name, params_of(shapes, torch.float32))
     stepped(plain, name)
     params = params_of(shapes, torch.bfloat16)
     optimizer = collage_neuron.compile(made(package, name, params), strategy="fp32")
     stepped(optimizer, name)
-    assert bookkeeping(optimizer).twin
     found = values(optimizer, params)
-    assert equal(found, [p.detach() for group in plain.param_groups for p in group["params"]])
+    wanted = [p.detach() for group in plain.param_groups for p in group["params"]]
+    if bookkeeping(optimizer).twin:
+        assert equal(found, wanted)
+    for x, y, start in zip(found, wanted, params_of(shapes, torch.float32), strict=True):
+        # What is launched rounds in another order: an update by a few units of its last place, and then the weight.
+        rounded = 2**-19 * float((y - start.detach()).norm()) + 3 * 2**-24 * float(y.norm())
+        assert float((x - y).norm()) <= rounded
     assert all(math.isfinite(float(x.sum())) for x in found)
+
+
+def compiled_and_stepped(package: str, name: str) -> None:
+    params = params_of(MATRICES, torch.bfloat16)
+    optimizer = collage_neuron.compile(made(package, name, params))
+    torch.stack([p.float().pow(4).sum() for p in params]).sum().backward(create_graph=True)
+    optimizer.step()
 
 
 @pytest.mark.parametrize(("package", "name"), [(p, n) for p, refused in REJECTED.items() for n in refused])
 def test_the_others_are_rejected(package: str, name: str) -> None:
-    params = params_of(MATRICES, torch.bfloat16)
     with pytest.raises(UnsupportedUpdate, match=r"Nor can step\(\) run as written|steps another optimizer"):
-        collage_neuron.compile(made(package, name, params))
+        compiled_and_stepped(package, name)
 
 
 def test_no_package_has_a_rejected_optimizer_that_is_not_refused() -> None:
