@@ -68,7 +68,7 @@ def _check_closure(base: Any) -> None:
     required = [p.name for p in inspect.signature(unhooked_step(base)).parameters.values() if p.default is p.empty]
     if "closure" in required[1:]:
         raise UnsupportedUpdate(
-            f"{base.__name__}.step() cannot be captured without a closure, which it calls itself; leave it uncompiled"
+            f"{base.__name__} cannot be compiled without a closure, which its step() calls itself; leave it uncompiled"
         )
 
 

@@ -341,7 +341,9 @@ def presented(
     except BaseException as error:
         context.undo(error)
         if isinstance(error, UnsupportedUpdate):
-            raise UnsupportedUpdate(f"{base.__name__} cannot run as written: {error}; nothing was updated") from error
+            is_complete = " cannot be compiled: " in str(error)
+            said = str(error) if is_complete else f"{base.__name__} cannot run as written: {error}"
+            raise UnsupportedUpdate(f"{said}; nothing was updated") from error
         raise
     finally:
         ours.presented = outer

@@ -127,7 +127,7 @@ def _tracing(
     if call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
         return None
     launching = Launching(job_of, partial(_take_traced, base), partial(_validate_traced, base))
-    return TracedStep(optimizer, ours.traces, launching, due)
+    return TracedStep(base, optimizer, ours.traces, launching, due)
 
 
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:

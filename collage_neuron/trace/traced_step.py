@@ -85,8 +85,11 @@ class Began(NamedTuple):
 class TracedStep:
     """One traced step."""
 
-    def __init__(self, optimizer: Optimizer, traces: Traces, launching: Launching, due: bool) -> None:
+    def __init__(
+        self, base: type[Optimizer], optimizer: Optimizer, traces: Traces, launching: Launching, due: bool
+    ) -> None:
         self.optimizer, self.traces, self._launching, self._due = optimizer, traces, launching, due
+        self._name = base.__name__
         self._mode: Waiting | None = None
         self._began: Began
         self.may_repeat = False
@@ -99,7 +102,7 @@ class TracedStep:
         """Why no step of the optimizer is traced any more; empty if the next one is."""
         if not self.traces.gives_up:
             return ""
-        return f"{type(self.optimizer).__name__} cannot be compiled: {self.traces.why}"
+        return f"{self._name} cannot be compiled: {self.traces.why}"
 
     @property
     def waiting(self) -> Placeholders:
@@ -205,7 +208,7 @@ class TracedStep:
         if not self._may_run_as_written():
             if not self._has_raised:
                 self.traces.missed(why)
-            raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {why}")
+            raise UnsupportedUpdate(f"{self._name} cannot be compiled: {why}")
 
     def _may_run_as_written(self) -> bool:
         groups = self.optimizer.param_groups

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import differences, set_gradients, snapshot
 from refused_updates import (
+    READING,
     UNSUPPORTED,
     Acts,
     matrices,
@@ -19,8 +20,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron import UnsupportedUpdate
+from collage_neuron import UnsupportedUpdate, exact_value
 from collage_neuron.runtime.preconditions import check_gradient
+from collage_neuron.states.store import read_fp32
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -100,6 +102,31 @@ def test_a_step_whose_update_became_unsupported_changes_nothing(name: str) -> No
     optimizer = two_groups(lambda groups: Acts(groups, nothing), fresh=False)
     optimizer.param_groups[1]["act"] = act
     step_is_refused(optimizer, UnsupportedUpdate, message)
+
+
+@pytest.mark.parametrize("name", READING)
+def test_a_step_that_looks_at_values_is_that_of_plain_torch(name: str) -> None:
+    optimizer = two_groups(lambda groups: Acts(groups, nothing), fresh=False, strategy="fp32")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    plain = [nn.Parameter(exact_value(optimizer, p)) for p in params]
+    oracle = Acts([{"params": plain[:1]}, {"params": plain[1:]}], nothing)
+    for p, q in zip(params, plain, strict=True):
+        oracle.state[q] = {"step": 2, "momentum": read_fp32(p, optimizer.state[p], "momentum")}
+    for o in (optimizer, oracle):
+        o.param_groups[1]["act"] = READING[name]
+    for i in range(3):
+        set_gradients(params, i)
+        set_gradients(plain, i)
+        optimizer.step()
+        oracle.step()
+    for p, q in zip(params, plain, strict=True):
+        torch.testing.assert_close(exact_value(optimizer, p), q.detach(), rtol=2.0**-20, atol=2.0**-20)
+
+
+def test_an_error_of_the_step_itself_changes_nothing() -> None:
+    optimizer = two_groups(lambda groups: Acts(groups, nothing), fresh=False)
+    optimizer.param_groups[1]["act"] = lambda p: 1 / 0
+    step_is_refused(optimizer, ZeroDivisionError, "division by zero")
 
 
 def test_a_refused_step_can_be_taken_once_the_reason_is_gone() -> None:

@@ -33,7 +33,7 @@ def test_an_update_that_cannot_be_rewritten_is_refused(name: str) -> None:
     refused(Acts(matrices(), act), UnsupportedUpdate, message)
 
 
-@pytest.mark.parametrize("name", ["norm", "item", "erfinv"])
+@pytest.mark.parametrize("name", ["norm", "noise", "erfinv"])
 @pytest.mark.parametrize("form", ["(model)", "(OptimizerClass)"])
 def test_the_forms_without_an_optimizer_refuse_it_at_the_first_step(name: str, form: str) -> None:
     act, message = UNSUPPORTED[name]
@@ -54,9 +54,9 @@ def test_a_model_whose_optimizer_is_refused_stays_fp32() -> None:
 
 
 TORCH: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
-    "Muon": (Muon, r"not elementwise: aten\.\w+\.\w+ takes the elements of a tensor .* in another order \(a transpose"),
-    "LBFGS": (LBFGS, r"LBFGS.step\(\) cannot be captured: .*without a closure.*TypeError: .*'closure'"),
-    "SparseAdam": (SparseAdam, r"SparseAdam.step\(\) cannot be captured: .*does not support dense gradients"),
+    "Muon": (Muon, r"Muon cannot be compiled: aten._to_copy.default makes a tensor of torch.bfloat16: updates are"),
+    "LBFGS": (LBFGS, r"LBFGS cannot be compiled: .*TypeError: .*'closure'"),
+    "SparseAdam": (SparseAdam, r"SparseAdam cannot be compiled: .*does not support dense gradients"),
 }
 
 
@@ -66,7 +66,7 @@ def test_optimizers_of_torch_that_are_not_elementwise_are_refused(name: str) -> 
     refused(make(matrices()), UnsupportedUpdate, message)
 
 
-@pytest.mark.parametrize("name", ["erfinv", "norm", "item"])
+@pytest.mark.parametrize("name", ["erfinv", "norm", "noise"])
 def test_a_refusal_is_one_sentence_and_not_a_traceback(name: str) -> None:
     with pytest.raises(UnsupportedUpdate) as caught:
         collage_neuron.compile(Acts(matrices(), UNSUPPORTED[name][0]))
@@ -84,7 +84,7 @@ class Calls(Optimizer):
 
     def __init__(self, params: Any, act: Callable[[Optimizer, torch.Tensor], Any]) -> None:
         super().__init__(params, {"lr": 0.1})
-        self.act, self.rates = act, {id(p): 0.1 for group in self.param_groups for p in group["params"]}
+        self.act = act
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -109,17 +109,9 @@ POINTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
         lambda params: Calls(params, lambda o, p: p.div_(grad(p).std())),  # norm
         NOT_SPLIT,
     ),
-    "clipping": (
-        lambda params: Calls(params, lambda o, p: nn.utils.clip_grad_norm_([p], 1.0)),  # clipping
-        NOT_SPLIT,
-    ),
     "logging": (
         lambda params: Calls(params, lambda o, p: str(p.abs().max())),  # logging
-        NOT_SPLIT,
-    ),
-    "item": (
-        lambda params: Calls(params, lambda o, p: p.mul_(float(grad(p)[0, 0]))),  # item
-        NOT_SPLIT,
+        "its memory is read",
     ),
     "no rule": (
         lambda params: Calls(params, lambda o, p: p.copy_(p.erfinv())),  # no rule
@@ -128,10 +120,6 @@ POINTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "no rule, again": (  # another line with the same recording
         lambda params: Calls(params, lambda o, p: p.copy_(p.erfinv())),  # no rule, again
         r"aten.erfinv.default .* has no rule",
-    ),
-    "id": (
-        lambda params: Calls(params, lambda o, p: p.mul_(o.rates[id(p)])),  # type: ignore[attr-defined]  # id
-        r"a stand-in for the parameter, which has no data and another id, .* it raised KeyError: \d+",
     ),
     "AfterANorm": (AfterANorm, NOT_SPLIT),
 }
@@ -150,8 +138,8 @@ def test_a_refusal_of_an_optimizer_of_torch_points_into_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Muon"])
-def test_a_class_that_cannot_be_rewritten_whatever_its_settings_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedUpdate, match=f"{name}.*leave it uncompiled"):
+def test_a_class_that_cannot_be_rewritten_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedUpdate, match=f"{name} cannot be compiled"):
         collage_neuron.compile(TORCH[name][0])  # type: ignore[call-overload]  # a class
 
 
@@ -198,13 +186,6 @@ class WantsTraining(Normed):
         if not self.training:
             raise RuntimeError("not in train mode")
         super().step()
-
-
-def test_an_optimizer_in_evaluation_mode_is_refused_with_what_to_do() -> None:
-    optimizer = WantsTraining(matrices())
-    refused(optimizer, UnsupportedUpdate, r"RuntimeError: not in train mode; call optimizer.train\(\) before compiling")
-    optimizer.train()
-    collage_neuron.compile(optimizer)
 
 
 def test_a_class_is_tried_in_training_mode() -> None:

@@ -55,8 +55,6 @@ stranger = torch.ones(8, 8, device="meta")
 
 NOT_ELEMENTWISE = r"the update is not elementwise: aten.{}.* turns the parameter's shape \[8, 8\] into .*leave it unc"
 
-READS = r"the update reads a tensor's value back into Python \(.item\(\).*leave it uncompiled"
-
 NO_RULE = (
     r"the update uses aten.{}.* \(node .*\), which has no rule; write .*"
     r"keys of collage_neuron.passes.rewrite.rules.RULES"
@@ -64,7 +62,9 @@ NO_RULE = (
 
 BY_INDEX = r"writes to some elements by index; only x\[mask\] = number is elementwise"
 
-CANNOT = r"Acts.step\(\) cannot be captured: .*raised {}"
+WAITS = r"aten.{}.default cannot wait"
+
+IN_FP32 = r"aten.{}.default makes a tensor of torch.{}: updates are compiled in fp32"
 
 UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "norm": (lambda p: p.div_(grad(p).norm(p=4, dim=0)), NOT_ELEMENTWISE.format("linalg_vector_norm")),
@@ -73,45 +73,45 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "row": (lambda p: p[0].add_(1.0), NOT_ELEMENTWISE.format("select")),
     "part of a view": (lambda p: p.view(-1)[::2].add_(1.0), NOT_ELEMENTWISE.format("view")),
     "matrix product": (lambda p: p.add_(grad(p)[:4].T @ grad(p)[:4]), NOT_ELEMENTWISE.format("slice")),
-    "item": (lambda p: p.mul_(round(grad(p).sum().item())), READS),
-    "float": (lambda p: p.mul_(float(grad(p).sum())), READS),
-    "branch": (lambda p: p.mul_(2.0) if (grad(p) > 0).any() else None, READS),
-    "isnan": (lambda p: torch.isnan(grad(p)).any().item(), READS),
     "square product": (lambda p: p.copy_(p @ grad(p)), NO_RULE.format("mm")),
     "cumulative sum": (lambda p: p.copy_(grad(p).cumsum(0)), NO_RULE.format("cumsum")),
     "softmax": (lambda p: p.copy_(grad(p).softmax(0)), NO_RULE.format("_softmax")),
-    "noise": (lambda p: p.add_(torch.randn_like(p)), NO_RULE.format("randn_like")),
+    "noise": (lambda p: p.add_(torch.randn_like(p)), WAITS.format("randn_like")),
     "erfinv": (lambda p: p.copy_(torch.erfinv(p)), NO_RULE.format("erfinv")),
-    "integers": (lambda p: p.add_(grad(p).int()), r"converts a tensor to torch.int32; only floating-point updates"),
+    "integers": (lambda p: p.add_(grad(p).int()), IN_FP32.format("_to_copy", "int32")),
     "made integers": (
         lambda p: p.add_(grad(p) * torch.full_like(p, 2.7, dtype=torch.int64)),
-        r"makes a tensor in torch.int64; only floating-point updates",
+        IN_FP32.format("full_like", "int64"),
     ),
     "made halves": (
         lambda p: p.add_(grad(p) * p.new_zeros(p.shape, dtype=torch.float16).add_(grad(p))),
-        r"makes a tensor in torch.float16; only floating-point updates",
+        IN_FP32.format("new_zeros", "float16"),
     ),
     "two indices": (lambda p: p.index_put_((grad(p) > 0, grad(p) < 0), torch.tensor(0.0)), BY_INDEX),
     "integer index": (lambda p: p.index_put_((torch.tensor([0]),), torch.tensor(0.0)), BY_INDEX),
     "transposed": (lambda p: p.t().add_(1.0), r"not elementwise: aten\.\w+\.\w+ takes the elements of a tensor"),
-    "other tensor": (
-        lambda p: p.add_(torch.ones(8)),
-        r"combines the parameter with another tensor of shape \(8,\) that is neither its gradient nor a state",
-    ),
     "stranger": (
         lambda p: p.add_(stranger),
-        r"reads a tensor that is neither the parameter, its gradient, nor one of its states; keep it in optimizer.st",
+        r"a tensor of shape \[8, 8\] is neither a parameter, a gradient nor a state",
     ),
     "several outputs": (
         lambda p: torch.frexp(p, out=(torch.empty_like(p), torch.empty_like(p, dtype=torch.int32))),
-        r"calls aten.frexp.Tensor_out, which writes to several tensors at once; use plain operations",
+        IN_FP32.format("empty_like", "int32"),
     ),
-    "equal": (lambda p: torch.equal(p, grad(p)), CANNOT.format("NotImplementedError")),
-    "to the host": (lambda p: grad(p).cpu(), CANNOT.format("NotImplementedError")),
-    "numpy": (lambda p: grad(p).numpy(), CANNOT.format("TypeError")),
-    "indices": (lambda p: grad(p).nonzero(), CANNOT.format("NotImplementedError")),
-    "its own error": (lambda p: 1 / 0, CANNOT.format("ZeroDivisionError: division by zero")),
+    "numpy": (lambda p: grad(p).numpy(), r"its memory is read"),
+    "indices": (lambda p: grad(p).nonzero(), WAITS.format("nonzero")),
 }
+
+READING: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda p: p.mul_(round(grad(p).sum().item())),
+    "float": lambda p: p.mul_(float(grad(p).sum())),
+    "branch": lambda p: p.mul_(2.0) if (grad(p) > 0).any() else None,
+    "isnan": lambda p: torch.isnan(grad(p)).any().item(),
+    "equal": lambda p: p.neg_() if torch.equal(p, grad(p)) else p.mul_(0.5),
+    "to the host": lambda p: p.add_(grad(p).cpu()),
+    "other tensor": lambda p: p.add_(torch.ones(8)),
+}
+"""Steps that look at values, or make some, and are compiled."""
 
 
 def matrices(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
