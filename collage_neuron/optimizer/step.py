@@ -34,7 +34,7 @@ from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.trace import validated
 from collage_neuron.trace.kinds import Kind, Traces
 from collage_neuron.trace.switch import is_traced
-from collage_neuron.trace.traced_step import Launching, TracedStep, can_wait
+from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
 from collage_neuron.validation import validate
 
 
@@ -98,8 +98,8 @@ def may_be_captured(base: type[Optimizer], optimizer: Optimizer, call: Call) -> 
 
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a captured step, a traced one, or one as written, and measures it if that is `due`."""
-    refusal = UnsupportedUpdate(call.problem or ours.twin)
-    tracing = _tracing(base, optimizer, call, ours, due)
+    tracing, why = _tracing(base, optimizer, call, ours, due)
+    refusal = UnsupportedUpdate(call.problem or ours.twin or f"{base.__name__} cannot be compiled: {why}")
     if may_be_captured(base, optimizer, call) and not call.problem:
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
@@ -113,15 +113,16 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
 
 def _tracing(
     base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool
-) -> TracedStep | None:
-    """What keeps the operations of the next step waiting, if they can."""
+) -> tuple[TracedStep | None, str]:
+    """What keeps the operations of the next step waiting, or None and why they cannot."""
     if not is_traced(base):
-        return None
+        return None, "its steps are recorded"
     ours.traces = ours.traces or Traces()
-    if call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
-        return None
+    why = call.problem or (ours.traces.why if ours.traces.gives_up else why_not(base, optimizer, ours.traces.asked))
+    if why:
+        return None, why
     launching = Launching(job_of, partial(_take_traced, base), partial(_validate_traced, base))
-    return TracedStep(optimizer, ours.traces, launching, due)
+    return TracedStep(optimizer, ours.traces, launching, due), ""
 
 
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:

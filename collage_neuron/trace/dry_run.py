@@ -7,10 +7,13 @@ effort: a step that looks at a value, or uses what cannot be put back (a generat
 
 from __future__ import annotations
 
+import logging
+import threading
 import types
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +41,7 @@ from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.kinds import Before, Left, planned_of, with_states
 from collage_neuron.trace.placeholders import has_value, placeholder, wait, waits
 from collage_neuron.trace.switch import is_traced
-from collage_neuron.trace.types_asked import asks_for_types
+from collage_neuron.trace.types_asked import ASKS, Asked
 from collage_neuron.trace.waiting import SHARED, Waiting
 
 SMALL = 4096
@@ -76,7 +79,7 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     """Takes one step of a copy, and a second one if the first does not show what its states are for."""
     found: dict[int, Recording] = {}
     try:
-        with warnings.catch_warnings(), untraced(base, optimizer) as host:
+        with warnings.catch_warnings(), _unheard(), untraced(base, optimizer) as host:
             warnings.simplefilter("ignore")
             copied = _Copied(base, optimizer)
             host.instead_of(optimizer, copied.optimizer)
@@ -89,6 +92,22 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     return Known(base, found)
 
 
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """A context in which nobody hears what this thread logs: the step that is taken logs it too."""
+    thread = threading.get_ident()
+    others = logging.Filter()
+    others.filter = lambda record: record.thread != thread  # type: ignore[method-assign]
+    found = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    for logger in found:
+        logger.addFilter(others)
+    try:
+        yield
+    finally:
+        for logger in found:
+            logger.removeFilter(others)
+
+
 def known(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
     """What is known of the next step, if steps are traced; None where they are recorded."""
     if not is_traced(base):
@@ -99,8 +118,8 @@ def known(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
 
 def _unknown(base: type[Optimizer], optimizer: Optimizer) -> Iterator[str]:
     """Why the next step will not be traced, or a copy cannot take it."""
-    if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
-        yield "a function asks for exact types"
+    if Asked().by(base, optimizer):
+        yield ASKS
     if torch_privates.modes():
         yield "a mode of torch's sees each operation"
     for group in optimizer.param_groups:
@@ -172,7 +191,7 @@ class _Copied:
             with pointing_at(raised_at(error)):
                 raise UnsupportedUpdate(f"on a copy whose tensors have no values, step() raises {said}") from error
         if mode.failed is not None:
-            raise mode.failed
+            raise Uncompiled(str(mode.failed)) from mode.failed
         mode.put_originals(state for state in self.optimizer.state.values() if type(state) is dict)
         left = self._left(mode)
         planned, _ = planned_of(before, with_states(before.named, mode.calls), left, mode)
@@ -297,7 +316,7 @@ class _Copies:
         return self._object(x)
 
     def _tensor(self, x: Tensor) -> Tensor:
-        if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta:
+        if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta or _was_given_back(x):
             return _placeholder(x)
         made = x.detach().clone()
         self._owns(made)
@@ -327,6 +346,11 @@ class _Copies:
         self.known[id(x)] = x, made
         vars(made).update(self.of(vars(x)))
         return made
+
+
+def _was_given_back(x: Tensor) -> bool:
+    """Returns True for a tensor that has no memory any more, as FSDP leaves some: to read it would end the process."""
+    return bool(x.numel()) and not x.untyped_storage().nbytes()
 
 
 _ATOMS = {int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}

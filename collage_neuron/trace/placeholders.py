@@ -18,7 +18,7 @@ from collage_neuron import torch_privates
 
 WAITS = (
     "the value of this tensor waits for the end of optimizer.step() (collage_neuron): another thread cannot read it, "
-    "nor what code has kept of a step that raised; without COLLAGE_NEURON_TRACE=on in the environment no value waits"
+    "nor what code has kept of a step that raised"
 )
 
 
@@ -41,6 +41,9 @@ class Step(Protocol):
     def original(self, returned: torch.Tensor) -> torch.Tensor | None:
         """The tensor that waits for which torch has returned another object; None if that is of another step."""
 
+    def is_asked_for(self, x: torch.Tensor, error: BaseException) -> None:
+        """Notes that `error` is raised, since another thread asks for a value that waits: its work is missing."""
+
     def fill(self, why: str) -> None:
         """Computes all that waits."""
 
@@ -50,6 +53,10 @@ class Step(Protocol):
 
 STEP: ContextVar[Step | None] = ContextVar("STEP", default=None)
 """The step of this thread whose operations wait, the innermost one."""
+
+
+IN_PROGRESS: list[Step] = []
+"""The steps of all threads whose operations wait."""
 
 
 def _called(
@@ -224,7 +231,10 @@ def value_of(x: Any) -> Any:
         return x
     found = getattr(x, _VALUE, None)
     if found is None:
-        raise RuntimeError(WAITS)
+        error = RuntimeError(WAITS)
+        for step in IN_PROGRESS:
+            step.is_asked_for(x, error)
+        raise error
     return value_of(found)
 
 

@@ -31,7 +31,7 @@ from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, memories_of, users_of
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of, with_states
 from collage_neuron.trace.placeholders import give, has_value, wait, withdraw
-from collage_neuron.trace.types_asked import asks_for_types
+from collage_neuron.trace.types_asked import ASKS, Asked
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class TracedStep:
         """Called if the step raises, before anything else."""
         self.traces.temporaries = []  # the error's traceback has them
         self._has_raised = True
-        if self._mode is None or type(error) not in _OF_TORCH or _raised_by_code(error):
+        if self._mode is None or (self._mode.failed is None and not _is_of_torch(error)):
             return
         self.may_repeat = self._may_run_as_written()
         self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
@@ -342,6 +342,8 @@ class TracedStep:
             raise
         measured = self._launching.take(optimizer, jobs) if jobs else []
         self._keep_objects(kind, mode, {id(p): values for p, _, values in states})
+        if kind.before.keys != kind.left.keys:
+            self._put_in_order(kind)
         for t, value in outliving:
             give(t, value)
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
@@ -398,8 +400,20 @@ class TracedStep:
                     wait(word)
                     self.traces.temporaries[place - first] = word
 
+    def _put_in_order(self, kind: Kind) -> None:
+        """States have their names in the order in which the step has left them; further words follow."""
+        for p, names in zip(self._began.params, kind.left.keys, strict=True):
+            state = dict.get(self.optimizer.state, p, _NO_STATE)
+            for name in [*names, *(name for name in state if name not in names)]:
+                state[name] = state.pop(name)
+
 
 _OF_TORCH = RuntimeError, NotImplementedError, TypeError, IndexError, ValueError, Exchanged
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Returns True for an error that may come from placeholders."""
+    return type(error) in _OF_TORCH and not _raised_by_code(error)
 
 
 def _raised_by_code(error: BaseException) -> bool:
@@ -437,11 +451,17 @@ def _may_wait(p: Any) -> bool:
     return shards.is_whole(p) if type(p) in ORDINARY else shards.may_wait(p)
 
 
-def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
-    """Returns True if the values of an optimizer can wait: of tensors that are what they hold."""
-    if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
-        return False
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if torch_privates.modes() or wrappers.gives_parts(optimizer):
-        return False
-    return all(_may_wait(p) or is_left_alone(p) for p in params)
+def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:
+    """Why the values of an optimizer cannot wait: only those of tensors that are what they hold do. Empty if they can.
+
+    This is asked before each step.
+    """
+    if asked.by(base, optimizer):
+        return ASKS
+    if torch_privates.modes():
+        return "a mode of torch's sees each operation"
+    if wrappers.gives_parts(optimizer):
+        return "a wrapper gives parts of parameters to step()"
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    other = next((p for p in params if not (_may_wait(p) or is_left_alone(p))), None)
+    return "" if other is None else f"a parameter is a {type(other).__name__}, {other.dtype} on {other.device}"
