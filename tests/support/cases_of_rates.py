@@ -29,6 +29,10 @@ LATE = 4
 """The step from which on the rates of some depend on the parameter, when nothing in the operations shows it."""
 
 
+RATED: set[str] = set()
+"""The names of all: updates with the same calls."""
+
+
 def rated(name: str, rate: Rate, kept: Kept = lambda params: {}) -> None:
     """Registers descent with a rate."""
 
@@ -37,6 +41,7 @@ def rated(name: str, rate: Rate, kept: Kept = lambda params: {}) -> None:
 
     update.__name__, update.kept = name, kept  # type: ignore[attr-defined]
     launched(update)
+    RATED.add(name)
 
 
 def with_late(name: str, rate: Rate, kept: Kept = lambda params: {}) -> None:

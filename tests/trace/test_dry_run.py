@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 from torch_cases import CASES
-from traced_cases import LAUNCHED, Stepping, initial, set_gradients
+from traced_cases import LAUNCHED, RATED, Stepping, initial, set_gradients
 from traced_classes import CLASSES
 
 import collage_neuron
@@ -34,7 +34,7 @@ MAKES: dict[str, Any] = {
 }
 MAKES |= {
     **CLASSES,
-    **{name: partial(Stepping, update=update) for name, update in LAUNCHED.items()},
+    **{name: partial(Stepping, update=update) for name, update in LAUNCHED.items() if name not in RATED},
 }
 
 
