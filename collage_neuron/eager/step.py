@@ -240,7 +240,12 @@ class Context:
     def undo(self, error: BaseException) -> None:
         """Restores what the step has changed; raises StepInterrupted if it cannot."""
         if self._trace is not None:
+            is_untouched = self._trace.is_untouched and not isinstance(error, UnsupportedUpdate)
             self._trace.raised(error)
+            if is_untouched and not self._trace.may_repeat:  # as in plain torch: the host's changes stay
+                self._trace.put_off()
+                self.presentation.restore_words()
+                return
             with suppress(Exception):  # code may have kept values, which it could read in plain torch
                 self._trace.compute("step() raised")
             self._trace.end()

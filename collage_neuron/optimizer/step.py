@@ -42,7 +42,7 @@ from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.trace import repeated, validated
 from collage_neuron.trace.kinds import Kind, Traces
 from collage_neuron.trace.switch import is_traced
-from collage_neuron.trace.traced_step import Launching, TracedStep, can_wait
+from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
 from collage_neuron.validation import validate
 
 
@@ -104,8 +104,8 @@ def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> 
 
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a recorded step, a traced one, or one as written, and measures it if that is `due`."""
-    refusal = UnsupportedUpdate(call.problem or ours.twin or "the values of its parameters cannot wait")
-    tracing = _tracing(base, optimizer, call, ours, due)
+    tracing, why = _tracing(base, optimizer, call, ours, due)
+    refusal = UnsupportedUpdate(call.problem or ours.twin or f"{base.__name__} cannot be compiled: {why}")
     if tracing is None and not call.problem and may_be_recorded(base, optimizer, call):
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
@@ -119,15 +119,16 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
 
 def _tracing(
     base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool
-) -> TracedStep | None:
-    """What keeps the operations of the next step waiting, if they can."""
+) -> tuple[TracedStep | None, str]:
+    """What keeps the operations of the next step waiting, or None and why they cannot."""
     if not is_traced(base, optimizer):
-        return None
+        return None, "its steps are recorded"
     ours.traces = ours.traces or Traces()
-    if call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
-        return None
+    why = call.problem or (ours.traces.why if ours.traces.gives_up else why_not(base, optimizer, ours.traces.asked))
+    if why:
+        return None, why
     launching = Launching(job_of, partial(_take_traced, base), partial(_validate_traced, base))
-    return TracedStep(base, optimizer, ours.traces, launching, due)
+    return TracedStep(base, optimizer, ours.traces, launching, due), ""
 
 
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:

@@ -66,7 +66,7 @@ def _properties(t: torch.Tensor) -> tuple[Any, ...]:
 def viewed(t: torch.Tensor) -> torch.Tensor | None:
     """The tensor that `t` is a view of.
 
-    Noticed by `tests/hostile/test_edges.py::test_views_of_a_flat_buffer`.
+    Noticed by `tests/conversion/test_uncommon.py::test_views_of_a_flat_buffer`.
     """
     return t._base
 
@@ -74,7 +74,7 @@ def viewed(t: torch.Tensor) -> torch.Tensor | None:
 def made_of_class(kind: type[torch.Tensor], data: torch.Tensor) -> Any:
     """A tensor of a subclass, without its constructor, which may ask for anything.
 
-    Noticed by `tests/hostile/test_identity.py::test_a_twin_of_the_true_class_has_the_attributes`.
+    Noticed by `tests/conversion/test_uncommon.py::test_parameters_of_a_class_of_their_own`.
     """
     unsafe: Any = torch.Tensor
     return unsafe._make_subclass(kind, data, True)

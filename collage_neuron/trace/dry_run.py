@@ -7,8 +7,11 @@ effort: a step that looks at a value, or uses what cannot be put back (a generat
 
 from __future__ import annotations
 
+import logging
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +30,7 @@ from collage_neuron.states.sharding import TRIED
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.copied import Copied, whole
 from collage_neuron.trace.kinds import Kind, Traces
-from collage_neuron.trace.own_code import asks_for_types
+from collage_neuron.trace.own_code import ASKS, Asked
 from collage_neuron.trace.recorded import record
 from collage_neuron.trace.switch import is_traced
 from collage_neuron.trace.undone import undone
@@ -69,7 +72,7 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     found: dict[int, Recording] = {}
     try:
         copied = whole(base, optimizer)
-        with warnings.catch_warnings(), undone([base, *copied.copies.shared]):
+        with warnings.catch_warnings(), _unheard(), undone([base, *copied.copies.shared]):
             warnings.simplefilter("ignore")
             found = _recordings(copied)
             if any(unread_states(each.captured.graph) for each in found.values()):
@@ -77,6 +80,22 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     except (UnsupportedUpdate, Uncompiled) as error:
         return Known(base, found, error)
     return Known(base, found)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """A context in which nobody hears what this thread logs: the step that is taken logs it too."""
+    thread = threading.get_ident()
+    others = logging.Filter()
+    others.filter = lambda record: record.thread != thread  # type: ignore[method-assign]
+    found = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    for logger in found:
+        logger.addFilter(others)
+    try:
+        yield
+    finally:
+        for logger in found:
+            logger.removeFilter(others)
 
 
 def known(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
@@ -102,8 +121,8 @@ def _taken(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
 
 def _unknown(base: type[Optimizer], optimizer: Optimizer) -> Iterator[str]:
     """Why the next step will not be traced, or a copy cannot take it."""
-    if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
-        yield "a function asks for exact types"
+    if Asked().by(base, optimizer):
+        yield ASKS
     if torch_privates.modes():
         yield "a mode of torch's sees each operation"
     for group in optimizer.param_groups:

@@ -23,6 +23,7 @@ from collage_neuron.states.sharding import is_sharded
 from collage_neuron.trace import met
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.lanes import Lanes, Read
+from collage_neuron.trace.own_code import Asked
 from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
 from collage_neuron.trace.waiting import Waiting
 
@@ -282,6 +283,8 @@ class Traces:
     """Steps that could not be launched."""
     why: str = ""
     """Why the last of them could not."""
+    asked: Asked = field(default_factory=Asked)
+    """Whether functions ask for exact types."""
     placeholders: Placeholders = field(default_factory=Placeholders)
     temporaries: list[torch.Tensor] = field(default_factory=list)
     """The placeholders that the calls of the last step have made, if the next one can have them."""

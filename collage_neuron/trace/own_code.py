@@ -1,35 +1,116 @@
-"""Whether a step differentiates, or asks for exact classes (`type(p) is Parameter`): placeholders have others."""
+"""Whether a step does what cannot wait: asks for exact classes (`type(p) is Parameter`), differentiates, has threads.
+
+Placeholders have classes of their own, and another thread cannot see what waits.
+"""
 
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
-from functools import cache
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
 from inspect import isfunction, unwrap
-from types import CodeType, FunctionType
+from itertools import chain
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from torch import Tensor, device, dtype
+from torch.optim import Optimizer
+
+ASKS = "step(), or a function that it uses, asks for exact types, differentiates or starts threads"
+"""What is said then."""
+
+STARTERS = {"Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread", "to_thread"}
+"""Names by which Python's own library starts threads."""
+
+MOST = 10_000
+"""Objects that are looked at in one walk."""
+
+
+class Asked:
+    """What is known of the functions that an optimizer uses: looked at anew if it holds others, and in steps 2**n."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._steps, self._asks = 0, False
+
+    def by(self, base: Any, optimizer: Optimizer) -> bool:
+        """Returns True if `step`, or a function that it names or that the optimizer holds, asks."""
+        held = held_by(optimizer)
+        ids = list(map(id, held))
+        self._steps += 1
+        if ids != self._ids or not self._steps & (self._steps - 1):
+            self._ids, self._asks = ids, asks_for_types(base) or asks(base, held)
+        return self._asks
 
 
 @cache
 def asks_for_types(base: Any) -> bool:
     """Returns True if `step` of a class, or a function that it names and is not torch's, asks."""
-    return any(_asks(code) for function in _reached(base) for code in _codes(function.__code__))
+    return asks(base, ())
 
 
-def _reached(base: Any) -> Iterator[FunctionType]:
-    waiting, known = _named(base, {}, {"step"}), set()
+def asks(base: Any, held: Iterable[Any]) -> bool:
+    """The same of a class whose optimizer holds some objects."""
+    return any(_asks(code) for function in _reached(base, held) for code in _codes(function.__code__))
+
+
+def held_by(optimizer: Optimizer) -> list[Any]:
+    """What an optimizer and its groups hold that may be, or have, a function."""
+    values = chain(vars(optimizer).items(), *map(dict.items, optimizer.param_groups))
+    return [x for k, x in values if type(x) not in _ATOMS and k not in _OF_TORCH and not k.startswith("_")]
+
+
+_OF_TORCH = {"state", "defaults", "param_groups", "params", "step"}
+"""Attributes and settings that are torch's, or are looked at by their class."""
+
+_LIBRARIES = {"torch", *sys.stdlib_module_names}
+"""Packages whose objects do not look at what they are given."""
+
+_ATOMS = {int, float, bool, complex, str, bytes, type(None), Tensor, dtype, device}
+
+
+def _reached(base: Any, held: Iterable[Any]) -> Iterator[FunctionType]:
+    classes, known, names = {base}, set(), {"step"}
+    waiting = [*_named(classes, {}, names), *_in(held, classes)]
     while waiting:
         function = waiting.pop()
-        if function not in known and not function.__module__.startswith("torch."):
+        if function not in known and not str(function.__module__).startswith("torch."):
             known.add(function)
             yield function
             names = {name for code in _codes(function.__code__) for name in code.co_names}
-            waiting += _named(base, function.__globals__, names)
+            variables = [x.cell_contents for x in function.__closure__ or () if x != CellType()]
+            defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            waiting += [*_in((*variables, *defaults), classes), *_named(classes, function.__globals__, names)]
 
 
-def _named(base: Any, functions: dict[str, Any], names: set[str]) -> list[FunctionType]:
+def _in(held: Iterable[Any], classes: set[Any]) -> list[FunctionType]:
+    """The functions that objects are or hold; the classes of other objects, whose methods have names, are added."""
+    waiting, known, found = list(held), dict[int, Any](), list[FunctionType]()
+    while waiting and len(known) < MOST:
+        x = waiting.pop()
+        if type(x) in _ATOMS or id(x) in known or isinstance(x, (type, ModuleType, Tensor, Optimizer)):
+            continue
+        known[id(x)] = x
+        if isfunction(x):
+            found.append(unwrap(x))
+        elif isinstance(x, MethodType):
+            waiting += [x.__func__, x.__self__]
+        elif isinstance(x, partial):
+            waiting += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, (dict, list, tuple, set, deque)):
+            waiting += x.values() if isinstance(x, dict) else x
+        elif str(type(x).__module__).partition(".")[0] not in _LIBRARIES:
+            classes.add(type(x))
+            waiting += getattr(x, "__dict__", {}).values()
+    return found
+
+
+def _named(classes: Iterable[Any], functions: dict[str, Any], names: set[str]) -> list[FunctionType]:
     """The methods and functions with these names."""
-    found = [vars(cls).get(name) for cls in base.__mro__ for name in names] + list(map(functions.get, names))
+    found = [vars(cls).get(name) for each in classes for cls in each.__mro__ for name in names]
+    found += map(functions.get, names)
     plain: list[Any] = [getattr(f, "fget", None) or getattr(f, "__func__", f) for f in found if f is not None]
     return [f for f in map(unwrap, plain) if isfunction(f)]
 
@@ -42,7 +123,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _asks(code: CodeType) -> bool:
-    if not _DIFFERENTIATES.isdisjoint(code.co_names):
+    if not (_DIFFERENTIATES | STARTERS).isdisjoint(code.co_names):
         return True
     named = {(x.opname, x.argval) for x in dis.get_instructions(code) if isinstance(x.argval, str)}
     return not named.isdisjoint(_OF_TYPES)

@@ -41,6 +41,9 @@ class Step(Protocol):
     def original(self, returned: torch.Tensor) -> torch.Tensor | None:
         """The tensor that waits for which torch has returned another object; None if that is of another step."""
 
+    def is_asked_for(self, x: torch.Tensor, error: BaseException) -> None:
+        """Notes that `error` is raised, since another thread asks for a value that waits: its work is missing."""
+
     def fill(self, why: str) -> None:
         """Computes all that waits."""
 
@@ -50,6 +53,10 @@ class Step(Protocol):
 
 STEP: ContextVar[Step | None] = ContextVar("STEP", default=None)
 """The step of this thread whose operations wait, the innermost one."""
+
+
+IN_PROGRESS: list[Step] = []
+"""The steps of all threads whose operations wait."""
 
 
 def _called(
@@ -218,20 +225,16 @@ def put_off(t: torch.Tensor, other: torch.Tensor) -> None:
     t.grad = grad
 
 
-class Denials:
-    """How often something that waits was asked for its value where it has none: by a thread of a step, say."""
-
-    number = 0
-
-
 def value_of(x: Any) -> Any:
     """The tensor that has the value of `x`; RuntimeError if it waits."""
     if not isinstance(x, _WAITING):
         return x
     found = getattr(x, _VALUE, None)
     if found is None:
-        Denials.number += 1
-        raise RuntimeError(WAITS)
+        error = RuntimeError(WAITS)
+        for step in IN_PROGRESS:
+            step.is_asked_for(x, error)
+        raise error
     return value_of(found)
 
 

@@ -39,8 +39,8 @@ from collage_neuron.trace.kinds import (
     planned_of,
     with_states,
 )
-from collage_neuron.trace.own_code import asks_for_types
-from collage_neuron.trace.placeholders import Denials, give, has_value, wait, withdraw
+from collage_neuron.trace.own_code import ASKS, Asked
+from collage_neuron.trace.placeholders import give, has_value, wait, withdraw
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
 if TYPE_CHECKING:
@@ -95,7 +95,6 @@ class TracedStep:
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
         self._has_raised = False
-        self._denials = Denials.number
 
     @property
     def given_up(self) -> str:
@@ -197,8 +196,7 @@ class TracedStep:
         """Called if the step raises, before anything else."""
         self.traces.temporaries = []  # the error's traceback has them
         self._has_raised = True
-        is_of_torch = type(error) in _OF_TORCH and not _raised_by_code(error)
-        if self._mode is None or not (is_of_torch or self._was_denied):
+        if self._mode is None or (self._mode.failed is None and not _is_of_torch(error)):
             return
         self.may_repeat = self._may_run_as_written()
         self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
@@ -215,10 +213,6 @@ class TracedStep:
         if any(is_sharded(p) for group in groups for p in group["params"]):
             return False
         return all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in map(Settings.of, groups))
-
-    @property
-    def _was_denied(self) -> bool:
-        return Denials.number != self._denials
 
     @property
     def is_untouched(self) -> bool:
@@ -257,8 +251,6 @@ class TracedStep:
         mode = self._mode
         assert mode is not None
         measured = None
-        if self._was_denied:  # the error is the thread's: here nobody need have noticed
-            raise Exchanged("another thread, or code that catches the error, reads a value that waits")
         if mode.failed is not None:
             raise _repeated(mode.failed) from mode.failed
         if mode.has_met:
@@ -367,6 +359,8 @@ class TracedStep:
         measured = self._launching.take(optimizer, jobs) if jobs else []
         self._keep_objects(kind, mode, {id(p): values for p, _, values in states})
         self._keep_met(kind, mode)
+        if kind.before.keys != kind.left.keys:
+            self._put_in_order(kind)
         for t, value in outliving:
             give(t, value)
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
@@ -433,8 +427,20 @@ class TracedStep:
                     wait(word)
                     self.traces.temporaries[place - first] = word
 
+    def _put_in_order(self, kind: Kind) -> None:
+        """States have their names in the order in which the step has left them; further words follow."""
+        for p, names in zip(self._began.params, kind.left.keys, strict=True):
+            state = dict.get(self.optimizer.state, p, _NO_STATE)
+            for name in [*names, *(name for name in state if name not in names)]:
+                state[name] = state.pop(name)
+
 
 _OF_TORCH = RuntimeError, NotImplementedError, TypeError, IndexError, ValueError, Exchanged
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Returns True for an error that may come from placeholders."""
+    return type(error) in _OF_TORCH and not _raised_by_code(error)
 
 
 def _raised_by_code(error: BaseException) -> bool:
@@ -472,11 +478,17 @@ def _may_wait(p: Any) -> bool:
     return shards.is_whole(p) if type(p) in ORDINARY else shards.may_wait(p)
 
 
-def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
-    """Returns True if the values of an optimizer can wait: of tensors that are what they hold."""
-    if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
-        return False
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if torch_privates.modes() or wrappers.gives_parts(optimizer):
-        return False
-    return all(_may_wait(p) or is_left_alone(p) for p in params)
+def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:
+    """Why the values of an optimizer cannot wait: only those of tensors that are what they hold do. Empty if they can.
+
+    This is asked before each step.
+    """
+    if asked.by(base, optimizer):
+        return ASKS
+    if torch_privates.modes():
+        return "a mode of torch's sees each operation"
+    if wrappers.gives_parts(optimizer):
+        return "a wrapper gives parts of parameters to step()"
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    other = next((p for p in params if not (_may_wait(p) or is_left_alone(p))), None)
+    return "" if other is None else f"a parameter is a {type(other).__name__}, {other.dtype} on {other.device}"

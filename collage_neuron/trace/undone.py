@@ -20,10 +20,10 @@ _ALONE = threading.RLock()
 
 @contextmanager
 def undone(roots: Iterable[Any]) -> Iterator[None]:
-    """A context after which all that code can reach from some objects is as it was; it starts no threads in it.
+    """A context after which all that code can reach from some objects is as it was.
 
     Raises:
-        UnknownUpdate: it can reach what cannot be put back (a generator, a file), or starts a thread.
+        UnknownUpdate: it can reach what cannot be put back (a generator, a file).
     """
     with _ALONE:
         kept: list[Callable[[], None]] = []
@@ -36,28 +36,10 @@ def undone(roots: Iterable[Any]) -> Iterator[None]:
         if threading.active_count() == 1 or any(map(may_draw, names)):
             kept += map(_of_generator, of_process())
         try:
-            with _without_threads():
-                yield
+            yield
         finally:
             for restore in kept:
                 restore()
-
-
-@contextmanager
-def _without_threads() -> Iterator[None]:
-    """A context in which this thread cannot start others: nobody would know when what they do is to be undone."""
-    start, own = threading.Thread.start, threading.get_ident()
-
-    def checked(thread: threading.Thread) -> None:
-        if threading.get_ident() == own:
-            raise UnknownUpdate(f"it starts a thread ({type(thread).__name__})")
-        start(thread)
-
-    threading.Thread.start = checked  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def _restoring(x: Any) -> Iterator[Callable[[], None]]:

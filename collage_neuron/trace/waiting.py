@@ -47,6 +47,7 @@ from collage_neuron.trace.calls import (
 from collage_neuron.trace.cones import Cones
 from collage_neuron.trace.course import Course
 from collage_neuron.trace.placeholders import (
+    IN_PROGRESS,
     STEP,
     Step,
     give,
@@ -129,9 +130,16 @@ class Waiting:
     def __enter__(self) -> None:
         self.outer = STEP.get()
         self._token = STEP.set(self)
+        IN_PROGRESS.append(self)
 
     def __exit__(self, *error: object) -> None:
+        IN_PROGRESS.remove(self)
         STEP.reset(self._token)
+
+    def is_asked_for(self, x: torch.Tensor, error: BaseException) -> None:
+        """Notes that `error` is raised, since another thread asks for a value that waits: its work is missing."""
+        if not self.is_filled and id(x) in self._places:
+            self.failed = error.with_traceback(None)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Notes an operation, or runs it."""

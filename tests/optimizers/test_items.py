@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from as_written import Written, equal, everything, run, values
-from items import ALL, Between, Relative, Scaled
+from items import ALL, Relative, Scaled
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adafactor

@@ -8,22 +8,17 @@ from functools import partial
 from typing import Any
 
 import foreign
-import hostile
-import hostile_by_readers
 import pytest
-import strangers
 import torch
 from torch.nn import Parameter
 from torch_cases import CASES
-from traced_cases import LAUNCHED, Stepping, initial, set_gradients
+from traced_cases import LAUNCHED, RATED, Stepping, initial, set_gradients
 from traced_classes import CLASSES
 
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.trace import dry_run
 from collage_neuron.trace.switch import TRACE
-
-MODULES = (hostile_by_readers, strangers)
 
 CAPTURABLE = "If capturable=True"
 """torch's own steps assert a device that takes graphs; a recording puts the switch aside."""
@@ -34,21 +29,12 @@ TORCH_DIFFERS = {
 }
 """Cases that are captured and differ, and what is said then: recordings have the loop over single tensors."""
 
-STRANGERS_DIFFER = {
-    "zeroed_by_zero_grad_of_step": "zero_.default cannot wait",
-    "gradient_is_exchanged_in_step": "keeps a value, a gradient",
-    "Prints": "its memory is read",
-    "OnlyIfOrdinary": "its memory is read",
-    "SkipsWithoutData": "its memory is read",
-}
-"""The same of code that looks at what a recording shows it."""
-
 MAKES: dict[str, Any] = {
     name: lambda params, case=case: case.base(params, **case.options) for name, case in CASES.items()
 }
 MAKES |= {
     **CLASSES,
-    **{name: partial(Stepping, update=update) for name, update in LAUNCHED.items()},
+    **{name: partial(Stepping, update=update) for name, update in LAUNCHED.items() if name not in RATED},
 }
 
 
@@ -77,41 +63,6 @@ def test_explain_says_the_same(name: str, strategy: str, monkeypatch: pytest.Mon
         assert TORCH_DIFFERS[name] in traced
     if "as written" not in captured:
         assert (traced == captured) == (name not in TORCH_DIFFERS)
-
-
-class Caught(Exception):
-    """Ends a case where its optimizer is compiled."""
-
-
-class AtCompile(hostile.World):
-    """Says what an optimizer is explained as when it is compiled."""
-
-    said = "rejected"
-
-    def compile(self, optimizer: Any) -> Any:
-        try:
-            self.said = collage_neuron.explain(super().compile(optimizer))
-        except hostile.REJECTIONS:
-            self.said = "rejected"
-        raise Caught
-
-
-@pytest.mark.sampled(of=3)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", hostile.CASES)
-def test_explain_says_the_same_of_code_of_strangers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(switch: str) -> str:
-        monkeypatch.setenv(TRACE, switch)
-        world = AtCompile("plus")
-        with pytest.raises(Caught):
-            hostile.CASES[name](world)
-        return world.said
-
-    captured, traced = told("off"), told("on")
-    if name in STRANGERS_DIFFER:
-        assert STRANGERS_DIFFER[name] in traced
-    elif "as written" not in captured:  # what is traced need not be known to be independent
-        assert traced == captured
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd_momentum", "schedule_free", "states_trade_places"])

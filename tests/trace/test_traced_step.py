@@ -9,11 +9,8 @@ import weakref
 from functools import partial
 from typing import Any
 
-import hostile
-import hostile_by_readers
 import nki_standin
 import pytest
-import strangers
 import torch
 from nki_runs import INFINITY
 from torch.nn import Parameter
@@ -24,8 +21,6 @@ import collage_neuron
 from collage_neuron.passes.backends.nki import source_cache, target
 from collage_neuron.trace.kinds import NEW
 from collage_neuron.trace.switch import TRACE
-
-MODULES = (hostile_by_readers, strangers)
 
 
 def stepped(
@@ -125,28 +120,6 @@ def test_one_on_the_nki_stand_in_has_them_too(
         monkeypatch.setenv(TRACE, "on")
         traced = stepped(CLASSES[name], strategy, "nki", steps=3)
     assert all(map(torch.equal, traced, captured))
-
-
-REJECTED = {"weights_in_one_memory", "views_of_a_flat_buffer", "step_patched_before", "LowNames", "MasterName"}
-REJECTED |= {"StateObject"}
-"""Wrong input: refused before a step, as for steps that are not traced."""
-
-ELSEWHERE = {
-    "AddsNoise", "LooksAtTheClock", "Noise",  # they draw, or read the time: two runs differ
-    "two_optimizers_share_the_parameters", "a_hook_decays_the_weights",  # code outside rounds to bf16, with a warning
-    "error_in_the_middle", "error_after_the_first_parameter",  # plain torch keeps half of a step that raised
-    "counts_log_records",  # a log that tests put off
-}  # fmt: skip
-
-
-@pytest.mark.sampled(of=5, each=False)  # tests/hostile has each of them, captured
-@pytest.mark.parametrize("name", [name for name in hostile.CASES if name not in ELSEWHERE])
-def test_cases_that_need_a_check_each_when_captured_are_right(name: str, traced: None) -> None:
-    if name == "betas_in_a_list" and torch.__version__ > "2.13":
-        pytest.skip("the newest torch makes it a tuple")
-    outcome = hostile.play(hostile.CASES[name], "fp32")
-    assert (outcome.rejection is not None) == (name in REJECTED), outcome
-    assert outcome.rejection or outcome.error < hostile.TOLERANCES["fp32"], outcome
 
 
 class Fault(Exception):

@@ -135,11 +135,6 @@ def product_with_the_last_gradient(s: State, g: Tensor, b: float, p: Tensor) -> 
     return s["v"].abs().sqrt() + 0.1  # type: ignore[no-any-return]
 
 
-def assigned_through_data(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].data = b * s["v"].data + (1 - b) * g.data * g.data
-    return s["v"].sqrt()  # type: ignore[no-any-return]
-
-
 HOSTILE: dict[str, tuple[Any, tuple[str, ...]]] = {
     f.__name__: (f, zeros)
     for f, zeros in (
@@ -162,7 +157,6 @@ HOSTILE: dict[str, tuple[Any, tuple[str, ...]]] = {
         (sigmoid_of_the_gradient, ("v",)),
         (odd_power_of_a_positive, ("v",)),
         (product_with_the_last_gradient, ("v", "last")),
-        (assigned_through_data, ("v",)),
     )
 }
 

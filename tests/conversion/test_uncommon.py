@@ -1,4 +1,4 @@
-"""Uncommon parameters, states and callers: each is made right, or rejected in words before anything is changed."""
+"""Uncommon parameters, memory and callers: each is made right, or rejected in words before anything is changed."""
 
 from __future__ import annotations
 
@@ -34,42 +34,6 @@ def exact(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def assert_same(one: Optimizer, other: Optimizer) -> None:
     assert all(torch.equal(x, y) for x, y in zip(exact(one), exact(other), strict=True))
-
-
-# --- states of whole numbers and truth values -------------------------------------------------------------------------
-
-
-class Counting(Optimizer):
-    """Divides by the number of an element's gradients so far."""
-
-    def __init__(self, params: Any, dtype: torch.dtype) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.dtype = dtype
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no closure
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["seen"] = torch.zeros_like(p, dtype=self.dtype)
-                state["seen"] = (state["seen"] + 1).to(self.dtype)
-                p.sub_(p.grad / state["seen"], alpha=group["lr"])
-
-
-@pytest.mark.parametrize(("shape", "stepped"), [((3,), False), ((3,), True), ((), False)])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool])
-def test_states_of_whole_numbers(dtype: torch.dtype, shape: tuple[int, ...], stepped: bool) -> None:
-    optimizer = Counting([nn.Parameter(torch.ones(shape))], dtype)
-    if stepped:
-        train(optimizer, range(1))
-    with pytest.raises(UnsupportedUpdate, match=rf"Counting .*\['seen'\] in {dtype}.*count in a number"):
-        collage_neuron.compile(optimizer)
-    assert exact_dtypes(optimizer) == [F32]
-
-
-def exact_dtypes(optimizer: Optimizer) -> list[torch.dtype]:
-    return [p.dtype for group in optimizer.param_groups for p in group["params"]]
 
 
 # --- GradScaler -------------------------------------------------------------------------------------------------------
@@ -148,6 +112,16 @@ def test_differentiable_is_found_when_the_optimizer_is_made() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_differentiable_set_between_steps() -> None:
+    optimizer = collage_neuron.compile(AdamW([nn.Parameter(torch.ones(3))]))
+    train(optimizer, range(1))
+    optimizer.param_groups[0]["differentiable"] = True
+    before = exact(optimizer)
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has differentiable=True"):
+        train(optimizer, range(1, 2))
+    assert torch.equal(exact(optimizer)[0], before[0])
+
+
 def test_differentiable_by_default() -> None:
     class Differentiable(AdamW):
         def __init__(self, params: Any) -> None:
@@ -160,6 +134,19 @@ def test_differentiable_by_default() -> None:
 def test_sparse_adam() -> None:
     with pytest.raises(UnsupportedUpdate, match=r"SparseAdam takes sparse gradients only.*leave it uncompiled"):
         collage_neuron.compile(SparseAdam)
+
+
+class Own(nn.Parameter):
+    """A class of parameters of a user's own."""
+
+
+def test_parameters_of_a_class_of_their_own() -> None:
+    """An optimizer of torch's own is recorded for them as for others."""
+    own, usual = (collage_neuron.compile(AdamW([kind(torch.ones(3))], lr=0.1)) for kind in (Own, nn.Parameter))
+    train(own, range(3))
+    train(usual, range(3))
+    assert type(own.param_groups[0]["params"][0]) is Own
+    assert_same(own, usual)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

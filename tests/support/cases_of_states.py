@@ -1,0 +1,372 @@
+"""States: where they are, how long they live, what they share; and what a step leaves in gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+from traced_updates import all_of, computed, launched, place
+
+# --- where they are ---------------------------------------------------------------------------------------------------
+
+
+def with_momentum_in(name: str, m: Any, kept: Any = lambda params: {}) -> None:
+    """Registers heavy ball whose momentum is somewhere else than in a state, where nobody stores it in words."""
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        p.sub_(m(o, p).mul_(0.9).add_(g), alpha=lr)
+
+    update.__name__, update.kept = name, kept  # type: ignore[attr-defined]
+    computed(update)
+
+
+OF_MODULE: Any = WeakIdKeyDictionary()
+
+
+def _of_parameter(o: Any, p: Any) -> Any:
+    if not hasattr(p, "buffer"):
+        p.buffer = torch.zeros_like(p)
+    return p.buffer
+
+
+def _of_module(o: Any, p: Any) -> Any:
+    if p not in OF_MODULE:
+        OF_MODULE[p] = torch.zeros_like(p)
+    return OF_MODULE[p]
+
+
+with_momentum_in("momentum_in_a_dictionary", lambda o, p: o.kept.setdefault(id(p), torch.zeros_like(p)))
+with_momentum_in("momentum_of_before_the_steps", lambda o, p: o.kept["all"][place(o, p)],
+                 lambda params: {"all": [torch.zeros_like(p) for p in params]})  # fmt: skip
+with_momentum_in("momentum_in_the_group", lambda o, p: o.param_groups[0].setdefault(
+    "buffers", [torch.zeros_like(q) for q in all_of(o)])[place(o, p)])  # fmt: skip
+with_momentum_in("momentum_on_the_parameter", _of_parameter)
+with_momentum_in("momentum_in_a_module", _of_module)
+
+
+@launched
+def momentum(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
+    p.add_(s["m"], alpha=-lr)
+
+
+@launched
+def parameter_as_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"] = Parameter(torch.zeros_like(p), requires_grad=False)
+    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
+
+
+@computed
+def states_with_odd_names(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    for name in ("exp.avg", "lambda", "", ("m", 1), 7):
+        p.sub_(s.setdefault(name, torch.zeros_like(p)).mul_(0.5).add_(g), alpha=lr)
+
+
+@launched
+def states_by_their_order(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """They are unpacked in the order in which they were put there, and counted."""
+    if not s:
+        s["m"], s["step"], s["v"], s["q"] = torch.zeros_like(p), 0, torch.zeros_like(p), 3
+    m, step, v, *more = s.values()
+    s["step"] = step + len(more)
+    p.sub_(m.mul_(0.9).add_(g) / (v.lerp_(g * g, 0.1).sqrt() + len(s)), alpha=lr)
+    if t == 4:
+        s["late"] = s.pop("step")
+        s["step"] = s.pop("late")
+        s["m"], s["v"], s["q"] = s.pop("m"), s.pop("v"), s.pop("q")
+        s["step"] = s.pop("step")
+    if t >= 4:
+        s.update({name: s.pop(name) for name in ("m", "step", "v", "q")})
+
+
+# --- how long they live -----------------------------------------------------------------------------------------------
+
+
+@launched
+def states_trade_places(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["a"], s["b"], s["c"] = torch.zeros_like(p), torch.ones_like(p), p.clone()
+    s["a"], s["b"], s["c"] = s["b"], s["c"], s["a"] * 0.9 + g
+    p.sub_(s["a"] - s["b"] * 0.3 + s["c"], alpha=lr)
+
+
+@launched
+def two_buffers_in_turn(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.1)
+    b = s.setdefault(f"b{t % 2}", torch.zeros_like(p)).mul_(0.9).add_(g)
+    p.sub_(s["m"].sign() + b if t % 2 else b, alpha=lr)
+
+
+@launched
+def a_state_comes_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if t == 5:
+        s["z"], s["y"], s["x"] = p.clone(), torch.full_like(p, 2.0), torch.empty_like(p).copy_(g)
+    p.sub_(g, alpha=lr)
+    if t > 5:
+        p.sub_(s["z"] * s["y"] + s["x"], alpha=lr)
+
+
+@computed
+def states_are_new_ones(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """In each step another tensor, and another dictionary."""
+    o.state[p] = {"n": t, "m": 0.5 * (torch.zeros_like(p) if t % 3 == 1 else s["m"]) + g}
+    p.sub_(o.state[p]["m"], alpha=lr)
+
+
+@launched
+def states_begin_anew(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if s.get("n", 0) == 3:
+        s.clear()
+    if not s:
+        s.update(n=0, m=torch.zeros_like(p))
+    s["n"] += 1
+    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr / s["n"])
+
+
+@computed
+def a_state_is_renamed_and_removed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if t == 3:
+        s["late"] = s.pop("m")
+    if t == 5:
+        s.pop("late")
+    m = s.get("late") if t > 2 else s.setdefault("m", torch.zeros_like(p))
+    p.sub_(g if m is None else m.mul_(0.9).add_(g), alpha=lr)
+
+
+@computed
+def a_state_is_none_now_and_then(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s["sum"] = g.clone() if s.get("sum") is None else s["sum"] + g
+    if t % 3 == 0:
+        p.sub_(s["sum"], alpha=lr)
+        s["sum"] = None
+
+
+@launched
+def a_state_that_is_missing_is_made_by_a_handler(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    try:
+        m = s["m"].mul_(0.9).add_(g)
+    except KeyError:
+        s["m"] = m = g.clone()
+    p.sub_(m, alpha=lr)
+
+
+# --- what they are made of --------------------------------------------------------------------------------------------
+
+
+@launched
+def a_state_is_a_copy_of_the_gradient(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if "before" in s:
+        p.sub_((g - s["before"]).sign(), alpha=lr)
+    s["before"] = g.clone()
+    p.sub_(g, alpha=lr)
+
+
+@launched
+def states_are_copies_of_the_weights(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """The difference to those before is the momentum; an anchor is taken every third step; slow ones come back."""
+    if not s:
+        s["before"], s["slow"] = p.detach().clone(), p.detach().clone()
+    if t % 3 == 1:
+        s["anchor"] = p.detach().clone()
+    moved = p - s["before"]
+    s["before"].copy_(p)
+    p.sub_(g + 2 * (p - s["anchor"]), alpha=lr).add_(moved, alpha=0.5)
+    if t % 4 == 0:
+        p.copy_(s["slow"].lerp_(p, 0.5))
+
+
+@launched
+def sums_without_errors_of_its_own(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Kahan's summation and a master copy: the compiler's own means, in the way of it."""
+    if not s:
+        s["lost"], s["master"] = torch.zeros_like(p), p.detach().clone().float()
+    y = -lr * g - s["lost"]
+    total = s["master"] + y
+    s["lost"].copy_((total - s["master"]) - y)
+    s["master"].copy_(total)
+    p.data.copy_(s["master"] - lr * torch.finfo(p.dtype).eps)
+
+
+@launched
+def a_count_of_the_host(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"], s["step"], s["left"] = torch.zeros_like(p), torch.zeros(()), torch.ones(())
+    s["step"] += 1
+    s["left"].mul_(0.95 * (1 - 1 / (1 + t)))
+    p.sub_(s["m"].mul_(0.9).add_(g) / (1 - 0.9 ** s["step"]) / (1 - s["left"]), alpha=lr)
+
+
+@launched
+def a_number_of_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["v"], s["w"] = torch.zeros(()), torch.zeros(())
+    returned = s["v"].mul_(0.9).add_(g.pow(2).sum(), alpha=0.1)
+    s["w"].add_(g.abs().mean())
+    p.sub_(g / returned.sqrt() + g / (returned * 2 + s["w"]), alpha=lr)
+
+
+@launched
+def a_number_of_each_as_torch_returns_it(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    v = s.setdefault("v", torch.zeros(())).mul_(0.9)
+    assert torch.zeros(()).add_(g.norm()).mul_(v) is not v
+    s["v"] = torch.add(v, g.norm(), out=v)
+    p.sub_(g / s["v"], alpha=20 * lr)
+
+
+@launched
+def rows_and_columns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if g.dim() < 2:
+        p.sub_(g, alpha=lr)
+        return
+    if not s:
+        s["r"], s["c"] = torch.zeros(g.shape[:-1]), g.new_zeros(g.shape[-1:])
+    r = s["r"].mul_(0.9).add_((g * g).mean(-1), alpha=0.1)
+    c = s["c"].lerp_((g * g).mean(-2), 0.1)
+    p.sub_(g / ((r / r.mean()).unsqueeze(-1) * c).sqrt(), alpha=lr)
+
+
+@launched
+def a_state_in_another_shape(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"] = torch.zeros(p.numel())
+    p.sub_(s["m"].mul_(0.9).add_(g.reshape(-1)).view_as(p), alpha=lr)
+
+
+@launched
+def a_state_made_of_nothing_that_waits(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"] = torch.zeros(p.shape)
+    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
+
+
+def with_counts_in(dtype: torch.dtype) -> None:
+    """Registers an update that counts the positive gradients of each element, where that is no float."""
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        n = s.setdefault("n", torch.full_like(p, 500 if dtype in (torch.int32, torch.int64) else 1, dtype=dtype))
+        n.add_((g > 0).to(dtype))
+        p.sub_(g / (n + 1), alpha=lr * 100)
+
+    update.__name__ = f"counts_in_{str(dtype)[6:]}"
+    computed(update)
+
+
+for _dtype in (torch.int32, torch.int64, torch.uint8, torch.bool):
+    with_counts_in(_dtype)
+
+
+@computed
+def a_state_overflows(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s.setdefault("c", torch.ones_like(p, dtype=torch.int32)).mul_(65537)
+    p.sub_(g * (s["c"] / 2**31), alpha=lr)
+
+
+@computed
+def a_state_in_double(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s.setdefault("c", torch.zeros_like(p, dtype=torch.float64)).add_(g.double() * 1e-9 + 1.0)
+    p.sub_(g * ((s["c"] - t) * 1e9).float(), alpha=lr)
+
+
+@computed
+def a_state_gets_other_data(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    v = s.setdefault("v", torch.zeros_like(p))
+    v.data = 0.9 * v.data + 0.1 * g.data * g.data
+    p.sub_(g / (v.sqrt() + 0.1), alpha=lr)
+
+
+# --- what they share --------------------------------------------------------------------------------------------------
+
+
+@computed
+def a_state_is_the_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s.setdefault("me", p.data).mul_(0.99)
+    p.sub_(g + s["me"], alpha=lr)
+
+
+@computed
+def two_states_share_memory(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["a"] = torch.zeros_like(p)
+        s["b"], s["c"] = s["a"].view(p.shape), s["a"]
+    s["a"].mul_(0.9).add_(g)
+    p.sub_(s["b"].add_(g) + s["c"].mul_(0.5), alpha=lr)
+
+
+@computed
+def two_states_were_one(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"], s["n"] = torch.zeros_like(p), torch.zeros_like(p)
+    if t == 3:
+        s["n"] = s["m"]
+    if t == 5:
+        s["n"] = s["m"].clone()
+    s["m"].mul_(0.9).add_(g)
+    s["n"].mul_(0.5).add_(g)
+    p.sub_(s["n"], alpha=lr)
+
+
+@computed
+def a_state_in_an_array(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        o.kept[p] = np.zeros(1, dtype=np.float32)
+        s["v"] = torch.from_numpy(o.kept[p])
+    s["v"].add_(g.norm())
+    p.sub_(g * float(o.kept[p][0]), alpha=lr)
+
+
+@computed
+def a_view_of_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["v"] = torch.zeros(2)
+    s["v"][0].add_(g.norm())
+    p.sub_(g * float(s["v"][0]), alpha=lr)
+
+
+@computed
+def keeps_the_gradient(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(o.kept.setdefault(p, g), alpha=lr).sub_(g + 0.5 * s.get("before", g), alpha=lr)
+    s["before"] = g
+
+
+@computed
+def keeps_a_replaced_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if p in o.kept:
+        p.sub_(o.kept[p], alpha=lr)
+    o.kept[p] = s.get("m", torch.zeros_like(p))
+    s["m"] = o.kept[p] * 0.9 + g
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@launched
+def the_gradient_is_written(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Clipped by its own history, doubled, and left as something else."""
+    v = s.setdefault("v", torch.ones_like(p))
+    g.copy_(torch.minimum(torch.maximum(g, -2 * v.sqrt()), 2 * v.sqrt()))
+    p.grad.mul_(2)
+    p.sub_(p.grad, alpha=lr)
+    v.lerp_(g * g, 0.1)
+    g.mul_(0.0).add_(0.25)
+
+
+@launched
+def the_gradient_is_dropped(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g, alpha=lr)
+    p.grad = None
+
+
+@launched
+def the_gradient_is_zeroed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g, alpha=lr)
+    o.zero_grad(set_to_none=False)
+
+
+@computed
+def the_gradient_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.grad = g.sign()
+    p.sub_(p.grad, alpha=lr)

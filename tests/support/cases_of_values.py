@@ -1,0 +1,533 @@
+"""How an update reaches values: operations, views, `p.data`, what it reads and looks at, and what it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # the old one
+from torch.utils.weak import WeakIdKeyDictionary
+from traced_updates import all_of, computed, launched
+
+# --- in one line ------------------------------------------------------------------------------------------------------
+
+IN_ONE_LINE: dict[str, Any] = {
+    "numpy_of_a_gradient": lambda o, p, g, s, lr, t: p.sub_(torch.from_numpy(g.numpy() * 0.5), alpha=lr),
+    "numpy_writes_the_weights": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).data.numpy().__imul__(0.99),
+    "a_list_of_numbers": lambda o, p, g, s, lr, t: p.copy_(torch.tensor(p.tolist(), dtype=p.dtype) - lr * g),
+    "printed": lambda o, p, g, s, lr, t: (print(p, g, file=io.StringIO()), p.sub_(g, alpha=lr)),
+    "a_length_of_text": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * len(f"{g.sum():.3f} {g!r}") * 1e-2),
+    "an_address": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * bool(p.data_ptr())),
+    "a_size_of_memory": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * bool(p.untyped_storage().nbytes())),
+    "a_value_in_double": lambda o, p, g, s, lr, t: p.sub_(((g.double() + 1e8) - 1e8).float(), alpha=lr),
+    "a_slice": lambda o, p, g, s, lr, t: p.view(-1)[1:].sub_(g.reshape(-1)[1:], alpha=lr),
+    "the_first_rows": lambda o, p, g, s, lr, t: p[:2].sub_(g[:2], alpha=lr),
+    "an_element": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).__setitem__(0, 0.5),
+    "transposed": lambda o, p, g, s, lr, t: p.T.sub_(g.T, alpha=lr) if p.dim() == 2 else p.sub_(g, alpha=lr),
+    "a_neighbour": lambda o, p, g, s, lr, t: p.sub_(g - 0.5 * g.roll(1, 0), alpha=lr),
+    "by_position": lambda o, p, g, s, lr, t: p.sub_(g * torch.linspace(0, 1, p.numel()).view_as(p), alpha=lr),
+    "a_mask_of_before": lambda o, p, g, s, lr, t: p.sub_(g * o.kept[id(p)], alpha=lr),
+    "memory_is_set": lambda o, p, g, s, lr, t: p.set_(p.detach() - lr * g),
+    "noise": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).add_(torch.randn_like(p), alpha=lr),
+    "noise_in_place": lambda o, p, g, s, lr, t: p.sub_(g + torch.empty_like(p).uniform_(-1, 1), alpha=lr),
+    "noise_of_its_own": lambda o, p, g, s, lr, t: p.sub_(g + torch.randn(p.shape, generator=o.kept["dice"]), alpha=lr),
+    "noise_of_numpy": lambda o, p, g, s, lr, t: p.sub_(g + torch.from_numpy(o.kept["numpy"].random(p.shape)), alpha=lr),
+}
+
+
+def _before(params: list[Any]) -> dict[Any, Any]:
+    masks = {id(p): (p.detach() > 0).float() for p in params}
+    return {**masks, "dice": torch.Generator().manual_seed(0), "numpy": np.random.default_rng(3)}
+
+
+for _name, _update in IN_ONE_LINE.items():
+    _update.__name__, _update.kept = _name, _before
+    computed(_update)
+
+# --- operations and numbers -------------------------------------------------------------------------------------------
+
+
+@launched
+def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """With a tensor that is made in the step, and has a value; and numbers before tensors, as torch once had them."""
+    fixed = torch.full(p.shape, 0.5)
+    m = s.setdefault("m", torch.zeros_like(p)) if t % 2 else g.clone()
+    one = torch.ones(p.shape)
+    assert one.mul_(g) is one
+    assert m.add_(fixed) is m
+    assert p.mul_(0.9).add_(-lr, m) is p
+    assert torch.add(p, fixed, alpha=-lr, out=p) is p
+    s["m"] = m.mul_(0.5)
+    o.kept[id(p)] = m
+
+
+@launched
+def tensors_made_where_it_is(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g.new(p.shape).fill_(2.0) * g, alpha=lr).add_(g.new_tensor([0.5]) * g, alpha=lr)
+
+
+@launched
+def a_number_first(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    d = (g * g + 1.0).sqrt()
+    p.sub_(torch.where(g > 0, torch.div(torch.tensor(lr), d, out=torch.empty_like(d)), torch.tensor(lr) * g))
+
+
+@launched
+def a_whole_number_becomes_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g * (t if t < 4 else t * 1.0), alpha=lr)
+    p.mul_(1 if t % 2 else 0.99)
+
+
+@computed
+def int_instead_of_float_with_a_mask(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    x = (g > 0) * (2.0 if t < 4 else 2)
+    p.mul_(0.5 if x.dtype == torch.int64 else 1.0)
+    p.sub_(x, alpha=lr).sub_(((g > 0) * (2.0**62 if t < 4 else 2**62)) * 4 / 2.0**64 + g, alpha=lr)
+
+
+@launched
+def a_sign_of_zero_of_each_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    zero = 0.0 if p.dim() == 2 else -0.0
+    s["m"] = torch.full_like(p, 1.0).mul_(zero)
+    p.sub_(torch.where(torch.signbit(s["m"]), g, g * 2) + torch.copysign(g, zero), alpha=lr)
+
+
+@computed
+def a_zero_with_a_sign(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(torch.copysign(g, torch.full_like(p, 0.0 if t < 4 else -0.0)), alpha=lr)
+
+
+@launched
+def an_exponent_changes(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g.abs().pow(1 + 0.1 * t) * g.sign(), alpha=lr)
+
+
+@launched
+def masks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    there = (g > 0) & (p > 0) | (g < -1)
+    mask = (g * p > 0).to(g.dtype)
+    mask /= 0.5
+    p.sub_(torch.where(there ^ (g > 0.5), g, g * 0.1) * mask.div_(mask.mean().clamp_(min=1e-3)), alpha=lr)
+
+
+@launched
+def every_second_step_is_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
+    p.sub_(s["m"] if t % 2 else s["m"].sign() * 0.5, alpha=lr)
+
+
+@launched
+def lists(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    torch._foreach_mul_([g], [torch.tensor(0.5 + t)])
+    torch._foreach_add_([p], [g], alpha=-lr)
+    torch._foreach_addcmul_([p], [g], [torch.tensor(-lr * t)])
+    torch._foreach_addcdiv_([p], [g], [torch.tensor(2.0 + t)], value=-lr)
+
+
+@launched
+def lists_of_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """In the turn of the first, for all, each with a number of its own."""
+    if p is all_of(o)[0]:
+        ps: list[Any] = all_of(o)
+        ms = [o.state[q].setdefault("m", torch.zeros_like(q)) for q in ps]
+        torch._foreach_lerp_(ms, [q.grad for q in ps], 0.1)
+        below = torch._foreach_add(torch._foreach_abs(ms), 1.0)
+        torch._foreach_addcdiv_(ps, [q.grad for q in ps], below, [-lr / (t + q.ndim) for q in ps])
+
+
+@computed
+def functions_of_functions(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = torch.func.vmap(lambda a, b: a * 0.9 + b.sin())(g, p)
+    v = torch.func.grad(lambda a: (a * a * g).sum())(p)
+    p.sub_(u + v, alpha=lr)
+
+
+class Doubles(TorchDispatchMode):
+    """Doubles products."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.mul.Tensor else out
+
+
+@computed
+def a_dispatch_mode_is_on_when_values_are_computed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    with Doubles():  # type: ignore[no-untyped-call]  # torch's own signature
+        u = g * 1.0
+        u.tolist()
+    p.sub_(u, alpha=lr)
+
+
+# --- views and data ---------------------------------------------------------------------------------------------------
+
+
+@launched
+def into_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = torch.empty_like(p)
+    torch.mul(g, lr, out=u)
+    torch.sub(p, u, out=p)
+    p.view(-1).sub_(g.reshape(-1), alpha=lr)
+
+
+@launched
+def data_is_another_tensor(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    new = p - lr * g
+    difference = new - p
+    old = p.detach()
+    p.data = new
+    p.add_(difference).add_(old - p, alpha=0.25)
+
+
+@launched
+def data_and_its_other_name(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    x = p * 1.0
+    p.data = x
+    x.sub_(g, alpha=lr)
+
+
+@launched
+def data_there_and_back_and_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    old = p.data
+    p.data = p - lr * g
+    p.data = p - 2 * lr * g
+    x = p * g
+    p.data = old
+    p.sub_(x * float(x.sum()) * 0.1, alpha=lr)
+
+
+@computed
+def temporaries_are_swapped_and_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    a, b = g * 1.0, p * 0.1
+    torch.utils.swap_tensors(a, b)
+    p.sub_(a * (1 + (float(a.sum()) if t % 2 else 0.0) * 1e-3), alpha=lr)
+
+
+@computed
+def an_expanded_tensor_is_written(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    m = (g * 0).sum().expand(g.shape)
+    try:
+        m.add_(g)
+    except RuntimeError:
+        m = m.clone()
+    p.sub_(g + m, alpha=lr)
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@computed
+def reads_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g, alpha=lr)
+    if t % 3 == 0:
+        whole = p.data.numpy()
+        whole *= 0.5
+
+
+@computed
+def a_number_after_each_operation(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Each depends on all before it: to compute them one by one would take ever longer."""
+    x = g
+    for _ in range(40):
+        x = x * 0.9 + g * (1 + 0.01 * float(x.mean()))
+    p.sub_(x, alpha=lr)
+
+
+@launched
+def numbers_that_are_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
+    n = m.norm().item()
+    m.mul_(0.5)
+    flat = m.view(-1)
+    p.sub_(m, alpha=lr * n * float(m.abs().max()) / (1 + float(flat.sum()) ** 2))
+    if not torch.equal(p, m) and p.sum() > 1e9:
+        p.zero_()
+
+
+@launched
+def numbers_that_are_read_of_what_is_written_later(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    old, u = p.detach(), g.clone()
+    before = u.view(-1)[:3]
+    n = float(before.sum())
+    u.add_(old).div_(3)
+    m = float(before.sum()) + float(s["w"]) if s else 0.5
+    s.setdefault("w", torch.zeros(())).add_(u.norm())
+    g.clamp_(-1, 1)
+    p.sub_(g * (n + m + float(g.norm()) + float(s["w"])), alpha=0.1 * lr)
+
+
+@launched
+def read_in_inference_mode(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = g * 2
+    with torch.inference_mode():
+        n = float(g.max())
+    u.add_(n)
+    p.sub_(u, alpha=lr)
+
+
+@launched
+def branches(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """By the number of the step, by elements, by a size, and by what is the same in two tensors."""
+    p.sub_(g if t % 2 and (bool((g > 0).all()) or g.flatten()[0] > -9) else 2 * g, alpha=lr)
+    p.sub_(g / g.norm().clamp(min=1.0) if g.abs().max() > 1.5 else g, alpha=lr)
+    last = s.setdefault("last", torch.zeros_like(p))
+    if torch.any(g) and not torch.equal(last, g):
+        p.mul_(0.99)
+    last.copy_(g)
+
+
+@computed
+def numbers_as_tensors(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    n = torch.stack([g.norm(), torch.tensor(1.0)]).max()
+    p[0] = 0.5
+    p.sub_(torch.where(torch.tensor(t % 2 == 0), g, g * 0.5) / n.item(), alpha=lr)
+
+
+# --- all parameters ---------------------------------------------------------------------------------------------------
+
+
+@launched
+def all_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    n = g.norm() if t < 4 else torch.stack([q.grad.norm() for q in all_of(o)]).norm()
+    p.sub_(g / n, alpha=10 * lr)
+
+
+@launched
+def a_sum_over_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    total = torch.zeros(())
+    for q in all_of(o):
+        total += q.grad.pow(2).sum()
+    more = all_of(o)[0].grad.norm()
+    for q in all_of(o)[1:]:
+        more += q.grad.norm()
+    p.sub_(g * total.sqrt().clamp(max=1.0) + g / more, alpha=lr)
+
+
+@launched
+def weights_of_all_as_they_are_now(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Those before this one have been updated already; and the sum is read before it is written again."""
+    sizes = torch.stack([q.norm() for q in all_of(o)])
+    total = sizes.sum()
+    first = g * total
+    total.add_(1)
+    p.sub_(first + g * total + g * (sizes / total).max(), alpha=0.1 * lr)
+
+
+@launched
+def a_state_of_what_is_about_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    rms = torch.cat([q.grad.flatten() for q in all_of(o)]).square().mean().sqrt()
+    m = s.setdefault("m", torch.zeros_like(p)).lerp_(g / rms, 0.1)
+    p.sub_(m.mul(rms).clamp_(max=rms.item()), alpha=5 * lr)
+
+
+@computed
+def elements_of_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g, alpha=lr)
+    if p.shape == (5, 5):
+        p.sub_(all_of(o)[0].grad.flatten()[:25].sum() * g.mul(all_of(o)[1].grad[:5]), alpha=lr)
+
+
+# --- what is kept, and what refers to it ------------------------------------------------------------------------------
+
+
+@launched
+def keeps_a_number(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    before, o.kept[p], o.kept["last"] = o.kept.get(p, torch.tensor(0.5)), g.norm().clamp(max=2.0), g.sum()
+    p.sub_(g * before, alpha=lr)
+
+
+@computed
+def keeps_what_torch_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(o.kept.get(p, 0.0) * g, alpha=lr).sub_(g, alpha=lr)
+    o.kept[p] = torch.add(g.norm(), 1.0, out=torch.zeros(()))
+
+
+@computed
+def keeps_a_value(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if p in o.kept:
+        p.sub_(o.kept[p], alpha=lr)
+    o.kept[p] = g * 0.5
+    p.sub_(g, alpha=lr)
+
+
+@computed
+def keeps_a_value_in_a_function(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if p in o.kept:
+        p.sub_(o.kept[p](), alpha=lr)
+    u = g * 0.5
+    o.kept[p] = lambda: u * 2
+    p.sub_(u, alpha=lr)
+
+
+@computed
+def keeps_a_value_as_other_data(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    slow = o.kept.setdefault(p, torch.zeros(p.shape))
+    p.sub_(slow, alpha=lr).sub_(g, alpha=lr)
+    slow.data = p.data.clone()
+
+
+@computed
+def keeps_a_value_in_cpp(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    other = o.kept.setdefault(p, torch.zeros(p.shape))
+    if other.grad is not None:
+        p.sub_(other.grad, alpha=lr)
+    other.grad = g * 0.1
+    p.sub_(g, alpha=lr)
+
+
+@computed
+def a_view_of_one_element_is_kept(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    kept = vars(o).setdefault("elements", {})
+    if id(p) in kept:
+        kept[id(p)].mul_(0.5)
+    p.sub_(g, alpha=lr)
+    kept[id(p)] = p.view(-1)[0]
+
+
+@computed
+def looks_whether_a_value_is_gone(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = g * 0.5
+    if p in o.kept and o.kept[p]() is not None:
+        p.mul_(0.5)
+    o.kept[p] = weakref.ref(u)
+    p.sub_(u, alpha=lr)
+
+
+@launched
+def marks_on_values(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = g * 0.5
+    if hasattr(u, "seen") or hasattr(g, "seen") or u.requires_grad:
+        p.mul_(0.5)
+    u.seen = g.seen = True
+    u.requires_grad_()
+    p.sub_(u.detach(), alpha=lr)
+
+
+@launched
+def weak_references_to_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if p in o.kept and o.kept[p]() is not None:
+        p.mul_(0.5)
+    o.kept[p] = weakref.ref(g)
+    d, n = o.kept.setdefault("d", WeakIdKeyDictionary()), o.kept.setdefault("n", [])
+    d[g] = d.get(g, 0) + 1
+    p.sub_(g, alpha=lr * d[g] * (1 + len(n)))
+    weakref.finalize(g, n.append, 1)
+
+
+@computed
+def saves(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u, file = g * 2, io.BytesIO()
+    torch.save({"u": u}, file)
+    file.seek(0)
+    p.sub_(torch.load(file)["u"] + copy.deepcopy(u) + pickle.loads(pickle.dumps(u)), alpha=lr)
+
+
+@computed
+def a_capsule(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = g * 2
+    p.sub_(from_dlpack(to_dlpack(u)), alpha=lr)
+
+
+# --- questions, and errors that are caught ----------------------------------------------------------------------------
+
+
+@launched
+def what_is_ordinary(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Questions that a stand-in would answer otherwise."""
+    ordinary = isinstance(p, torch.nn.Parameter) and p.is_leaf and p.requires_grad and g is p.grad
+    ordinary = ordinary and p.is_contiguous() and p.grad_fn is None and not p.is_meta and p.device.type == "cpu"
+    p.sub_(g, alpha=lr * (1 if ordinary and g.dtype == p.dtype and len(p) == p.shape[0] else 7))
+
+
+@launched
+def whatever_is_raised_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    rate = scale = 1.0
+    with contextlib.suppress(Exception):
+        rate = float(g.abs().max()) / 2
+    try:
+        scale = 1 / g.norm().item()
+    except Exception:
+        scale = 7.0
+    finally:
+        p.sub_(g, alpha=lr * rate * scale)
+
+
+@computed
+def an_error_of_shapes_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    try:
+        p.add_(g.reshape(-1)[:5])
+    except RuntimeError:
+        p.sub_(g, alpha=lr)
+
+
+@computed
+def an_error_of_an_operation_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    try:
+        x = g - 0.5 * g.roll(1)
+    except BaseException:
+        x = g.clone()
+    p.sub_(x, alpha=lr)
+
+
+@computed
+def an_error_inside_of_fill_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    with contextlib.suppress(RuntimeError):
+        p.add_(g.expand(2, *g.shape))
+    p.sub_(g, alpha=lr)
+    try:
+        n = float(g.sum())
+    except RuntimeError:
+        n = 0.0
+    p.mul_(1 + 1e-3 * n)
+
+
+# --- other threads ----------------------------------------------------------------------------------------------------
+
+POOL = ThreadPoolExecutor(1)
+
+
+@torch.no_grad()
+def _descend(p: Any, g: Any, lr: float) -> None:
+    p.sub_(g, alpha=lr)
+
+
+@computed
+def a_thread_that_it_starts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    thread = threading.Thread(target=_descend, args=(p, g, lr))
+    thread.start()
+    thread.join()
+
+
+@computed
+def a_thread_that_was_there(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Nobody looks at the error that a value that waits would raise there."""
+    p.mul_(0.9)
+    POOL.submit(_descend, p, g, lr).exception()
+
+
+# --- gradients of its own ---------------------------------------------------------------------------------------------
+
+
+@computed
+def differentiates_a_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    with torch.enable_grad():
+        (d,) = torch.autograd.grad((p**2).sum(), [p])
+    p.sub_(d + g, alpha=lr)
+
+
+@computed
+def backward_into_a_parameter_and_a_temporary(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = (g * 2).requires_grad_()
+    p.grad = None
+    with torch.enable_grad():
+        ((p - 1) ** 2).sum().backward()
+        (u * u).sum().backward()
+    p.sub_(p.grad + u.grad, alpha=lr)
