@@ -38,7 +38,7 @@ from collage_neuron.runtime import recorded_formats, same_steps, worth
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
-from collage_neuron.runtime.wrappers import check_stepper
+from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import Settings, filled
 from collage_neuron.states import exchanged, imprecise, kept_formats, low_words, narrow_counts, small_steps
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
@@ -131,7 +131,7 @@ def _compile(
     group_changes.note(optimizer)
     bookkeeping(optimizer).twin = ""
     bookkeeping(optimizer).told.discard(first_step.SAID)
-    if refusal is not None:
+    if refusal is not None and shape_of_part(optimizer) is None:  # of parts it is not known yet
         tell(base, optimizer, refusal)
     return settings
 
@@ -191,7 +191,9 @@ def _plans(
         shown = known.of_groups(optimizer) if known is not None else ()
         named_states.check(base, optimizer, [own.strategy for own in chosen], shown)
     except UnsupportedUpdate as refusal:
-        limits.check(base, optimizer, refusal, chosen)
+        if known is not None and known.is_of_part:
+            raise
+        limits.check(base, optimizer, refusal, chosen, is_known=known is None)
         check_sound(optimizer, chosen)
         limits.check_states(optimizer)
         return [(None, {})] * len(chosen), refusal

@@ -31,10 +31,11 @@ from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, small, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import validated
 from collage_neuron.trace.kinds import Kind, Traces
 from collage_neuron.trace.switch import is_traced
-from collage_neuron.trace.traced_step import Launching, TracedStep, can_wait
+from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
 from collage_neuron.validation import validate
 
 
@@ -98,8 +99,8 @@ def may_be_captured(base: type[Optimizer], optimizer: Optimizer, call: Call) -> 
 
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a captured step, a traced one, or one as written, and measures it if that is `due`."""
-    refusal = UnsupportedUpdate(call.problem or ours.twin)
-    tracing = _tracing(base, optimizer, call, ours, due)
+    tracing, why = _tracing(base, optimizer, call, ours, due)
+    refusal = UnsupportedUpdate(call.problem or ours.twin or why)
     if may_be_captured(base, optimizer, call) and not call.problem:
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
@@ -113,15 +114,17 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
 
 def _tracing(
     base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool
-) -> TracedStep | None:
-    """What keeps the operations of the next step waiting, if they can."""
+) -> tuple[TracedStep | None, str]:
+    """What keeps the operations of the next step waiting, if they can; else why they cannot."""
     if not is_traced(base):
-        return None
+        return None, ""
     ours.traces = ours.traces or Traces()
-    if call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
-        return None
+    settle_gradients(optimizer)
+    if why := call.problem or why_not(base, optimizer):
+        return None, f"{base.__name__} cannot be compiled: {why}"
     launching = Launching(job_of, partial(_take_traced, base), partial(_validate_traced, base))
-    return TracedStep(optimizer, ours.traces, launching, due)
+    step = TracedStep(optimizer, ours.traces, launching, due)
+    return (None, step.given_up) if step.given_up else (step, "")
 
 
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from collage_neuron.states.names import names_in
+from collage_neuron.states.sharding import is_sharded_like
 
 
 def is_value(x: object, p: torch.Tensor) -> bool:
     """Returns True for a state that a step as written stores in a format: fp32 or bf16, in the parameter's shape.
 
-    A single number is kept as it is, since it may count. float64, float16 and another device (a state on the host) were
-    chosen by the optimizer's author.
+    A single number is kept as it is, since it may count. float64, float16, another device (a state on the host) and
+    other placements than those of a parameter in shards were chosen by the optimizer's author.
     """
-    return _is_alike(x, p) and isinstance(x, torch.Tensor) and x.numel() != 1 and x.device == p.device
+    is_alike = _is_alike(x, p) and isinstance(x, torch.Tensor) and x.numel() != 1 and x.device == p.device
+    return is_alike and is_sharded_like(x, p)
 
 
 def values_in(state: Mapping[str, Any], p: torch.Tensor, record: Mapping[str, str]) -> tuple[str, ...]:

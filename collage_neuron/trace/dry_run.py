@@ -29,10 +29,12 @@ from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.passes.capture.source_location import raised_at
 from collage_neuron.recording.bucketing import record
 from collage_neuron.recording.visible import visible
+from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
+from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.kinds import Before, Left, planned_of, with_states
@@ -52,6 +54,11 @@ class Known:
 
     def __init__(self, base: type[Optimizer], found: Mapping[int, Recording], error: Exception | None = None) -> None:
         self._base, self._found, self._error = base, found, error
+
+    @property
+    def is_of_part(self) -> bool:
+        """Returns True if the step does what parts of parameters cannot have: it will not run as written either."""
+        return isinstance(self._error, shards.OfPart)
 
     def record(self, group: dict[str, Any], p: Tensor) -> Recording:
         """The update of a parameter; that of another one of its group, if this step leaves it as it is.
@@ -138,7 +145,8 @@ class _Copied:
         copies = _Copies(self._guard.owns)
         self._params = {key: _parameter(p) for key, p in params.items()}
         self._dtypes = [p.dtype for p in params.values()]
-        self._has_parts = any(map(is_sharded, params.values()))
+        self._of_part = wrappers.shape_of_part(optimizer)
+        self._has_parts = self._of_part is not None or any(map(is_sharded, params.values()))
         self.optimizer: Any = object.__new__(base)
         copies.known.update({key: (params[key], made) for key, made in self._params.items()})
         copies.known[id(optimizer)] = optimizer, self.optimizer
@@ -177,11 +185,19 @@ class _Copied:
         left = self._left(mode)
         planned, _ = planned_of(before, with_states(before.named, mode.calls), left, mode)
         for each in planned if self._has_parts else ():
-            shards.check_elementwise(each.recording)
+            self._check_elementwise(each.recording)
         self._check_kept(mode, holders, before, left)
         mode.exchange_states(met.exchange_back)
         asked, keys = frozenset({"shape"}), list(self._params)
         return {keys[i]: replace(each.recording, asked=asked) for each in planned for i in each.params}
+
+    def _check_elementwise(self, recording: Recording) -> None:
+        try:
+            shards.check_elementwise(recording)
+        except Uncompiled as error:
+            if self._of_part is None:
+                raise
+            raise shards.OfPart(shards.without_whole(str(error), self._of_part)) from None
 
     def _read(self) -> None:
         raise UnsupportedUpdate(self._mode.why)
@@ -197,7 +213,7 @@ class _Copied:
         """The tensors that wait, by their places, and how the step finds them."""
         tensors: list[Tensor] = []
         groups = [self._groups[key] for key in self._params]
-        before = Before([], [], groups, self._dtypes, [], torch.get_default_dtype())
+        before = Before([], [], groups, self._dtypes, [], torch.get_default_dtype(), self._of_part is not None)
         for p in self._params.values():
             p.grad = _placeholder(p)
             state = self.optimizer.state.get(p, {})
@@ -297,7 +313,7 @@ class _Copies:
         return self._object(x)
 
     def _tensor(self, x: Tensor) -> Tensor:
-        if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta:
+        if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta or is_given_back(x):
             return _placeholder(x)
         made = x.detach().clone()
         self._owns(made)

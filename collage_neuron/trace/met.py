@@ -37,7 +37,7 @@ def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[A
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
     if name is not None and x.numel() == 1:
         return state, [(tuple, name)]
-    value = float(x.reshape(-1)[0])
+    value = float(x.reshape(-1)[0]) if x.numel() else 0.0
     if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):
         return aten.full.default, [[(int, n) for n in x.shape], (float, value)]
     if name is not None:
@@ -50,7 +50,7 @@ def _may_wait(x: torch.Tensor, device: torch.device) -> bool:
 
     XLA says nothing of its memory, and would have to wait for the value.
     """
-    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device or not (x.numel() and x.is_cpu):
+    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device or not x.is_cpu:
         return False
     is_plain = x.layout is torch.strided and x.is_contiguous() and not (x.requires_grad or x.is_inference())
     return is_plain and torch_privates.holders(x) <= 1 and x.untyped_storage().resizable()
