@@ -10,19 +10,24 @@ from worlds import run_world
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, runs.Ended]]:
+def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, runs.Ended]]:
     """What each of two processes found: one world for all tests."""
-    folder: Path = tmp_path_factory.mktemp("world")
-    return run_world(2, folder, runs.everything)
+    return run_world(2, tmp_path_factory.mktemp("world"), runs.all_launched)
+
+
+@pytest.fixture(scope="module")
+def as_written(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, runs.Ended]]:
+    """The same of steps that are not launched."""
+    return run_world(2, tmp_path_factory.mktemp("world"), runs.all_as_written)
 
 
 OTHERS = "columns", "replicas", "random bits", "looks"
 
 
 @pytest.mark.parametrize("name", [*runs.TRACED, *OTHERS])
-def test_traced_shards_have_the_words_of_whole_parameters(name: str, found: list[dict[str, runs.Ended]]) -> None:
+def test_traced_shards_have_the_words_of_whole_parameters(name: str, launched: list[dict[str, runs.Ended]]) -> None:
     """Uneven and empty shards too; where steps ask what a DTensor knows, those of steps that do not."""
-    for own in found:
+    for own in launched:
         assert own[name].different == []
         assert (own[name].misses, own[name].why) == (0, "")
         assert own[name].kinds
@@ -32,9 +37,9 @@ WITH_OTHERS = "lamb of columns", "muon of replicas", "novograd, partial gradient
 
 
 @pytest.mark.parametrize("name", [*runs.AS_WRITTEN, *WITH_OTHERS])
-def test_other_steps_over_shards_run_as_written(name: str, found: list[dict[str, runs.Ended]]) -> None:
+def test_other_steps_over_shards_run_as_written(name: str, as_written: list[dict[str, runs.Ended]]) -> None:
     """Norms, matrix products, parts that are added up or kept, gathered values: as plain torch over fp32 DTensors."""
-    for own in found:
+    for own in as_written:
         assert own[name].different == []
         assert own[name].misses or name.startswith("holds") or name == "adafactor"
 
