@@ -52,9 +52,10 @@ is computed twice. Parameters never share a sum.
   bits. `nki` runs them with [kernels around the sums](../kernels.md#sums-of-rows-and-columns). Strategies that keep
   words for blocks of elements of such a parameter are rejected.
   `tests/optimizers/test_rows.py` has what is promised and what is rejected.
-* What `.item()` gives, and what `if norm > 1:` asks, is computed at once, by the operations that it depends on, in fp32, on
-  copies; Python computes with it as usual, and the rest of the step goes on waiting (`tests/optimizers/test_items.py`). A branch that
-  goes the other way is another update. Sums over several parameters (a norm of all gradients) are such numbers too.
+* What `.item()` gives, and what `if norm > 1:` asks, is computed at once, by the operations that it depends on, in
+  fp32, on copies; Python computes with it as usual, and the rest of the step goes on waiting
+  (`tests/optimizers/test_items.py`). A branch that goes the other way is another update. Sums over several parameters
+  (a norm of all gradients) are such numbers too.
 * A step may see the parameter in one other shape of as many elements (`grad.view(heads, -1)`, `flatten()`):
   Adam-mini, whose moments are by head. Views have their elements in one order, so the update is one of a parameter of
   that shape, whose rows are the heads; they may begin and end within the parameter's own rows. Its states are kept in

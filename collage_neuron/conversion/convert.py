@@ -34,7 +34,7 @@ from collage_neuron.runtime.closures import check_arguments
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
-from collage_neuron.runtime.wrappers import check_stepper
+from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import Settings, filled
 from collage_neuron.states import (
     exchanged,
@@ -136,7 +136,7 @@ def _compile(
     group_changes.note(optimizer)
     bookkeeping(optimizer).twin = ""
     bookkeeping(optimizer).told -= {first_step.SAID, told.SAID}
-    if refusal is not None:
+    if refusal is not None and shape_of_part(optimizer) is None:  # of parts it is not known yet
         told.note(base, optimizer, refusal)
     return settings
 
@@ -191,7 +191,9 @@ def _plans(
         states = [(g, recording.captured.states) for g, recording in shown if recording is not None]
         named_states.check(optimizer, [own.strategy for own in chosen], states, in_step=False)
     except UnsupportedUpdate as refusal:
-        limits.check(base, optimizer, refusal, chosen)
+        if known is not None and known.is_of_part:
+            raise
+        limits.check(base, optimizer, refusal, chosen, is_known=known is None)
         check_sound(optimizer, chosen)
         limits.check_states(optimizer)
         return [(None, {})] * len(chosen), refusal

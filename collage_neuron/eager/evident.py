@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from collage_neuron.states import shard_sums
+from collage_neuron.states.sharding import is_sharded
+
 SAMPLED = 4096
 """How many elements of a state are looked at, once, when it is made."""
 
@@ -73,5 +76,7 @@ def _is_along(x: torch.Tensor, old: torch.Tensor) -> bool:
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
+    if is_sharded(x):  # all processes come to the same conclusion
+        return shard_sums.sample(x, SAMPLED)
     flat = x.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED)].cpu().float()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
-from collage_neuron.states.sharding import ORDINARY, gradient, local, writable_gradient
+from collage_neuron.states.sharding import ORDINARY, gradient, is_sharded, local, writable_gradient
 from collage_neuron.states.shared_memory import first_shared
 
 Left = dict[int, torch.Tensor | None]
@@ -98,7 +98,9 @@ class Gradients:
         if waiting is not None:
             self._plan_waiting(given, waiting)
             return
-        parts = self._parts(shared, held) if shared else {}
+        inside = _parts_held(given, held)
+        shared |= inside
+        parts = self._parts(shared, held, inside) if shared else {}
         self._in_buffers = parts.keys()
         self.of = {}
         for p in given:
@@ -107,7 +109,7 @@ class Gradients:
         single = {id(p.grad): p for p in given if id(p.grad) not in parts}
         alone = [(p, self.of[id(p)].wide) for p in single.values()]
         torch_privates.copy_each([local(wide) for _, wide in alone], [gradient(p).detach() for p, _ in alone])
-        self.pairs += [(p.grad, wide.detach()) for p, wide in alone if type(p.grad) in ORDINARY]
+        self.pairs += [(p.grad, wide.detach()) for p, wide in alone]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 
     def _plan_waiting(self, given: Sequence[Any], waiting: MakesPlaceholders) -> None:
@@ -128,13 +130,13 @@ class Gradients:
     def compute(self, waiting: MakesPlaceholders) -> None:
         """Gives gradients that wait memory and their values, while they are presented."""
         inside = {id(owner): other for owner, other in self.pairs}
-        owners = [inside.get(id(g.owner), g.owner) for g in self.of.values()]
+        owners = [torch_privates.part(inside.get(id(g.owner), g.owner)) for g in self.of.values()]
         made = [pool(self.optimizer).empty(own) for own in owners]
         torch_privates.copy_each(made, owners)
         for g, into in zip(self.of.values(), made, strict=True):
             if id(g.owner) in inside:
-                waiting.give(g.owner, into.detach())
-            waiting.give(g.wide, into)
+                waiting.give(torch_privates.part(g.owner), into.detach())
+            waiting.give(torch_privates.part(g.wide), into)
             pool(self.optimizer).wide[id(g.owner)] = weakref.ref(g.owner), weakref.ref(g.wide)
 
     def copy_of(self, wide: torch.Tensor) -> torch.Tensor | None:
@@ -149,12 +151,18 @@ class Gradients:
         """The fp32 tensor: that of the last step, if something refers to it."""
         if id(p.grad) in parts:
             return parts[id(p.grad)][1]
+        if id(part := torch_privates.part(p.grad)) in parts:
+            made: torch.Tensor = torch_privates.sharded_like(parts[id(part)][1], p.grad)
+            return made
         owner, before = known.get(id(p.grad), (None, None))
         found: torch.Tensor | None = before() if owner is not None and owner() is p.grad else None
-        return pool(self.optimizer).empty(gradient(p)) if found is None or found.shape != p.shape else found
+        return pool(self.optimizer).empty(p.grad) if found is None or found.shape != p.shape else found
 
-    def _parts(self, grads: Mapping[int, torch.Tensor], held: Iterable[torch.Tensor]) -> Parts:
-        """Gradients that share a buffer with one another or with what is held, and this, with their fp32 tensors."""
+    def _parts(self, grads: Mapping[int, torch.Tensor], held: Iterable[torch.Tensor], inside: Collection[int]) -> Parts:
+        """Gradients that share a buffer with one another or with what is held, and this, with their fp32 tensors.
+
+        What is `inside` DTensors is held.
+        """
         by_memory: dict[int, dict[int, torch.Tensor]] = {}
         for g in grads.values():
             by_memory.setdefault(memory_of(g), {})[id(g)] = g
@@ -163,7 +171,8 @@ class Gradients:
             by_memory.get(memory_of(x), {})[id(x)] = x
         parts: Parts = {}
         for found in by_memory.values():
-            if len(found) > 1 and len({x.dtype for x in found.values()}) == 1:
+            is_shared = len(found) > 1 or not found.keys().isdisjoint(inside)
+            if is_shared and len({x.dtype for x in found.values()}) == 1:
                 parts |= self._buffer(found)
         return parts
 
@@ -264,6 +273,13 @@ class Gradients:
         for g in self.of.values():
             if id(g.owner) not in self._in_buffers and not is_alone(g.wide):
                 known[id(g.owner)] = weakref.ref(g.owner), _giving(g.wide)
+
+
+def _parts_held(params: Iterable[Any], held: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """By their ids, what is in gradients that are DTensors, if something that is held lies in its memory."""
+    parts = [torch_privates.part(p.grad) for p in params if is_sharded(p.grad)]
+    memories = set(map(memory_of, held)) if parts else set()
+    return {id(x): x for x in parts if memory_of(x) in memories}
 
 
 def _meet(grads: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -16,9 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.memory import bits, is_given_back
+from collage_neuron.eager.memory import bits
 from collage_neuron.states import steady
-from collage_neuron.states.sharding import ORDINARY
+from collage_neuron.states.sharding import ORDINARY, version
+from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.states.store import States
 from collage_neuron.trace.reachable import ATOMS
 
@@ -56,11 +57,11 @@ class Held:
         ]
         self.tensors = [x for key, x in tensors.items() if key not in known and not (x.is_meta or _is_given_back(x))]
         self._small = _copies([x for x in self.tensors if x.numel() <= SMALL])
-        self._large = [(x, torch_privates.version(x)) for x in self.tensors if x.numel() > SMALL]
+        self._large = [(x, version(x)) for x in self.tensors if x.numel() > SMALL]
 
     def has_lost(self) -> bool:
         """Returns True if a large tensor was written: what it was is not known any more."""
-        return any(torch_privates.version(x) != version for x, version in self._large)
+        return any(version(x) != before for x, before in self._large)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -72,8 +73,9 @@ class Held:
             x.clear()
             (x.extend if isinstance(x, (list, deque)) else x.update)(before)
         for t, value in self._small:
-            if t.shape == value.shape and not torch.equal(bits(t), bits(value)):
-                t.copy_(value)
+            own, before = torch_privates.part(t), torch_privates.part(value)
+            if own.shape == before.shape and not torch.equal(bits(own), bits(before)):
+                own.copy_(before)
 
 
 def _is_given_back(x: torch.Tensor) -> bool:

@@ -15,7 +15,8 @@ from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
-from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
+from collage_neuron.states.shard_sums import why_not
+from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
 from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.values import is_value
 
@@ -31,16 +32,18 @@ def check(
     refusal: UnsupportedUpdate,
     settings: Sequence[Settings],
     may_compile: bool = False,
+    is_known: bool = True,
 ) -> None:
     """Raises `refusal`, with what else there is to say, if the step cannot run as written either.
 
-    `settings` are those of the groups. A step that `may_compile` says itself what it cannot.
+    `settings` are those of the groups. A step that `may_compile` says itself what it cannot; so does one, of parts of
+    parameters, of which it is not known yet that it has to run as written.
     """
     may_compile = may_compile or isinstance(refusal, UnknownUpdate)
     if not may_compile and any(own.unsupported != "twin" for own in settings):
         raise refusal
     check_class(base, optimizer, refusal)
-    for reason in (*_of_groups(optimizer, settings, may_compile), *_of_params(optimizer, may_compile)):
+    for reason in (*_of_groups(optimizer, settings, may_compile), *_of_params(optimizer, may_compile or not is_known)):
         raise _neither(refusal, reason) from refusal
 
 
@@ -105,22 +108,31 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings], may_compile: bo
 
 
 def _of_params(optimizer: Optimizer, may_compile: bool) -> Iterator[str]:
-    parts = wrappers.gives_parts(optimizer)
+    parts = not may_compile and wrappers.gives_parts(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         for j, p in enumerate(group["params"]):
             if _is_usual(p) and not parts:
                 continue
             where = f"param_groups[{i}]['params'][{j}]"
-            if (is_sharded(p) and not may_compile) or torch_privates.is_flattened(p):
-                yield f"{where} is a shard (FSDP), and what the step computes of a part is not that of the whole"
+            if is_sharded(p):
+                yield from (f"{where} is a shard, and {why}" for why in _of_shard(p))
             if p.grad is not None and p.grad.requires_grad:
                 yield f"the gradient of {where} has a graph (create_graph=True), which its fp32 value has not"
             if p.device.type not in TRIED:
                 yield f"{where} is on {p.device}, and steps as written are tried on {', '.join(TRIED)} only"
-            if getattr(p, "tensor_model_parallel", False) or parts:
-                yield f"{where} is a part of one (tensor parallelism, torch_xla's ZeRO-1)"
+            if parts or (wrappers.is_part(p) and not may_compile):
+                yield f"of {where} this process has a part only (FSDP1, tensor parallelism, torch_xla's ZeRO-1)"
             if not is_sharded(p) and (type(p).__torch_function__, type(p).__torch_dispatch__) not in _KNOWN:
                 yield f"{where} is a {type(p).__name__}, whose operations are its own"
+
+
+def _of_shard(p: Any) -> Iterator[str]:
+    if reason := why_not(p):
+        yield reason
+    if type(torch_privates.part(p)) not in ORDINARY:
+        yield f"what is in it is a {type(torch_privates.part(p)).__name__}"
+    if p.grad is not None and not is_sharded_like(p.grad, p):
+        yield "its gradient is sharded otherwise"
 
 
 def _is_usual(p: torch.Tensor) -> bool:

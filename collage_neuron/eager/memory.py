@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import ORDINARY, local
+from collage_neuron.states.sharding import ORDINARY, is_sharded, is_sharded_like
 
 LEAST = 1 << 14
 """Bytes from which a tensor has memory of its own; smaller ones stay allocated."""
@@ -80,7 +80,7 @@ def _advised(memory: mmap.mmap, advice: int, offset: int, length: int) -> bool:
 
 def memory_of(t: torch.Tensor) -> int:
     """A number of the memory in which `t` lies; 0 if it has none of its own."""
-    t = local(t)
+    t = torch_privates.part(t)
     if t.layout is not torch.strided or t.is_meta:
         return 0
     try:
@@ -89,14 +89,9 @@ def memory_of(t: torch.Tensor) -> int:
         return 0
 
 
-def is_given_back(t: torch.Tensor) -> bool:
-    """Returns True if the memory of `t` was given back, as FSDP1 does between steps: reading it ends the process."""
-    return t.is_cpu and bool(t.numel()) and memory_of(t) != 0 and not local(t).untyped_storage().nbytes()
-
-
 def is_alone(t: torch.Tensor) -> bool:
     """Returns True if nothing else refers to the memory of `t`."""
-    t = local(t)
+    t = torch_privates.part(t)
     return memory_of(t) != 0 and torch_privates.holders(t) <= 1
 
 
@@ -158,8 +153,8 @@ class Pool:
         return found.tensor
 
     def fill(self, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor:
-        """Memory for a value that had none; `shell`, which has the first word now, gets it after the step."""
-        made, region = self._made(without_graph(shell))
+        """Memory for a value that had none, or a part; `shell`, which has the first word, gets it after the step."""
+        made, region = self._made(without_graph(torch_privates.part(shell)))
         self._shells[id(owner)] = Shell(weakref.ref(owner), shell, region)
         self._used.add(id(owner))
         return made
@@ -169,6 +164,9 @@ class Pool:
         self._shells.pop(id(owner), None)
 
     def _made(self, like: torch.Tensor) -> tuple[torch.Tensor, Region | None]:
+        if is_sharded(like):
+            made, region = self._made(torch_privates.part(like))
+            return torch_privates.sharded_like(made, like), region
         length = -(-4 * like.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
         if not IS_KNOWN or length < LEAST or not like.is_cpu:
             return torch.empty_like(like, dtype=torch.float32, requires_grad=False), None
@@ -186,7 +184,7 @@ class Pool:
         for key, shell in list(self._shells.items()):
             if key not in self._used or shell.owner() is None or not shell.tensor.is_cpu or not self._is_in(shell):
                 del self._shells[key]
-            elif shell.region is not None and torch_privates.holders(shell.tensor) == 1:
+            elif shell.region is not None and torch_privates.holders(torch_privates.part(shell.tensor)) == 1:
                 _advised(shell.region.memory, mmap.MADV_FREE, shell.region.offset, shell.region.length)
         self._used.clear()
         for key in [key for key, (_, wide) in self.buffers.items() if is_alone(wide)]:
@@ -194,10 +192,13 @@ class Pool:
 
     def _is_in(self, shell: Shell) -> bool:
         """Returns True if a tensor is still where it was made: a step may have given it other data."""
-        return shell.region is None or shell.tensor.data_ptr() == shell.region.address
+        return shell.region is None or torch_privates.part(shell.tensor).data_ptr() == shell.region.address
 
 
 def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:
+    if not is_sharded_like(t, owner):
+        return False
+    t, owner = torch_privates.part(t), torch_privates.part(owner)
     return t.shape == owner.shape and t.stride() == _strides(owner)
 
 

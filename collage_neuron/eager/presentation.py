@@ -24,6 +24,7 @@ from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend
+from collage_neuron.runtime import same_steps
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import is_sharded, local, version
@@ -152,9 +153,11 @@ class Presentation:
         """
         tensors = list(tensors)
         self.gradients.plan(self.params(), tensors, [v.owner for v in self.values], self._waiting)
-        shared = [] if are_alone(tensors) else [x for x in tensors if x.numel() and not is_alone(x)]
-        self._are_parts_held = self.has_shards and self._has_parts(tensors)
-        memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)} if shared else {}
+        # What is in a DTensor may be held itself: it is alone with its memory.
+        self._are_parts_held = held = self.has_shards and self._has_parts(tensors)
+        is_usual = are_alone(tensors) and not held
+        shared = [] if is_usual else [x for x in tensors if x.numel() and (held or not is_alone(x))]
+        memories = {memory_of(v.owner): v for v in self.values if held or not is_alone(v.owner)} if shared else {}
         memories.pop(0, None)
         for x in shared if memories else ():
             value = memories.get(memory_of(x))
@@ -163,7 +166,7 @@ class Presentation:
                 self._aliases.append((x, x if self._waiting is not None else _part(value, x)))
 
     def _has_parts(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Returns True if one of `tensors` lies in the memory of a shard; it may be the very object in a DTensor."""
+        """Returns True if one of `tensors` lies in the memory of a shard."""
         gradients = [p.grad for p in self.params() if p.grad is not None]
         memories = set(map(memory_of, (*(v.owner for v in self.values), *gradients))) - {0}
         return not memories.isdisjoint(map(memory_of, tensors))
@@ -194,12 +197,16 @@ class Presentation:
         made = [memory.fill(v.owner, v.shell) for v in self.values]
         for v, into in zip(self.values, made, strict=True):
             backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
-            filling.decode(backend, v.fmt, [without_graph(v.shell), *v.further], into, v.name)
+            words = map(torch_privates.part, (without_graph(v.shell), *v.further))
+            filling.decode(backend, v.fmt, list(words), into, v.name)
             self._shells[id(v.owner)] = v.shell
         filling.run()
         self.gradients.compute(self._waiting)  # first: parameters have them
         for v, into in zip(self.values, made, strict=True):
-            self._waiting.give(v.owner, into.requires_grad_(v.owner.requires_grad))
+            if is_sharded(v.owner):  # it is the part that waits
+                self._waiting.give(torch_privates.part(v.owner), into)
+            else:
+                self._waiting.give(v.owner, into.requires_grad_(v.owner.requires_grad))
         self._waiting = None
 
     @torch.no_grad()
@@ -219,6 +226,11 @@ class Presentation:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""
         is_held = self._aliases or self._are_parts_held or bookkeeping(self.optimizer).pins
         return not is_held and self.gradients.are_single
+
+    def agreed(self, planned: int) -> int:
+        """What all processes do with the step that have parts of its parameters, one of which has `planned` this."""
+        params = self.params()
+        return same_steps.agreed(params, [id(p) in self.gradients.of for p in params], planned)
 
     @torch.no_grad()
     def restore_words(self) -> None:

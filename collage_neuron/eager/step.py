@@ -25,6 +25,7 @@ from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.storing import Storing
 from collage_neuron.eager.told import tell
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
+from collage_neuron.runtime import same_steps
 from collage_neuron.runtime.closures import Call, Once
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
@@ -32,6 +33,7 @@ from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, low_words, steady
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import settle_gradients
 
 
 class Trace(Protocol):
@@ -107,6 +109,7 @@ def take(
         StepInterrupted: it raised when it had changed something already.
     """
     settings = [Settings.of(group) for group in optimizer.param_groups]
+    settle_gradients(optimizer)
     limits.check(base, optimizer, refusal, settings, may_compile=trace is not None)
     check_sound(optimizer, settings)
     for i, group in enumerate(optimizer.param_groups):
@@ -168,6 +171,8 @@ class Context:
         self.has_stored = False
         """True once something was stored before the end, for a closure."""
         self._held: Held | None = None
+        self._has_agreed = False
+        """True once other processes that have parts of parameters know what is done."""
         self.is_kept = False
         """True if the presentation is kept for the next step."""
         self._trace: Trace | None = None
@@ -197,6 +202,9 @@ class Context:
             limits.check_gradients(self.presentation.params())
             self.presentation.alias(self._held.tensors)
             trace = None
+        if trace is None and self.is_step and not self._has_agreed and self.presentation.has_shards:
+            self.presentation.agreed(same_steps.AS_WRITTEN)
+            self._has_agreed = True
         self.presentation.enter()
         self._trace = trace
         self._mode = nullcontext() if trace is None else trace.begin(self.presentation, seen)
@@ -278,6 +286,7 @@ class Context:
         _remember(self.optimizer)
         with self._not_presented():
             yield
+        self._has_agreed = True
         self.begin()
 
     def _leave_mode(self) -> None:

@@ -20,7 +20,7 @@ from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import kept_formats, named_states, words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component
-from collage_neuron.states.sharding import like, local
+from collage_neuron.states.sharding import is_sharded, is_sharded_like, like, local
 from collage_neuron.states.store import is_stored
 from collage_neuron.states.values import is_value, values_in
 
@@ -174,7 +174,7 @@ class Storing:
     def _results(self, p: Any, state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameter, and the states that are stored in words."""
         shell = self._values[id(p)].shell
-        if shell.shape != p.shape or shell.device != p.device:
+        if shell.shape != p.shape or shell.device != p.device or not is_sharded_like(shell, p):
             raise UnsupportedUpdate(
                 f"step() makes a parameter of shape {list(p.shape)} one of shape {list(shell.shape)}, on {shell.device}"
             )
@@ -210,20 +210,22 @@ class Storing:
     def _formats(self, settings: Settings, group: dict[str, Any], p: Any, results: Results) -> dict[str, Format]:
         """The formats of what there was, and of new states, by what their first values show."""
         befores = {name: self._values[id(x)] for name, x in results if id(x) in self._values}
-        new = {name: local(x.detach()) for name, x in results if name not in befores}
+        if is_sharded(p) and not self._at_end:  # other processes may not be here (a method that one of them calls)
+            return {name: before.fmt for name, before in befores.items()}
+        new = {name: x.detach() for name, x in results if name not in befores}
         names, shape = [*(befores.keys() - {"param"}), *new], p.shape
         found, as_averages = (formats_of(settings, p, names, evident, p.dtype) for evident in ((), names))
         # A captured step keeps states in other shapes too: there the words stay what they are.
         others = {name: before.fmt for name, before in befores.items() if before.owner.shape != shape}
         grad = self.grads[id(p)][0]
-        gradient = None if grad is None else local(grad.detach())
+        gradient = None if grad is None else grad.detach()
         named = settings.strategy if isinstance(settings.strategy, Mapping) else {}
         counting = counts(gradient, self._may_count(befores, new, found)) - named.keys()
         others |= dict.fromkeys(counting if self._at_end else [*counting, *new], FORMATS["fp32"])
         if as_averages == found:
             return found | others
         small = {name for name in befores if befores[name].fmt == as_averages[name] and name != "param"}
-        small |= averages(group, local(p.detach()), gradient, new)
+        small |= averages(group, p.detach(), gradient, new)
         return found | {name: as_averages[name] for name in small} | others
 
     def _may_count(
@@ -232,7 +234,7 @@ class Storing:
         """The values of states whose formats may lose counts: of new ones, and when it is time to look again."""
         values = {k: v.shell for k, v in befores.items() if k != "param" and (self._is_due or v.fmt is not found[k])}
         values.update(new)
-        return {k: local(x.detach()) for k, x in values.items() if found[k] is not FORMATS["fp32"]}
+        return {k: x.detach() for k, x in values.items() if found[k] is not FORMATS["fp32"]}
 
     @property
     def _is_due(self) -> bool:

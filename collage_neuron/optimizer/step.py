@@ -39,6 +39,7 @@ from collage_neuron.states import (
     steady,
 )
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import repeated, validated
 from collage_neuron.trace.kinds import Kind, Traces
 from collage_neuron.trace.switch import is_traced
@@ -105,7 +106,7 @@ def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> 
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a recorded step, a traced one, or one as written, and measures it if that is `due`."""
     tracing, why = _tracing(base, optimizer, call, ours, due)
-    refusal = UnsupportedUpdate(call.problem or ours.twin or f"{base.__name__} cannot be compiled: {why}")
+    refusal = UnsupportedUpdate(call.problem or ours.twin or why)
     if tracing is None and not call.problem and may_be_recorded(base, optimizer, call):
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
@@ -124,11 +125,12 @@ def _tracing(
     if not is_traced(base, optimizer):
         return None, "its steps are recorded"
     ours.traces = ours.traces or Traces()
-    why = call.problem or (ours.traces.why if ours.traces.gives_up else why_not(base, optimizer, ours.traces.asked))
-    if why:
-        return None, why
+    settle_gradients(optimizer)
+    if why := call.problem or why_not(base, optimizer, ours.traces.asked):
+        return None, f"{base.__name__} cannot be compiled: {why}"
     launching = Launching(job_of, partial(_take_traced, base), partial(_validate_traced, base))
-    return TracedStep(base, optimizer, ours.traces, launching, due), ""
+    step = TracedStep(base, optimizer, ours.traces, launching, due)
+    return (None, step.given_up) if step.given_up else (step, "")
 
 
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import (
     formats_of_shape,
@@ -130,9 +129,7 @@ def plan_update(
     with naming(base):
         recording = records(group, p)
         if recording.captured.reduces or recording.captured.seen_as is not None:
-            ask = partial(wrappers.gives_parts, optimizer)  # it lists all objects of the process
-            are_parts = ask() if seen is None else seen.structure.once("gives_parts", ask)
-            _check_whole(params, are_parts, recording, backend)
+            _check_whole(params, wrappers.are_of_zero(optimizer, seen), recording, backend)
         return job_of(optimizer, group, params, recording, measured)
 
 
@@ -237,7 +234,7 @@ def _check_whole(params: list[torch.nn.Parameter], are_parts: bool, recording: R
     """Raises for parameters of which this process has a part, if what others have of it cannot be added."""
     for p in params:
         if are_parts or not is_sharded(p):
-            if are_parts or torch_privates.is_flattened(p) or getattr(p, "tensor_model_parallel", False):
+            if are_parts or wrappers.is_part(p):
                 raise _of_part(p, "no DTensor says which processes have the others; its sum would be that of the part")
         elif recording.captured.seen_as is not None:
             raise _of_part(p, "the step sees it in another shape (view), whose rows have elements in several processes")
@@ -248,9 +245,4 @@ def _check_whole(params: list[torch.nn.Parameter], are_parts: bool, recording: R
 
 
 def _of_part(p: torch.nn.Parameter, reason: str) -> UnsupportedUpdate:
-    return UnsupportedUpdate(
-        "its step adds up elements of a parameter (a norm, a mean), or sees it in another shape (view), and of one "
-        f"with shape {list(p.shape)} this process has a part only (FSDP, DTensor, tensor parallelism, torch_xla's "
-        f"ZeRO-1): {reason}. Keep the parameters whole (DDP), shard them by fully_shard (FSDP2) on the CPU if the sums "
-        "are over whole parameters, or use an optimizer that updates each element by itself"
-    )
+    return UnsupportedUpdate(wrappers.of_part(wrappers.SUMS, list(p.shape), reason))

@@ -15,7 +15,7 @@ from zlib import crc32
 from torch.optim import Optimizer
 
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.shard_sums import Between, is_same_in, mesh_of
+from collage_neuron.states.shard_sums import Between, ends_in, is_same_in, mesh_of
 from collage_neuron.states.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 _DIFFERENT = -1
 """What a process tells that knows of a difference already: no checksum is negative."""
+
+
+DIFFERENT = (
+    "the processes that have parts or replicas of a parameter are about to take different steps: they must have "
+    "gradients of the same parameters, the same settings and the same backend, since their sums (norms, means) are "
+    "added up; nothing was updated. Give parameters that a process did not use a gradient of zeros"
+)
 
 
 def note(optimizer: Optimizer, recordings: Iterable[Recording | None]) -> None:
@@ -60,11 +67,36 @@ def check(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     for groups, what in sorted(told.items(), key=lambda item: math.prod(map(len, item[0]))):
         same = is_same_in(groups, crc32(repr(what).encode()) if same else _DIFFERENT) and same
     if not same:
-        raise ValueError(
-            "the processes that have parts or replicas of a parameter are about to take different steps: they must "
-            "have gradients of the same parameters, the same settings and the same backend, since their sums (norms, "
-            "means) are added up; nothing was updated. Give parameters that a process did not use a gradient of zeros"
-        )
+        raise ValueError(DIFFERENT)
+
+
+LAUNCHES, AS_WRITTEN, RAISES = range(3)
+"""What a process is about to do with a traced step."""
+
+
+def agreed(params: Sequence[Any], given: Sequence[bool], planned: int) -> int:
+    """What all processes do with a step of a class that is traced: as written, if one of them cannot launch it.
+
+    `given` says which parameters have a gradient. Each process asks once a step, when it knows what is `planned`:
+    before the first operation that needs the others, or at the end. So none waits for one that does not come; and what
+    is stored of a state is the same in all.
+
+    Raises:
+        ValueError: a process raises, or they have gradients of other parameters and are to run as written.
+    """
+    told: dict[tuple[Between, ...], list[bool]] = {g: [] for g in map(mesh_of, params) if g}
+    for p, has_gradient in zip(params, given, strict=True):
+        if groups := mesh_of(p):
+            told[groups].append(has_gradient)
+    same = True
+    for groups, has_gradients in sorted(told.items(), key=lambda item: math.prod(map(len, item[0]))):
+        low, high = ends_in(groups, [planned, crc32(repr(has_gradients).encode()) if same else _DIFFERENT])
+        planned, same = int(high[0]), same and bool(low[1] == high[1])
+    if planned == RAISES:
+        raise ValueError("another process that has parts or replicas of a parameter rejects this step, or raises in it")
+    if planned == AS_WRITTEN and not same:
+        raise ValueError(DIFFERENT)
+    return planned
 
 
 def _told(jobs: Sequence[Job], places: dict[int, int]) -> Iterator[tuple[tuple[Between, ...], Any]]:

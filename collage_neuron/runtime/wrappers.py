@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states import steady
 from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import is_distributed, is_sharded
 
@@ -127,6 +129,44 @@ def gives_parts(optimizer: Optimizer) -> bool:
     """Returns True if torch_xla's ZeRO-1 holds the optimizer, and has given it a part of each parameter."""
     found = instances("torch_xla.distributed.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     return any(vars(zero).get("base_optimizer") is optimizer for zero in found)
+
+
+def is_part(p: Any) -> bool:
+    """Returns True for a part of a parameter whose library (FSDP1, tensor parallelism) does not say who has the others.
+
+    A DTensor says so itself.
+    """
+    if not vars(p) or is_sharded(p):
+        return False
+    return torch_privates.is_flattened(p) or bool(getattr(p, "tensor_model_parallel", False))
+
+
+def shape_of_part(optimizer: Optimizer, seen: steady.Seen | None = None) -> list[int] | None:
+    """The shape of a parameter that is such a part, or of torch_xla's ZeRO-1; None if all are whole, or DTensors."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = next(filter(is_part, params), None)
+    if found is None and params and are_of_zero(optimizer, seen):
+        found = params[0]
+    return None if found is None else list(found.shape)
+
+
+def are_of_zero(optimizer: Optimizer, seen: steady.Seen | None) -> bool:
+    """The same as `gives_parts`, which lists all objects of the process: once for a step that has `seen` the same."""
+    ask = partial(gives_parts, optimizer)
+    return ask() if seen is None else seen.structure.once("gives_parts", ask)
+
+
+SUMS = "its step adds up elements of a parameter (a norm, a mean), or sees it in another shape (view)"
+
+
+def of_part(what: str, shape: Sequence[int], reason: str) -> str:
+    """What is said of an update that does what parts of a parameter cannot have, one of which has this shape."""
+    return (
+        f"{what}, and of a parameter with shape {shape} this process has a part only (FSDP, DTensor, tensor "
+        f"parallelism, torch_xla's ZeRO-1): {reason}. Keep the parameters whole (DDP), shard them by fully_shard "
+        "(FSDP2) on the CPU if the sums are over whole parameters, or use an optimizer that updates each element by "
+        "itself"
+    )
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

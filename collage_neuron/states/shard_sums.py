@@ -6,6 +6,7 @@ whatever a communication library does in a sum of its own; and those of one para
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_neuron import torch_privates
 from collage_neuron.numerics.tensor_sums import added_shards
 from collage_neuron.passes.backends.protocol import Shard
 from collage_neuron.states.sharding import is_sharded
@@ -70,10 +72,29 @@ def shards_of(params: Sequence[Any]) -> list[Shard]:
     return [Shard(p.numel(), groups_of(p)) for p in params]
 
 
+def sample(x: Any, most: int) -> Tensor:
+    """Up to twice as many elements of a DTensor, some of each process's part, the same in each: fp32, on the CPU."""
+    groups = groups_of(x)
+    of_each = max(1, most // max(1, math.prod(map(len, groups))))
+    flat = torch_privates.part(x).detach().reshape(-1)
+    own = flat[:: max(1, flat.numel() // of_each)].cpu().float()
+    rows = torch.zeros(1, 2, 2 * of_each, dtype=torch.float32, device="cpu")  # values, and which of them there are
+    rows[0, 0, : own.numel()], rows[0, 1, : own.numel()] = own, 1.0
+    for group in groups:
+        rows = group.gathered(rows.reshape(-1)).view(-1, 2, 2 * of_each)
+    return rows[:, 0][rows[:, 1] == 1.0]
+
+
 def is_same_in(groups: Sequence[Between], number: int) -> bool:
     """Returns True if all processes that share these groups give the same number, below 2**53: all get one answer."""
-    ends = torch.tensor([number, number], dtype=torch.float64, device="cpu")
+    low, high = ends_in(groups, [number])
+    return bool(low[0] == high[0])
+
+
+def ends_in(groups: Sequence[Between], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest of each number, below 2**53, that the processes give which share these groups."""
+    low = high = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     for group in groups:
-        low, high = group.gathered(ends).unbind(1)
-        ends = torch.stack([low.min(), high.max()])
-    return bool(ends[0] == ends[1])
+        rows = group.gathered(torch.cat([low, high])).view(-1, 2, len(numbers))
+        low, high = rows[:, 0].amin(0), rows[:, 1].amax(0)
+    return low, high

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 
@@ -26,6 +27,15 @@ TRIED = ("cpu", "xla", "neuron")
 def is_sharded(t: object) -> bool:
     """Returns True if `t` is a DTensor, without importing torch.distributed, which most processes never need."""
     return hasattr(t, "to_local")
+
+
+def is_sharded_like(x: Any, p: Any) -> bool:
+    """Returns True for a DTensor over the same devices with the same placements as `p`, or if neither is one."""
+    if type(x) in ORDINARY and type(p) in ORDINARY:
+        return True
+    if not (is_sharded(x) and is_sharded(p)):
+        return is_sharded(x) == is_sharded(p)
+    return bool(x.placements == p.placements and x.device_mesh == p.device_mesh)
 
 
 def is_distributed() -> bool:
@@ -115,6 +125,15 @@ def gradient(p: Any) -> torch.Tensor:
     if is_sharded(grad) and grad.placements != p.placements:
         grad = grad.redistribute(p.device_mesh, p.placements)
     return local(grad)
+
+
+def settle_gradients(optimizer: Optimizer) -> None:
+    """Shards gradients of DTensors as these are: partial ones (tensor parallelism) are summed."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            grad: Any = p.grad if type(p) not in ORDINARY else None
+            if is_sharded(grad) and grad.device_mesh == p.device_mesh and grad.placements != p.placements:
+                p.grad = grad.redistribute(p.device_mesh, p.placements)
 
 
 def gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

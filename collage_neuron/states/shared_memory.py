@@ -79,6 +79,16 @@ def _bytes_in(mask: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return mask.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), p.storage_offset() * size)
 
 
+def is_given_back(t: torch.Tensor) -> bool:
+    """Returns True if the memory of `t` was given back, as FSDP1 does between steps: reading it ends the process."""
+    t = torch_privates.part(t)
+    if not t.is_cpu or not t.numel() or t.layout is not torch.strided:
+        return False
+    with suppress(RuntimeError, NotImplementedError):  # subclasses that wrap others
+        return not t.untyped_storage().nbytes()
+    return False
+
+
 def overlaps_itself(p: torch.Tensor) -> bool:
     """Returns True if several elements of `p` may have the same memory, as after `expand`."""
     return p.numel() > 0 and not each_lies_alone(p)

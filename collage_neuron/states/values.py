@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from collage_neuron.states.names import names_in
+from collage_neuron.states.sharding import is_sharded_like
 
 
 def is_value(x: object, p: torch.Tensor) -> bool:
     """Returns True for a state that a step as written stores in a format: fp32 or bf16, in the parameter's shape.
 
-    A single number of fp32 is kept as it is, since it may count; one of bf16 is a word. float64, float16 and another
-    device (a state on the host) were chosen by the optimizer's author.
+    A single number of fp32 is kept as it is, since it may count; one of bf16 is a word. float64, float16, another
+    device (a state on the host) and other placements than those of a parameter in shards were chosen by the
+    optimizer's author.
     """
-    if not isinstance(x, torch.Tensor) or not _is_alike(x, p) or x.device != p.device:
+    if not isinstance(x, torch.Tensor) or not _is_alike(x, p) or x.device != p.device or not is_sharded_like(x, p):
         return False
     return x.numel() != 1 or x.dtype == torch.bfloat16
 

@@ -96,11 +96,14 @@ def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def attributes(t: torch.Tensor) -> dict[str, Any]:
-    """What code has left on a tensor object, without what a DTensor keeps there of itself.
+    """What code has left on a tensor object, without what a DTensor, or FSDP1, keeps there of itself.
 
-    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`, and by
+    `tests/conversion/test_wrapping.py::test_fsdp1_of_a_class_that_is_traced`.
     """
     own = vars(t)
+    if "_fsdp_flattened" in own:
+        return {k: x for k, x in own.items() if not k.startswith("_")}
     return own if "_local_tensor" not in own else {k: x for k, x in own.items() if k not in ("_local_tensor", "_spec")}
 
 

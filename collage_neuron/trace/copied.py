@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, pointing_at
+from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.source_location import raised_at
 from collage_neuron.recording.visible import ParamShaped, visible
-from collage_neuron.runtime import surroundings
+from collage_neuron.runtime import surroundings, wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
@@ -50,7 +51,8 @@ class Copied:
         """The copies of parameters, by the ids of these."""
         self._groups: list[int] = []
         self._dtypes: list[torch.dtype] = []
-        self._has_parts = False
+        self._of_part = wrappers.shape_of_part(optimizer)
+        self._has_parts = self._of_part is not None
         self.optimizer: Any = object.__new__(base)
         of_torch = {k: v for k, v in vars(optimizer).items() if k in attributes_of_torch()}
         vars(self.optimizer).update(of_torch, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
@@ -98,8 +100,8 @@ class Copied:
             said = f"{type(error).__name__}: {error}"
             with pointing_at(raised_at(error)):
                 raise UnknownUpdate(f"on a copy whose tensors have no values, step() raises {said}") from error
-        if mode.failed is not None:
-            raise mode.failed
+        if mode.failed is not None:  # what code may have caught
+            raise mode.failed if isinstance(mode.failed, UnsupportedUpdate) else Uncompiled(str(mode.failed))
         return self._stepped(mode, before, holders)
 
     def _stepped(self, mode: Waiting, before: Before, holders: Sequence[int]) -> Stepped:
@@ -108,10 +110,18 @@ class Copied:
         named = with_states(before.named, calls)
         planned, reads = planned_of(before, named, left, mode)
         for each in planned if self._has_parts else ():
-            shards.check_elementwise(each.recording)
+            self._check_elementwise(each.recording)
         self._check_kept(mode, holders, before, left)
         mode.exchange_states(met.exchange_back)
         return Stepped(Kind(before, named, calls, left, left.named(), planned, reads, [], []), mode.numbers)
+
+    def _check_elementwise(self, recording: Recording) -> None:
+        try:
+            shards.check_elementwise(recording)
+        except Uncompiled as error:
+            if self._of_part is None:
+                raise
+            raise shards.OfPart(shards.without_whole(str(error), self._of_part)) from None
 
     def _read(self) -> None:
         raise (UnknownUpdate if self._mode.why == _READS else UnsupportedUpdate)(self._mode.why)
@@ -126,7 +136,7 @@ class Copied:
     def _found(self) -> tuple[list[Tensor], Before]:
         """The tensors that wait, by their places, and how the step finds them."""
         tensors: list[Tensor] = []
-        before = Before([], [], self._groups, self._dtypes, [], torch.get_default_dtype())
+        before = Before([], [], self._groups, self._dtypes, [], torch.get_default_dtype(), self._of_part is not None)
         for p in self.params.values():
             p.grad = without_value(p, device=self._device)
             state = self.optimizer.state.get(p, {})

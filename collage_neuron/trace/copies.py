@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.states.sharding import ORDINARY, TRIED
+from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.trace.placeholders import placeholder, waits
 
 SMALL = 4096
@@ -85,7 +86,7 @@ class Copies:
         return made
 
     def _tensor(self, x: Tensor) -> Tensor:
-        if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta:
+        if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta or is_given_back(x):
             return without_value(x)
         made = x.detach().clone()
         self._owns(made)

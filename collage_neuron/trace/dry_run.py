@@ -27,6 +27,7 @@ from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import TRIED
+from collage_neuron.trace import shards
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.copied import Copied, whole
 from collage_neuron.trace.kinds import Kind, Traces
@@ -41,6 +42,11 @@ class Known:
 
     def __init__(self, base: type[Optimizer], found: Mapping[int, Recording], error: Exception | None = None) -> None:
         self._base, self._found, self._error = base, found, error
+
+    @property
+    def is_of_part(self) -> bool:
+        """Returns True if the step does what parts of parameters cannot have: it will not run as written either."""
+        return isinstance(self._error, shards.OfPart)
 
     def record(self, group: dict[str, Any], p: Tensor) -> Recording:
         """The update of a parameter; that of another one of its group, if this step leaves it as it is.

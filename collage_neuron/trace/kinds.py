@@ -95,6 +95,8 @@ class Before(NamedTuple):
     """The shapes and strides of what waits, by places: code may ask results of operations for theirs."""
     dtype: torch.dtype
     """What torch makes of numbers."""
+    are_parts: bool
+    """True if parameters are parts of which nobody knows the others: sums of them are not launched."""
 
 
 @dataclass(frozen=True, eq=False)

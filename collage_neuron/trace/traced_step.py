@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, gt
@@ -23,10 +24,11 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
+from collage_neuron.runtime.same_steps import AS_WRITTEN, LAUNCHES, RAISES
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
+from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, memories_of, users_of
 from collage_neuron.trace.kinds import (
@@ -94,12 +96,14 @@ class TracedStep:
         self._began: Began
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
-        self._has_raised = False
+        self._has_raised = self._has_agreed = False
+        self._of_part = wrappers.shape_of_part(optimizer, steady.of(optimizer))
+        """The shape of a parameter that is a part of one, if nobody knows who has the others."""
 
     @property
     def given_up(self) -> str:
         """Why no step of the optimizer is traced any more; empty if the next one is."""
-        if not self.traces.gives_up:
+        if not (self.traces.gives_up and self.may_run_as_written):
             return ""
         return f"{self._name} cannot be compiled: {self.traces.why}"
 
@@ -142,8 +146,7 @@ class TracedStep:
             spare = []
         calls, steady = [k.calls for k in earlier], kinds[0].quick if spare else ()
         self._names: dict[int, met.Name] | None = None
-        copy_of = shards.no_copy if presentation.has_shards else presentation.copy_of
-        self._mode = Waiting(tensors, same, calls, spare, steady, self._compute, self._state_of, copy_of)
+        self._mode = Waiting(tensors, same, calls, spare, steady, self._compute, self._state_of, self._copy_of)
         for p in params if not all(p.is_cpu for p in params) else ():
             self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE))
         return self._mode
@@ -159,6 +162,7 @@ class TracedStep:
             list(presentation.dtypes.values()),
             [],
             torch.get_default_dtype(),
+            self._of_part is not None,
         )
         for p in params:
             first, gradient = len(objects), presentation.gradients.of.get(id(p))
@@ -170,6 +174,11 @@ class TracedStep:
             before.named.append(places)
         before.layouts.extend((t.shape, t.stride()) for t in objects)
         return objects, before
+
+    def _copy_of(self, x: torch.Tensor) -> torch.Tensor:
+        if self._has_parts:
+            return shards.no_copy(x)
+        return self._began.presentation.copy_of(x)
 
     def _state_of(self, x: torch.Tensor) -> met.Name | None:
         """The parameter and the name of a state that is not in words; None for other tensors."""
@@ -196,23 +205,34 @@ class TracedStep:
         """Called if the step raises, before anything else."""
         self.traces.temporaries = []  # the error's traceback has them
         self._has_raised = True
-        if self._mode is None or (self._mode.failed is None and not _is_of_torch(error)):
-            return
-        self.may_repeat = self._may_run_as_written()
-        self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
+        if self._mode is not None and (self._mode.failed is not None or _is_of_torch(error)):
+            self.may_repeat = self.may_run_as_written and not self._has_agreed
+            self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
+        if isinstance(error, Exception) and not self.may_repeat:
+            with suppress(Exception):
+                self._agree(RAISES)
+        self._has_agreed = True
 
     def check_as_written(self, why: str) -> None:
         """Raises UnsupportedUpdate if the step may not run as written; `why` says why it cannot be launched."""
-        if not self._may_run_as_written():
+        if not self.may_run_as_written:
             if not self._has_raised:
                 self.traces.missed(why)
-            raise UnsupportedUpdate(f"{self._name} cannot be compiled: {why}")
+            said = why if self._of_part is None else shards.without_whole(why, self._of_part)
+            raise UnsupportedUpdate(f"{self._name} cannot be compiled: {said}")
 
-    def _may_run_as_written(self) -> bool:
-        groups = self.optimizer.param_groups
-        if any(is_sharded(p) for group in groups for p in group["params"]):
+    @property
+    def may_run_as_written(self) -> bool:
+        """Returns True if a step that cannot be launched may run as written."""
+        if self._of_part is not None:
             return False
+        groups = self.optimizer.param_groups
         return all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in map(Settings.of, groups))
+
+    @property
+    def _has_parts(self) -> bool:
+        """Returns True if the update of a parameter may be that of a part."""
+        return self._began.presentation.has_shards or self._of_part is not None
 
     @property
     def is_untouched(self) -> bool:
@@ -230,8 +250,22 @@ class TracedStep:
     def _compute(self) -> None:
         assert self._mode is not None
         self.check_as_written(self._mode.why)
+        self._agree(AS_WRITTEN)
         self.traces.computed()
         self._began.presentation.compute()
+
+    def _agree(self, planned: int) -> None:
+        """Over shards, comes to an agreement with other processes, once a step.
+
+        Raises:
+            UnsupportedUpdate: one of them cannot launch it.
+            ValueError: as of `agreed`.
+        """
+        if self._has_agreed or not self._began.presentation.has_shards:
+            return
+        self._has_agreed = True
+        if self._began.presentation.agreed(planned) != planned:
+            raise UnsupportedUpdate("another process, which has parts or replicas of a parameter, cannot launch it")
 
     # --- after it ---------------------------------------------------------------------------------------------------
 
@@ -277,7 +311,7 @@ class TracedStep:
                 return self.traces.add(kind)
         named = with_states(before.named, calls)
         planned, reads = planned_of(before, named, left, mode)
-        for each in planned if self._began.presentation.has_shards else ():
+        for each in planned if self._has_parts else ():
             shards.check_elementwise(each.recording)
         quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, mode.tensors)
         return self.traces.add(Kind(before, named, calls, left, left.named(), planned, reads, quick, users))
@@ -344,6 +378,7 @@ class TracedStep:
         try:
             jobs = self._jobs(kind, mode)
             self._launching.validate(optimizer, kind, mode.numbers, params, jobs)
+            self._agree(LAUNCHES)
         except UnsupportedUpdate:
             steady.changed(optimizer)
             presentation.enter()
@@ -475,11 +510,11 @@ def _are_numbers(kept: Sequence[int], first: int, stays: set[int | None], mode: 
 def _may_wait(p: Any) -> bool:
     if not (p.device.type in TRIED and p.dtype in FLOATS):
         return False
-    return shards.is_whole(p) if type(p) in ORDINARY else shards.may_wait(p)
+    return type(p) in ORDINARY or shards.may_wait(p)
 
 
 def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:
-    """Why the values of an optimizer cannot wait: only those of tensors that are what they hold do. Empty if they can.
+    """Why the values of an optimizer cannot wait; empty if they can: all tensors are what they hold, or DTensors.
 
     This is asked before each step.
     """
@@ -487,8 +522,6 @@ def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:
         return ASKS
     if torch_privates.modes():
         return "a mode of torch's sees each operation"
-    if wrappers.gives_parts(optimizer):
-        return "a wrapper gives parts of parameters to step()"
     params = (p for group in optimizer.param_groups for p in group["params"])
-    other = next((p for p in params if not (_may_wait(p) or is_left_alone(p))), None)
-    return "" if other is None else f"a parameter is a {type(other).__name__}, {other.dtype} on {other.device}"
+    p = next((p for p in params if not (_may_wait(p) or is_left_alone(p))), None)
+    return "" if p is None else f"the values of a {type(p).__name__} of {p.dtype} on {p.device} cannot wait"

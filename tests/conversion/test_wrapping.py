@@ -125,6 +125,19 @@ def test_fsdp1_of_bf16_parameters_ends_where_one_process_ends(use_orig_params: b
     assert run_world(2, tmp_path, runs.fsdp1_of_bf16, use_orig_params) == [[True] * 4] * 2
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_of_a_class_that_is_traced(use_orig_params: bool, tmp_path: Path) -> None:
+    """An elementwise step ends where one process ends; sums, values that are read and drawn numbers are rejected."""
+    for ends, (sums, read, drawn, later) in run_world(2, tmp_path, runs.fsdp1_of_others, use_orig_params):
+        assert ends == [True] * 4
+        assert "adds up elements" in sums
+        assert "adds up elements" in later
+        assert "reads a value" in read
+        assert "cannot wait" in drawn
+        for said in (sums, read, drawn, later):
+            assert "this process has a part only" in said
+
+
 @pytest.mark.parametrize("form", ["(model, optimizer)", "(optimizer)", "(model)"])
 def test_fsdp_of_torch_xla_is_rejected(form: str, xla: torch.device) -> None:
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel

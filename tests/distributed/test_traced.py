@@ -1,4 +1,4 @@
-"""Traced steps over shards, in real processes: the words of captured steps, or captured themselves."""
+"""Traced steps over shards, in real processes: launched, or as written with the communication of torch's DTensors."""
 
 from __future__ import annotations
 
@@ -10,29 +10,62 @@ from worlds import run_world
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, runs.Ended]]:
+def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, runs.Ended]]:
     """What each of two processes found: one world for all tests."""
-    folder: Path = tmp_path_factory.mktemp("world")
-    return run_world(2, folder, runs.everything)
+    return run_world(2, tmp_path_factory.mktemp("world"), runs.all_launched)
 
 
-OTHERS = "columns", "replicas", "random bits", "fully_shard", "looks"
+@pytest.fixture(scope="module")
+def as_written(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, runs.Ended]]:
+    """The same of steps that are not launched."""
+    return run_world(2, tmp_path_factory.mktemp("world"), runs.all_as_written)
+
+
+OTHERS = "columns", "replicas", "random bits", "looks"
 
 
 @pytest.mark.parametrize("name", [*runs.TRACED, *OTHERS])
-def test_traced_shards_have_the_words_of_captured_ones(name: str, found: list[dict[str, runs.Ended]]) -> None:
-    """Uneven and empty shards too; where steps ask what a DTensor knows, captured ones that do not."""
-    for own in found:
+def test_traced_shards_have_the_words_of_whole_parameters(name: str, launched: list[dict[str, runs.Ended]]) -> None:
+    """Uneven and empty shards too; where steps ask what a DTensor knows, those of steps that do not."""
+    for own in launched:
         assert own[name].different == []
-        assert own[name].errors == ("", "")
         assert (own[name].misses, own[name].why) == (0, "")
         assert own[name].kinds
 
 
-@pytest.mark.parametrize("name", runs.CAPTURED)
-def test_other_steps_over_shards_are_captured(name: str, found: list[dict[str, runs.Ended]]) -> None:
-    """Norms, parts that are added up or kept, gathered values: no process is left waiting."""
-    for own in found:
+WITH_OTHERS = "lamb of columns", "muon of replicas", "novograd, partial gradients"
+
+
+@pytest.mark.parametrize("name", [*runs.AS_WRITTEN, *WITH_OTHERS])
+def test_other_steps_over_shards_run_as_written(name: str, as_written: list[dict[str, runs.Ended]]) -> None:
+    """Norms, matrix products, parts that are added up or kept, gathered values: as plain torch over fp32 DTensors."""
+    for own in as_written:
         assert own[name].different == []
-        assert own[name].errors[0] == own[name].errors[1]
-        assert own[name].misses
+        assert own[name].misses or name.startswith("holds") or name == "adafactor"
+
+
+def test_fsdp_is_as_plain_torch_and_resumes(tmp_path: Path) -> None:
+    """Each process has data of its own; states are DTensors, and the same in all processes."""
+    for own in run_world(2, tmp_path, runs.of_fsdp, tmp_path / "saved"):
+        assert {claim: wrong for claim, wrong in own.items() if wrong} == {}
+
+
+def test_replicas_of_shards_and_shards_in_two_dimensions_are_as_plain_torch(tmp_path: Path) -> None:
+    for own in run_world(4, tmp_path, runs.of_meshes):
+        for said in own.pop("a process without a gradient"):
+            assert "about to take different steps" in said
+        assert {claim: wrong for claim, wrong in own.items() if wrong} == {}
+
+
+def test_all_processes_take_the_same_decision(tmp_path: Path) -> None:
+    """None waits for others that do not come, and states have the same formats."""
+    for own in run_world(2, tmp_path, runs.one_decision):
+        for said, *wrong in (own.without_one, own.without_all):
+            assert "about to take different steps" in said
+            assert wrong == []
+        assert own.launched_without[0] == "no refusal"
+        said, *changed = own.failed
+        assert "rejects this step, or raises in it" in said or "one process" in said
+        assert changed == []
+        assert own.unlike == []
+        assert own.misses

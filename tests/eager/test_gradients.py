@@ -164,7 +164,8 @@ def test_what_readers_found(what: str) -> None:
         return values(optimizer, params) if settings else [p.detach() for p in params]
 
     found, exact = left(torch.bfloat16, strategy="fp32"), left(torch.float32)
-    assert all(map(torch.equal, found, exact))
+    for x, y in zip(found, exact, strict=True):  # within some roundings of each step
+        assert torch.allclose(x, y, rtol=2**-20, atol=2**-22)
 
 
 def test_one_gradient_of_two_parameters() -> None:

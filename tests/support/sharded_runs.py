@@ -323,12 +323,12 @@ def unsharded_values() -> list[str]:
     return messages if different(whole(other[1]), before) == [] else ["something was changed"]
 
 
-def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:
+def refusal(call: Callable[[], object], kind: type[Exception] = ValueError, otherwise: str = "no refusal") -> str:
     try:
         call()
     except kind as error:
         return str(error)
-    return "no refusal"
+    return otherwise
 
 
 def values(strategy: str) -> list[str]:

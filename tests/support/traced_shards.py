@@ -1,27 +1,82 @@
-"""What the processes of `worlds` run: steps over shards, traced and captured."""
+"""What the processes of `worlds` run: steps over shards that are traced, beside plain fp32 DTensors of torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import foreign
 import torch
-from sharded_runs import STEPS, backward, different, model_of, shard, whole
-from staged import Lamb
-from staged_shards import SHAPES, OfShards
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.optim import AdamW, Optimizer
+import torch.distributed as dist
+from as_written import Muon, Written
+from sharded_runs import (
+    Run,
+    backward,
+    different,
+    full,
+    load,
+    model_of,
+    parameters_of,
+    refusal,
+    save,
+    shard,
+    train,
+    whole,
+)
+from staged import Decaying, Lamb, Novograd, StableAdamW
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim import Adafactor, AdamW, Optimizer
 from traced_cases import LAUNCHED, Stepping
 
 import collage_neuron
+from collage_neuron.states.sharding import local
 from collage_neuron.trace.switch import TRACE
 
 Make = Callable[[Any], Optimizer]
+
+SHAPES = ((7, 6), (9,), (2, 3), (1, 5), (1,))
+"""The last ones leave the second process without elements, and the others are uneven."""
+
+
+class Reading(Lamb):
+    """Scales steps by a norm that Python reads."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"] * max(p.norm().item(), 1e-3))
+
+
+class ByRows(Lamb):
+    """Scales each row by its mean."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / (g.square().mean(-1, keepdim=True).sqrt() + 1e-6), alpha=group["lr"])
+
+
+class Sized(Lamb):
+    """Divides gradients by the number of elements of the whole: for one shape, twice that of its shard."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"] / p.numel())
+
+
+class Sam(Written):
+    """Ascends along the gradient, over its norm, and takes the gradient that its closure has there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it gives no loss
+        closure()
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in params:
+            self.state[p]["e"] = p.grad * (0.05 / (p.grad.norm() + 1e-6))
+            p.add_(self.state[p]["e"])
+        closure()
+        for p in params:
+            p.sub_(self.state[p]["e"]).sub_(p.grad, alpha=0.1)
 
 
 def _clips(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
@@ -55,8 +110,14 @@ def _later(update: Any) -> Any:
 
 
 @_later
-def _norms_of_parts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g / (1.0 + g.to_local().norm()), alpha=lr)
+def _adds_up_parts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    g.to_local().div_(1.0 + g.to_local().norm())
+    p.sub_(g, alpha=lr)
+
+
+@_later
+def _draws(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.add_(torch.randn_like(p), alpha=lr).sub_(g, alpha=lr)
 
 
 @_later
@@ -97,71 +158,118 @@ TRACED: dict[str, Make] = {
     "adamw_fused": partial(AdamW, lr=1e-2, fused=True),
     "schedule_free": foreign.ScheduleFreeAdamW,
     "lion": foreign.Lion,
+    "sized": Sized,
     "momentum": partial(Stepping, update=LAUNCHED["momentum"]),
     "states_trade_places": partial(Stepping, update=LAUNCHED["states_trade_places"]),
 }
-CAPTURED: dict[str, Make] = {
+AS_WRITTEN: dict[str, Make] = {
     "lamb": Lamb,
+    "stable_adamw": StableAdamW,
+    "novograd": Novograd,
+    "decaying": Decaying,
+    "muon": Muon,
+    "rows": ByRows,
+    "reads": Reading,
+    "adafactor": partial(Adafactor, lr=1e-2),
     "clips": partial(Stepping, update=_clips),
-    "of_shards": OfShards,
-    "norms_of_parts": partial(Stepping, update=_norms_of_parts),
+    "adds_up_parts": partial(Stepping, update=_adds_up_parts),
     "gathers": partial(Stepping, update=_gathers),
     "keeps_parts": partial(Stepping, update=_keeps_parts),
     "states_of_parts": partial(Stepping, update=_states_of_parts),
+    "draws": partial(Stepping, update=_draws),
     "holds_gradients": partial(Holding, update=_writes_what_it_holds),
     "holds_parameters": partial(Holding, update=_writes_what_it_holds, of_gradients=False),
 }
-"""Those whose steps are not traced, and end as if nothing were: with the same words, or the same error."""
+"""Those whose steps cannot be launched."""
 
 
 class Ended(NamedTuple):
     """How some steps have ended."""
 
     different: list[str]
-    """Words that are not those of captured steps."""
-    errors: tuple[str, str]
-    """Why captured, and traced, steps were rejected."""
     misses: int
     kinds: int
     why: str
 
 
-def stepped(make: Make, mesh: Any, how: Sequence[Any], **chosen: Any) -> tuple[Optimizer, str]:
-    """An optimizer after some steps, and why there were no more."""
-    starts = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(SHAPES)]
-    starts = [x for x in starts if x.dim() == 2 or Shard(1) not in how]
-    params: list[Any] = [nn.Parameter(distribute_tensor(x, mesh, how)) for x in starts]
-    optimizer: Any = make(params)
-    try:
-        optimizer = collage_neuron.compile(optimizer, verbose=False, **chosen)
-        for t in range(4):
-            for i, p in enumerate(params):
-                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * t + i)).bfloat16()
-                p.grad = distribute_tensor(g, mesh, how)
-            if isinstance(optimizer, Holding):
-                of_gradients = optimizer.of_gradients
-                optimizer.held = {id(p): (p.grad if of_gradients else p)._local_tensor for p in params}
-            optimizer.step()
-    except (collage_neuron.UnsupportedUpdate, RuntimeError, ValueError) as error:
-        return optimizer, f"{type(error).__name__}: {error}"[:60]
-    return optimizer, ""
+class Runs:
+    """The same optimizer over parameters in shards, or over whole ones; compiled, or plain fp32."""
+
+    def __init__(
+        self, make: Make, how: Sequence[Any] | None, chosen: dict[str, Any] | None, mesh: DeviceMesh | None = None
+    ) -> None:
+        self.mesh = mesh or init_device_mesh("cpu", (2,))
+        self.how, self.is_compiled = how, chosen is not None
+        starts = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(SHAPES)]
+        self.params: list[Any] = [nn.Parameter(self._spread(x)) for x in starts]
+        self.optimizer: Any = make(self.params)
+        if chosen is not None:
+            self.optimizer = collage_neuron.compile(self.optimizer, verbose=False, **chosen)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        if self.how is None:
+            return x
+        how = [Shard(0) if x.dim() == 1 and each == Shard(1) else each for each in self.how]
+        return distribute_tensor(x, self.mesh, how)
+
+    def give(self, t: int, is_partial: bool = False) -> None:
+        for i, p in enumerate(self.params):
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * t + i)).bfloat16()
+            g = g if self.is_compiled else g.float()
+            p.grad = self._spread(g)
+            if is_partial and self.how is not None:
+                p.grad = DTensor.from_local(g if dist.get_rank() == 0 else 0 * g, self.mesh, [Partial()])
+
+    def step(self, steps: range, is_partial: bool = False) -> Runs:
+        torch.manual_seed(dist.get_rank() if self.how is not None else 0)
+        for t in steps:
+            self.give(t, is_partial)
+            if isinstance(self.optimizer, Holding):
+                of_gradients = self.optimizer.of_gradients
+                self.optimizer.held = {id(p): (p.grad if of_gradients else p)._local_tensor for p in self.params}
+            self.optimizer.step()
+        return self
+
+    def values(self) -> dict[str, Tensor]:
+        """The values of parameters, and of gradients, rounded."""
+        found: dict[str, Tensor] = {}
+        for i, p in enumerate(self.params):
+            value = collage_neuron.exact_value(self.optimizer, p) if self.is_compiled else p.detach()
+            found |= {f"{i} param": full(value), f"{i} grad": full(p.grad).bfloat16().float()}
+        return found
+
+    def ended(self, different: list[str]) -> Ended:
+        traces = self.optimizer._collage_bookkeeping.traces
+        return Ended(different, *((0, 0, "") if traces is None else (traces.misses, len(traces.kinds), traces.why)))
 
 
-def beside(make: Make, how: Sequence[Any] = (Shard(0),), **chosen: Any) -> Ended:
-    """How traced steps end, beside captured ones."""
-    mesh = init_device_mesh("cpu", (2,))
-    captured, refused = stepped(make, mesh, how, **chosen)
-    return _beside(captured, refused, make, mesh, how, **chosen)
+def far(found: Runs, expected: Runs, within: float = 0.0) -> list[str]:
+    """The names of values that differ by more than a part of the largest; NaN is NaN."""
+    pairs = zip(found.values().items(), expected.values().values(), strict=True)
+    return [name for (name, x), y in pairs if not torch.allclose(x, y, 0.0, within * _largest(y), equal_nan=True)]
 
 
-def _beside(captured: Any, refused: str, make: Make, mesh: Any, how: Sequence[Any], **chosen: Any) -> Ended:
+def _largest(x: Tensor) -> float:
+    return float(x.nan_to_num().abs().max())
+
+
+def as_written(
+    make: Make, how: Sequence[Any] = (Shard(0),), is_partial: bool = False, mesh: DeviceMesh | None = None
+) -> Ended:
+    """What differs from plain torch over fp32 DTensors: a bit, or where launched steps come before, their roundings."""
+    chosen: Sequence[Any] = ({"strategy": "fp32"}, None)
+    ours, plain = (Runs(make, how, each, mesh).step(range(5), is_partial) for each in chosen)
+    found = ours.ended([])
+    is_rounded = found.kinds or is_partial  # whose gradients are summed first: sums over them have another order
+    return found._replace(different=far(ours, plain, 2**-20 if is_rounded else 0.0))
+
+
+def launched(make: Make, how: Sequence[Any] = (Shard(0),), **chosen: Any) -> Ended:
+    """What differs from whole parameters, and, within some roundings of the format, from plain torch."""
     os.environ[TRACE] = "on"
-    traced, error = stepped(make, mesh, how, **chosen)
+    ours, alone = (Runs(make, each, chosen).step(range(4)) for each in (how, None))
     del os.environ[TRACE]
-    ours = vars(traced).get("_collage_bookkeeping")
-    traces = None if ours is None else ours.traces
-    kinds = (0, 0, "") if traces is None else (traces.misses, len(traces.kinds), traces.why)
-    return Ended(different(whole(traced), whole(captured)), (refused, error), *kinds)
+    return ours.ended(different(whole(ours.optimizer), whole(alone.optimizer)))
 
 
 class Looking(Stepping):
@@ -173,36 +281,251 @@ class Looking(Stepping):
 
 
 def looked() -> Ended:
-    """Traced steps that ask what they are given, beside captured ones that do not."""
-    mesh = init_device_mesh("cpu", (2,))
-    captured, _ = stepped(partial(Looking, is_plain=True), mesh, (Shard(0),), strategy="plus")
-    return _beside(captured, "", Looking, mesh, (Shard(0),), strategy="plus")
+    """Steps that ask what they are given, beside those that do not."""
+    ours = Runs(Looking, (Shard(0),), {"strategy": "plus"}).step(range(4))
+    plain = Runs(partial(Looking, is_plain=True), None, {"strategy": "plus"}).step(range(4))
+    return ours.ended(different(whole(ours.optimizer), whole(plain.optimizer)))
 
 
-def trained() -> Ended:
-    """A model under fully_shard."""
-    ended: list[Any] = []
-    for trace in ("off", "on"):
-        os.environ[TRACE] = trace
-        model = model_of(0)
-        shard(model)
-        sharded, optimizer = collage_neuron.compile(model, foreign.ScheduleFreeAdamW(model.parameters()), verbose=False)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            backward(sharded, step)
-            optimizer.step()
-        ended.append(optimizer)
-    del os.environ[TRACE]
-    traces = ended[1]._collage_bookkeeping.traces
-    words = different(whole(ended[1]), whole(ended[0]))
-    return Ended(words, ("", ""), traces.misses, len(traces.kinds), traces.why)
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 
-def everything() -> dict[str, Ended]:
+def fsdp(make: Callable[[Any], Optimizer], seed: int, strategy: str, **options: Any) -> Run:
+    model = model_of(seed)
+    shard(model, **options)
+    return collage_neuron.compile(model, make(model.parameters()), strategy=strategy, verbose=False)
+
+
+def trained(make: Callable[[Any], Optimizer], strategy: str, within: float = 0.0, **options: Any) -> list[str]:
+    """What differs from plain fp32 DTensors that take the same gradients, by more than a part of the largest."""
+    run = fsdp(make, 0, strategy, **options)
+    params = parameters_of(run[1])
+    plain: list[Any] = [nn.Parameter(collage_neuron.exact_value(run[1], p)) for p in params]
+    optimizer, wrong = make(plain), []
+    for step in range(4):
+        run[1].zero_grad()
+        backward(run[0], step, dist.get_rank())
+        for p, q in zip(params, plain, strict=True):
+            assert isinstance(p.grad, DTensor)
+            q.grad = p.grad.float()
+        run[1].step()
+        optimizer.step()
+        for i, (p, q) in enumerate(zip(params, plain, strict=True)):
+            x, y = full(collage_neuron.exact_value(run[1], p)), full(q.detach())
+            is_same = torch.allclose(x, y, 0.0, within * _largest(y), equal_nan=True)
+            wrong += [] if is_same else [f"{i} after step {step}"]
+    return [*wrong, *unlike(run[1])]
+
+
+def unlike(optimizer: Optimizer) -> list[str]:
+    """States that are called otherwise, or of another type, in another process."""
+    own = [sorted((k, str(x.dtype)) for k, x in s.items() if isinstance(x, Tensor)) for s in optimizer.state.values()]
+    all_of_them: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_of_them, own)
+    return [f"{a} and {b}" for found in all_of_them for a, b in zip(found, own, strict=True) if a != b]
+
+
+def resumed(make: Callable[[Any], Optimizer], strategy: str, folder: Path, flat: bool) -> list[str]:
+    """What differs after a checkpoint was loaded by another run, which then takes the same steps."""
+    run, other = fsdp(make, 0, strategy), fsdp(make, 1, strategy)
+    train(run, range(3))
+    run[1].zero_grad()
+    save(run, folder, flat)
+    load(other, folder, flat)
+    loaded = different(whole(other[1]), whole(run[1]))
+    for each in (run, other):
+        train(each, range(3, 5))
+    return [*(f"{name} as loaded" for name in loaded), *different(whole(other[1]), whole(run[1]))]
+
+
+def of_fsdp(folder: Path) -> dict[str, list[str]]:
+    """What is wrong of each claim; nothing has to be."""
+    found = {f"{make.__name__} trained": trained(make, "fp32") for make in (Lamb, Novograd, StableAdamW, Muon)}
+    found["launched"] = trained(foreign.Lion, "fp32", 2**-20)
+    found["in words"] = trained(Lamb, "split433", 2**-14)
+    found["lr, weight decay and two betas"] = trained(foreign.Lamb, "split433", 2**-14)
+    for make in (Lamb, foreign.Lion):
+        found |= {f"{make.__name__} measured": measured(make), f"{make.__name__} skipped": skipped(make)}
+    found["a closure"] = with_closure()
+    for make, strategy, flat in RESUMED:
+        name = f"{make.__name__} resumed, {strategy}"
+        found[name] = resumed(make, strategy, folder / name, flat)
+    return found
+
+
+RESUMED: Sequence[tuple[Any, str, bool]] = (
+    (Lamb, "split433", False), (Muon, "plus", False), (foreign.Lamb, "split433", True),
+    (foreign.ScheduleFreeAdamW, "plus", True),
+)  # fmt: skip
+"""Optimizers, strategies, and whether the state is flattened; torch itself saves no partial DTensors (Novograd)."""
+
+
+def measured(make: Callable[[Any], Optimizer]) -> list[str]:
+    """What is wrong of what a monitor says of the own shards: under `fp32`, all of the update arrives."""
+    model, optimizer = fsdp(make, 0, "fp32")
+    monitor = collage_neuron.monitor(optimizer, model)
+    train((model, optimizer), range(3))
+    record: Any = monitor.latest()
+    return [] if abs(record.total.pair.ratio - 1) < 2**-8 and record.step == 3 else [str(record)]
+
+
+def with_closure() -> list[str]:
+    """What differs from plain fp32 DTensors whose closure gives the same gradients, computed at the real weights."""
+    run = fsdp(Sam, 0, "fp32")
+    params, given = parameters_of(run[1]), list[Any]()
+    plain: list[Any] = [nn.Parameter(collage_neuron.exact_value(run[1], p)) for p in params]
+    other: Any = Sam(plain)
+
+    @torch.enable_grad()
+    def closure() -> None:
+        run[1].zero_grad()
+        backward(run[0], len(given), dist.get_rank())
+        given.append([p.grad.float() for p in params if isinstance(p.grad, DTensor)])
+
+    def again() -> None:
+        for q, g in zip(plain, given.pop(0), strict=True):
+            q.grad = g
+
+    for _ in range(3):
+        run[1].step(closure)  # type: ignore[arg-type]  # it returns no loss
+        other.step(again)
+    pairs = [
+        (full(collage_neuron.exact_value(run[1], p)), full(q.detach())) for p, q in zip(params, plain, strict=True)
+    ]
+    return [str(i) for i, (x, y) in enumerate(pairs) if not torch.equal(x, y)]
+
+
+def skipped(make: Callable[[Any], Optimizer]) -> list[str]:
+    """What is changed by a step in which one process has a NaN."""
+    model = model_of(0)
+    shard(model)
+    optimizer: Any = make(model.parameters())
+    run: Run = collage_neuron.compile(model, optimizer, nonfinite="skip", verbose=False)
+    train(run, range(2))
+    before = whole(run[1])
+    run[1].zero_grad()
+    backward(run[0], 2)
+    for p in parameters_of(run[1])[:1] if dist.get_rank() == 1 else ():
+        local(p.grad).fill_(torch.nan)  # type: ignore[arg-type]  # it has one
+    run[1].step()
+    return different(whole(run[1]), before)
+
+
+MESHES = ((Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate()))
+
+
+def of_meshes() -> dict[str, list[str]]:
+    """The same in four processes, for replicas of shards, and shards in two dimensions."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = {f"Lamb, {how}": as_written(Lamb, how, mesh=mesh).different for how in MESHES}
+    found |= {"Lamb": trained(Lamb, "fp32", mesh=mesh), "Lion": trained(foreign.Lion, "fp32", 2**-20, mesh=mesh)}
+    found["a process without a gradient"] = [*(lacking(mesh, how) for how in MESHES), lacking_in_part(mesh)]
+    return found
+
+
+def lacking(mesh: DeviceMesh, how: Sequence[Any]) -> str:
+    """What a process says, one of which lacks a gradient; nothing if it has changed something."""
+    run = Runs(Lamb, how, {}, mesh)
+    run.give(0)
+    before = whole(run.optimizer)
+    if dist.get_rank() == 3:
+        run.params[0].grad = None
+    said = refusal(run.optimizer.step)
+    return said if not different(whole(run.optimizer), before) else ""
+
+
+def lacking_in_part(mesh: DeviceMesh) -> str:
+    """The same, of a second group, whose mesh has two of the four processes: the others have to learn of it."""
+    run, part = (Runs(Lamb, [Shard(0)] * m.ndim, {}, m) for m in (mesh, mesh["shard"]))
+    run.optimizer.add_param_group({"params": part.params})
+    run.give(0)
+    part.give(0)
+    if dist.get_rank() == 3:
+        part.params[0].grad = None
+    return refusal(run.optimizer.step)
+
+
+# --- one decision -----------------------------------------------------------------------------------------------------
+
+
+def _fails(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Raises in one process, before it needs the others."""
+    if t == 3 and dist.get_rank() == 1 and not o.kept:
+        o.kept.append(1)
+        raise KeyError("one process")
+    p.sub_(g / (1.0 + g.norm()), alpha=lr)
+
+
+def _keeps_in_one(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Cannot be launched in one process, and needs no other one; it has states whose formats follow from the values."""
+    if not s:
+        s.update(m=torch.zeros_like(p), n=torch.zeros_like(p))
+    s["m"].mul_(0.9).add_(g, alpha=0.1)
+    s["n"].add_(1.0)
+    if dist.get_rank() == 1:
+        o.kept[id(p)] = g * 2
+    p.sub_(s["m"] / s["n"], alpha=lr)
+
+
+def steps_without(lacking: Callable[[list[Any]], Sequence[Any]], make: Make) -> list[str]:
+    """What a step says if one process lacks gradients, what that changes, and whether a later one is right."""
+    ours, plain = (Runs(make, (Shard(0),), chosen).step(range(2)) for chosen in ({"strategy": "fp32"}, None))
+    before = whole(ours.optimizer)
+    ours.give(2)
+    for p in lacking(ours.params) if dist.get_rank() == 1 else ():
+        p.grad = None
+    said = refusal(ours.optimizer.step)
+    changed = different(whole(ours.optimizer), before)
+    return [said, *changed, *far(ours.step(range(3, 4)), plain.step(range(3, 4)), 2**-20)]
+
+
+def failed() -> list[str]:
+    """What a step says of which one process raises an error, what that changes, and whether a later one is right."""
+    ours = Runs(partial(Stepping, update=_fails), (Shard(0),), {"strategy": "fp32"})
+    ours.optimizer.kept = []
+    ours.step(range(2))
+    before = whole(ours.optimizer)
+    ours.give(2)
+    said = refusal(ours.optimizer.step, Exception)
+    return [said, *different(whole(ours.optimizer), before)]
+
+
+class Agreed(NamedTuple):
+    """What came of steps of which one process cannot take what the others can."""
+
+    without_one: list[str]
+    without_all: list[str]
+    launched_without: list[str]
+    failed: list[str]
+    unlike: list[str]
+    misses: int
+
+
+def one_decision() -> Agreed:
+    """All of it."""
+    kept = Runs(partial(Stepping, update=_keeps_in_one), (Shard(0),), {"strategy": "split433"}).step(range(5))
+    return Agreed(
+        steps_without(lambda params: params[1:2], Lamb),
+        steps_without(lambda params: params, Lamb),
+        steps_without(lambda params: params[1:2], foreign.Lion),
+        failed(),
+        unlike(kept.optimizer),
+        kept.ended([]).misses,
+    )
+
+
+def all_launched() -> dict[str, Ended]:
     """All of it, in one world."""
-    found = {name: beside(make, strategy="split433") for name, make in TRACED.items()}
-    found["columns"] = beside(TRACED["adamw"], [Shard(1)], strategy="plus")
-    found["replicas"] = beside(TRACED["lion"], [Replicate()], strategy="fp32")
-    found["random bits"] = beside(TRACED["momentum"], strategy="stochastic")
-    found |= {"fully_shard": trained(), "looks": looked()}
-    return found | {name: beside(make, strategy="full") for name, make in CAPTURED.items()}
+    found = {name: launched(make, strategy="split433") for name, make in TRACED.items()}
+    found["columns"] = launched(TRACED["adamw"], [Shard(1)], strategy="plus")
+    found["replicas"] = launched(TRACED["lion"], [Replicate()], strategy="fp32")
+    found["random bits"] = launched(TRACED["momentum"], strategy="stochastic")
+    return found | {"looks": looked()}
+
+
+def all_as_written() -> dict[str, Ended]:
+    """The same of steps that cannot be launched."""
+    found = {name: as_written(make) for name, make in AS_WRITTEN.items()}
+    found["lamb of columns"] = as_written(Lamb, [Shard(1)])
+    found["muon of replicas"] = as_written(Muon, [Replicate()])
+    return found | {"novograd, partial gradients": as_written(Novograd, is_partial=True)}

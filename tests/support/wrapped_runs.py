@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_runs import Whole, adamw, model_of, parameters_of, refusal, whole
+from as_written import Written
+from foreign import Langevin, ScheduleFreeAdamW
+from sharded_runs import Whole, adamw, different, model_of, parameters_of, refusal, whole
+from staged import Lamb
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType as built_in
 from torch.autograd.graph import get_gradient_edge
@@ -18,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
 
 STEPS = 3
 
@@ -267,12 +271,12 @@ def fsdp1_of_fp32() -> list[str]:
     return messages
 
 
-def fsdp1_of_bf16(use_orig_params: bool) -> list[bool]:
+def fsdp1_of_bf16(use_orig_params: bool, make: Callable[[nn.Module], Optimizer] = adamw) -> list[bool]:
     """Whether each parameter of a model that was bf16 when it was wrapped ends with the bits of one process."""
     wrapped = fsdp1(model_of(0).bfloat16(), use_orig_params)
     alone = model_of(0).bfloat16()
     for model in (wrapped, alone):
-        _, optimizer = collage_neuron.compile(model, adamw(model), strategy="full")
+        _, optimizer = collage_neuron.compile(model, make(model), strategy="full")
         for step in range(STEPS):
             optimizer.zero_grad()
             backward(model, batch(step, 0))
@@ -280,6 +284,46 @@ def fsdp1_of_bf16(use_orig_params: bool) -> list[bool]:
     with FullyShardedDataParallel.summon_full_params(wrapped):
         inside = wrapped.module.parameters()
         return [torch.equal(p, q) for p, q in zip(inside, alone.parameters(), strict=True)]
+
+
+def schedule_free(model: nn.Module) -> Optimizer:
+    return ScheduleFreeAdamW(model.parameters())
+
+
+def fsdp1_of_others(use_orig_params: bool) -> tuple[list[bool], list[str]]:
+    """The same of a class that is traced; and what is said to updates that are not elementwise, and changed by them."""
+    said = [fsdp1_rejected(use_orig_params, cls) for cls in (Lamb, Reading, Langevin, Later)]
+    return fsdp1_of_bf16(use_orig_params, schedule_free), said
+
+
+class Reading(Written):
+    """Scales steps by a norm that Python reads."""
+
+    def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"] * max(p.norm().item(), 1e-3))
+
+
+class Later(Written):
+    """Adds up elements in its third step, which `compile` does not see."""
+
+    def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(g / (1 + g.norm()) if state["step"] == 3 else g, alpha=group["lr"])
+
+
+def fsdp1_rejected(use_orig_params: bool, cls: Callable[[Any], Optimizer]) -> str:
+    """What `compile` or a step of an optimizer says; nothing may be changed."""
+    wrapped = fsdp1(model_of(0).bfloat16(), use_orig_params)
+    optimizer = cls(wrapped.parameters())
+    if said := refusal(lambda: collage_neuron.compile(wrapped, optimizer), UnsupportedUpdate, ""):
+        return said
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(wrapped, batch(step, 0))
+        before = whole(optimizer)
+        if said := refusal(optimizer.step, UnsupportedUpdate, ""):
+            return said if not different(whole(optimizer), before) else "something was changed"
+    return "no refusal"
 
 
 def fsdp1_after_the_line() -> str:
