@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -75,6 +76,10 @@ class Known:
 
 def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     """Takes one step of a copy, and a second one if the first does not show what its states are for."""
+    return copy_context().run(_run, base, optimizer)  # so that context variables are as before
+
+
+def _run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     found: dict[int, Recording] = {}
     try:
         copied = whole(base, optimizer)
