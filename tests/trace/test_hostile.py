@@ -144,4 +144,4 @@ def test_it_is_said_why_parameters_of_another_class_are_not_traced(caplog: pytes
     with caplog.at_level(logging.WARNING, "collage_neuron"):
         world.compile(world.optimizer)
         world.step(1)
-    assert re.search(r"Why: a parameter is a Own, torch.bfloat16 on cpu", caplog.text)
+    assert re.search(r"Why: the values of a Own of torch.bfloat16 on cpu cannot wait", caplog.text)
