@@ -130,6 +130,10 @@ def plan_update(
         recording = records(group, p)
         if recording.captured.reduces or recording.captured.seen_as is not None:
             _check_whole(params, wrappers.are_of_zero(optimizer, seen), recording, backend)
+        if any(map(math.isnan, recording.slots)):  # those of a traced step may be values, of gradients that are NaN
+            raise ValueError(
+                "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
+            )
         return job_of(optimizer, group, params, recording, measured)
 
 
@@ -141,8 +145,6 @@ def job_of(
     measured: bool = False,
 ) -> Job:
     """The job of a recording: the update of `params`, rewritten for the group's strategy."""
-    if any(map(math.isnan, recording.slots)):
-        raise ValueError("a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated")
     if recording.captured.seen_as is not None:
         _check_as_seen(params, recording.captured)
     settings, seen = Settings.of(group), steady.of(optimizer)

@@ -59,7 +59,10 @@ from collage_neuron.trace.placeholders import (
     waits,
 )
 
-SHARED = "something else than a state keeps a value, a gradient or a state that was replaced"
+SHARED = (
+    "something else than a state keeps a value, a gradient or a state that was replaced: keep each in "
+    "optimizer.state[p], under a name of its own, or a copy (clone())"
+)
 """Why a step is computed that leaves values which nobody could compute later."""
 
 

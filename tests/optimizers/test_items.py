@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from as_written import Written, equal, everything, run, values
-from items import ALL, Relative, Scaled
+from items import ALL
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adafactor
 
 import collage_neuron
-from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.states.bookkeeping import bookkeeping
 
 SHAPES = ((24, 40), (24, 40), (3, 5, 37), (17,))
@@ -42,6 +41,11 @@ def in_dtype(make: Any, steps: int, dtype: torch.dtype, size: float = 0.3) -> li
     params = parameters(dtype, size=size)
     run(make(params), steps)
     return [p.detach() for p in params]
+
+
+def near(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Returns True if they differ by some roundings of fp32: a launched update is in another order than torch's."""
+    return all(torch.allclose(x, y, rtol=2**-20, atol=2**-22) for x, y in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.sampled(of=2)
@@ -105,7 +109,7 @@ def test_both_outcomes_of_adafactor_are_as_near_as_fp32(size: float) -> None:
         assert ((ours - theirs).abs() <= 2**-18 * (theirs - start).abs().max() + 1.1 * stores).all()
 
 
-# --- what may not be done with such a number -----------------------------------------------------------------------
+# --- what Python does with such a number ----------------------------------------------------------------------------
 
 
 def reading(use: Any, make: Any = lambda x: x.norm()) -> type[Written]:
@@ -173,58 +177,53 @@ def by_type(x: float, *_: Any) -> float:
     return 1.0 if type(x) is float else 2.0
 
 
-STEERING: dict[str, tuple[Any, str]] = {
-    "branch": (branch, "for a branch"),
-    "truth": (lambda x, *_: 1.0 if x else 2.0, "for __bool__"),
-    "all": (lambda x, *_: 1.0 if all([x < 4.0]) else max(x, 0.1), "for a branch"),
-    "or": (lambda x, *_: x or 2.0, "for __bool__"),
-    "equal": (lambda x, *_: 1.0 if x == 1 else 2.0, "for __eq__"),
-    "member": (lambda x, *_: 1.0 if x in (1.0, 2.0) else 2.0, "for __eq__"),
-    "key": (lambda x, *_: {1.0: 2.0}.get(x, 1.0), "for __hash__"),
-    "float": (lambda x, *_: float(x), "for __float__"),
-    "int": (lambda x, *_: int(x), "for __int__"),
-    "round": (lambda x, *_: round(x), "for __round__"),
-    "floor": (lambda x, *_: x // 1, "for __floordiv__"),
-    "remainder": (lambda x, *_: x % 1, "for __mod__"),
-    "root": (lambda x, *_: math.sqrt(x), "for __float__"),
-    "finite": (lambda x, *_: 1.0 if math.isfinite(x) else 0.0, "for __float__"),
-    "whole": (lambda x, *_: 1.0 if x.is_integer() else 2.0, "for is_integer"),
-    "exponent": (lambda x, *_: 2.0**x, "for __rpow__"),
-    "type": (lambda x, *_: 1.0 if type(x) is float else 2.0, r"asks for types \(type in <lambda>\(\)\)"),
-    "type in a function": (by_type, r"asks for types \(type in by_type\(\)\)"),
-    "power": (lambda x, *_: x**x, "an exponent that is no constant"),
-    "other power": (lambda x, *_: x ** (1 / 3), "no multiple of a half"),
-    "tiny": (lambda x, *_: x / (x + 1e-60), "no number of fp32"),
-    "large": (lambda x, *_: min(1e300, x), "no number of fp32"),
-    "text": (text, "for __format__"),
-    "caught": (caught, "for __float__"),
-    "handled": (handled, "a division by it in a `try`"),
-    "handled outside": (handled_outside, "a power in a `try`"),
-    "suppressed": (suppressed, "a division by it in a `try`"),
-    "tensor": (lambda x, *_: torch.tensor(x), "for a conversion"),
-    "host tensor": (lambda x, *_: torch.ones(()) * x, "a tensor that is not of the parameter"),
-    "state": (kept, r"keeps it in optimizer\.state\[p\]\['last'\]"),
-    "attribute": (attribute, r"keeps it in optimizer\.last"),
-    "no effect": (lambda x, *_: (max(1.0, x), 1.0)[1], "changes no number"),
-    "operations": (operations, "does something else for each outcome"),
-    "four": (lambda x, *_: math.prod(max(y, x) for y in (1.0, 2.0, 3.0, 4.0)), "more than three times"),
-    "cancelling": (lambda x, *_: (x + 1e8) - 1e8, "fp32 may cancel more"),
-    "tiny sum": (lambda x, *_: (1 + x * 1e-8) - 1, "fp32 may cancel more"),
-    "two sums": (lambda x, *_: (1 + x) - x, "fp32 may cancel more"),
-    "far away": (lambda x, *_: x * 1e30 / 1e30, "may leave fp32's range"),
-}  # fmt: skip
+STEERING: dict[str, Any] = {
+    "branch": branch,
+    "truth": lambda x, *_: 1.0 if x else 2.0,
+    "all": lambda x, *_: 1.0 if all([x < 4.0]) else max(x, 0.1),
+    "or": lambda x, *_: x or 2.0,
+    "equal": lambda x, *_: 1.0 if x == 1 else 2.0,
+    "member": lambda x, *_: 1.0 if x in (1.0, 2.0) else 2.0,
+    "key": lambda x, *_: {1.0: 2.0}.get(x, 1.0),
+    "float": lambda x, *_: float(x),
+    "int": lambda x, *_: int(x),
+    "round": lambda x, *_: round(x),
+    "floor": lambda x, *_: x // 1,
+    "remainder": lambda x, *_: x % 1,
+    "root": lambda x, *_: math.sqrt(x),
+    "finite": lambda x, *_: 1.0 if math.isfinite(x) else 0.0,
+    "whole": lambda x, *_: 1.0 if x.is_integer() else 2.0,
+    "exponent": lambda x, *_: 2.0**x,
+    "type": lambda x, *_: 1.0 if type(x) is float else 2.0,
+    "type in a function": by_type,
+    "power": lambda x, *_: x**x,
+    "other power": lambda x, *_: x ** (1 / 3),
+    "tiny": lambda x, *_: x / (x + 1e-60),
+    "large": lambda x, *_: min(1e300, x),
+    "text": text,
+    "caught": caught,
+    "handled": handled,
+    "handled outside": handled_outside,
+    "suppressed": suppressed,
+    "tensor": lambda x, *_: torch.tensor(x),
+    "host tensor": lambda x, *_: torch.ones(()) * x,
+    "state": kept,
+    "attribute": attribute,
+    "no effect": lambda x, *_: (max(1.0, x), 1.0)[1],
+    "operations": operations,
+    "four": lambda x, *_: math.prod(max(y, x) for y in (1.0, 2.0, 3.0, 4.0)),
+    "cancelling": lambda x, *_: (x + 1e8) - 1e8,
+    "tiny sum": lambda x, *_: (1 + x * 1e-8) - 1,
+    "two sums": lambda x, *_: (1 + x) - x,
+    "far away": lambda x, *_: x * 1e30 / 1e30,}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEERING)
-def test_what_needs_its_value_is_rejected_or_runs_as_written(name: str) -> None:
-    use, message = STEERING[name]
-    make = reading(use)
-    with pytest.raises(UnsupportedUpdate, match=message):
-        compiled(make)
+def test_whatever_python_does_with_it_is_right(name: str) -> None:
+    make = reading(STEERING[name])
     optimizer, params = compiled(make, "fp32", unsupported="twin")
-    run(optimizer, 2)
-    assert bookkeeping(optimizer).twin
-    assert equal(values(optimizer, params), in_dtype(make, 2, torch.float32))
+    run(optimizer, 3)
+    assert near(values(optimizer, params), in_dtype(make, 3, torch.float32))
 
 
 def far_and_back(x: float, *others: Any) -> float:
@@ -234,24 +233,20 @@ def far_and_back(x: float, *others: Any) -> float:
     return x / 16
 
 
-def test_what_leaves_the_range_runs_as_written_where_validation_sees_it() -> None:
-    """It is seen before anything is written."""
-    make = reading(far_and_back)
-    optimizer, params = compiled(make, "fp32", unsupported="twin")
+def test_what_leaves_the_range_of_fp32_is_right() -> None:
+    optimizer, params = compiled(reading(far_and_back), "fp32")
     run(optimizer, 2)
-    assert "and what they find differs by more than rounding" in bookkeeping(optimizer).twin
-    assert equal(values(optimizer, params), in_dtype(make, 2, torch.float32))
-    rejected, params = compiled(make, "fp32", unsupported="error")
-    with pytest.raises(TranslationError, match="rounding explains"):
-        run(rejected, 1)
-    assert equal(values(rejected, params), [p.detach() for p in parameters(torch.float32)])
+    assert near(values(optimizer, params), in_dtype(reading(far_and_back), 2, torch.float32))
 
 
-def test_values_that_are_no_fp32_numbers_are_rejected() -> None:
-    with pytest.raises(UnsupportedUpdate, match=r"for a value in torch\.int64"):
-        compiled(reading(lambda x, *_: x / 10, lambda g: (g > 0).sum()))
-    with pytest.raises(UnsupportedUpdate, match=r"for a branch on|for a value in torch\.bool"):
-        compiled(reading(lambda x, *_: 1.0 if x else 2.0, lambda g: g.norm() > 1))
+def test_values_that_are_no_fp32_numbers_are_right() -> None:
+    for make in (
+        reading(lambda x, *_: x / 10, lambda g: (g > 0).sum()),
+        reading(lambda x, *_: 1.0 if x else 2.0, lambda g: g.norm() > 1),
+    ):
+        optimizer, params = compiled(make, "fp32", unsupported="twin")
+        run(optimizer, 2)
+        assert near(values(optimizer, params), in_dtype(make, 2, torch.float32))
 
 
 class Largest(Written):
@@ -265,9 +260,10 @@ class Largest(Written):
             p.sub_(p.grad / largest, alpha=0.1)
 
 
-def test_a_number_of_another_parameter_is_noticed() -> None:
-    with pytest.raises(UnsupportedUpdate, match=r"updates .* with tensors of"):
-        compiled(Largest)
+def test_a_number_of_another_parameter_is_right() -> None:
+    optimizer, params = compiled(Largest, "fp32")
+    run(optimizer, 2)
+    assert near(values(optimizer, params), in_dtype(Largest, 2, torch.float32))
 
 
 class Sorted(Written):
@@ -281,8 +277,7 @@ def test_other_functions_that_compare_are_understood_too() -> None:
     optimizer, params = compiled(Sorted, "fp32")
     run(optimizer, 3)
     assert not bookkeeping(optimizer).twin
-    pairs = zip(values(optimizer, params), in_dtype(Sorted, 3, torch.float32), strict=True)
-    assert all(torch.allclose(ours, theirs, rtol=2**-20, atol=2**-22) for ours, theirs in pairs)
+    assert near(values(optimizer, params), in_dtype(Sorted, 3, torch.float32))
 
 
 # --- torch's Adafactor in a run ------------------------------------------------------------------------------------
@@ -295,7 +290,7 @@ def test_explain_and_bytes(tmp_path: Any) -> None:
     assert "fp32 by row" in told
     assert "fp32 by column" in told
     elements = sum(p.numel() for p in params)
-    words = 2 * elements + 4 * 17  # gradients; the second moment of the vector
+    words = 2 * elements + 3 * 17  # gradients; the second moment of the vector
     small = sum(p.numel() // p.shape[-1] + p.numel() // p.shape[-2] for p in params if p.dim() > 1)
     assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx((words + 4 * elements + 4 * small) / elements)
 
@@ -318,25 +313,11 @@ def test_a_run_goes_on_from_a_checkpoint_and_torch_loads_it() -> None:
     assert equal(values(second, resumed), values(whole, params))
 
 
-def test_a_rate_that_is_a_tensor_runs_as_written() -> None:
+def test_a_rate_may_be_a_tensor() -> None:
     make = partial(Adafactor, lr=torch.tensor(0.05))
-    optimizer, params = compiled(make, "fp32", unsupported="twin")
+    optimizer, params = compiled(make, "fp32")
     run(optimizer, 2)
-    assert bookkeeping(optimizer).twin
-    assert equal(values(optimizer, params), in_dtype(make, 2, torch.float32))
-
-
-def test_a_step_that_is_recorded_often_has_to_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for make, side, is_captured in (
-        (Relative, 54, False),
-        (Relative, 56, True),
-        (Scaled, 4, True),
-        (FACTORED, 64, True),
-    ):
-        params = parameters(torch.bfloat16, [(side, side)])
-        optimizer = collage_neuron.compile(make(params), verbose=False, unsupported="twin")
-        run(optimizer, 1)
-        assert (not bookkeeping(optimizer).twin) is is_captured
+    assert near(values(optimizer, params), in_dtype(make, 2, torch.float32))
 
 
 FOUR = 4.0
@@ -374,7 +355,6 @@ class Most(Guarded):
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("make", [Guarded, Counting, Mapping, Most])
 def test_what_is_decided_by_all_parameters_is_decided_for_all(make: type[Written], count: int) -> None:
-    """By identity too, which no comparison shows: joint steps are recorded in which parameters get other answers."""
     params, wanted = ([Parameter(torch.ones(4, 8)) for _ in range(count)] for _ in range(2))
     optimizer, plain = collage_neuron.compile(make(params), strategy="fp32", unsupported="twin"), make(wanted)
     for size in (1.0, 1.0, 100.0, 1.0):
@@ -383,11 +363,10 @@ def test_what_is_decided_by_all_parameters_is_decided_for_all(make: type[Written
                 p.grad = torch.full_like(p, 0.125 * scale)
         optimizer.step()
         plain.step()
-    assert bookkeeping(optimizer).twin
-    assert equal(values(optimizer, params), wanted)
+    assert near(values(optimizer, params), [p.detach() for p in wanted])
 
 
-def test_what_is_decided_for_each_parameter_is_captured() -> None:
+def test_what_is_decided_for_each_parameter_is_right() -> None:
     """Whatever function asks, and with as many parameters as there may be."""
 
     class Each(Guarded):
@@ -406,4 +385,4 @@ def test_what_is_decided_for_each_parameter_is_captured() -> None:
                 p.grad = torch.full_like(p, 0.125 * scale)
         optimizer.step()
         plain.step()
-    assert all(torch.allclose(x, y, rtol=2**-22) for x, y in zip(values(optimizer, params), wanted, strict=True))
+    assert near(values(optimizer, params), [p.detach() for p in wanted])
