@@ -62,6 +62,10 @@ class History:
     not_covered: int = 0
     """Number of jobs for which no sample could be made."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy validates its updates anew: compiled ones belong to this process."""
+        return vars(self) | {"known": set()}
+
 
 def history_of(optimizer: Optimizer) -> History:
     """The history of `optimizer`; an empty one if it has none yet."""
