@@ -16,6 +16,7 @@ from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.eager import sizes
 from collage_neuron.eager.told import why
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
 from collage_neuron.optimizer.compiled import base_of
@@ -81,19 +82,29 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
     and tensors in attributes and settings of groups with them, also in lists, dictionaries, sets and deques; not those
     in other objects, in closures or in globals, nor the fp32 values, which exist for the duration of a step.
     """
-    if _runs_as_written(optimizer):
+    planned = _planned(optimizer)
+    if planned is None:
         groups = optimizer.param_groups
         elements: int = sum(p.numel() for group in groups for p in group["params"])
         each = (sum(sizes.bytes_by_name(optimizer, group).values()) for group in groups)
         return (sum(each) + sizes.bytes_elsewhere(optimizer)) / max(1, elements)
-    jobs = [job for _, job in _jobs(optimizer)]
+    jobs = [job for _, job in planned]
     total = sum(sum(memory.sizes_of(optimizer, job).values()) for job in jobs)
     return total / max(1, memory.elements_of(jobs))
 
 
-def _runs_as_written(optimizer: Optimizer) -> bool:
+def _planned(optimizer: Optimizer) -> list[tuple[int, plan.Job]] | None:
+    """The updates of the next step; None if it runs as written, or may, and is not known before it is taken."""
     require_compiled(optimizer)
-    return bool(bookkeeping(optimizer).twin)
+    if bookkeeping(optimizer).twin:
+        return None
+    try:
+        return list(_jobs(optimizer))
+    except UnsupportedUpdate:
+        settings = list(map(Settings.of, optimizer.param_groups))
+        if all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in settings):
+            return None
+        raise
 
 
 def about(optimizer: Optimizer) -> dict[str, Any]:
@@ -136,9 +147,9 @@ def explain(optimizer: Optimizer | torch.nn.Module, *, graphs: bool = False, pas
     """
     if isinstance(optimizer, torch.nn.Module):
         return describe(optimizer)
-    if _runs_as_written(optimizer):
+    jobs = _planned(optimizer)
+    if jobs is None:
         return "\n".join(_explain_as_written(optimizer, i, group) for i, group in enumerate(optimizer.param_groups))
-    jobs = list(_jobs(optimizer))
     if passes:
         return "\n".join(_explain_passes(optimizer, i, job, graphs) for i, job in jobs)
     last = [line_of(base_of(type(optimizer)), optimizer, [job for _, job in jobs])] if jobs else []
@@ -238,7 +249,7 @@ def _explain_as_written(optimizer: Optimizer, index: int, group: Mapping[str, An
             _row("total", "", sum(found.values()), elements),
             *([f"in attributes and settings: {elsewhere / 1e6:.3g} MB of all groups"] if elsewhere else []),
             f"during a step: {sizes.bytes_of_values(optimizer) / 1e6:.3g} MB of fp32 values of all groups",
-            f"why it is not captured: {why(optimizer)}",
+            f"why it is not captured: {why(optimizer) or 'it is not known before it is taken'}",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""torch's own elementwise classes are recorded, with any setting and any kind of parameter; all other code is traced."""
+"""torch's own elementwise classes are recorded, with any setting and any parameter; all other code is traced."""
 
 from __future__ import annotations
 
