@@ -16,7 +16,7 @@ from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.eager import sizes
 from collage_neuron.eager.told import reason_of, why
-from collage_neuron.errors import UnknownUpdate
+from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
 from collage_neuron.optimizer.compiled import base_of
@@ -100,8 +100,12 @@ def _planned(optimizer: Optimizer) -> tuple[list[tuple[int, plan.Job]], str]:
         return [], why(optimizer)
     try:
         return list(_jobs(optimizer)), ""
-    except UnknownUpdate as error:  # of a copy, say: the optimizer itself has taken steps
-        return [], reason_of(str(error))
+    except UnsupportedUpdate as error:
+        settings = list(map(Settings.of, optimizer.param_groups))
+        may_run_as_written = all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in settings)
+        if may_run_as_written or isinstance(error, UnknownUpdate):
+            return [], reason_of(str(error))
+        raise
 
 
 def about(optimizer: Optimizer) -> dict[str, Any]:

@@ -84,9 +84,9 @@ def _record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any
     while True:
         copied = alone(base, optimizer, group, p, shown)
         stepped = copied.step()
-        left, written = state_of(copied), {k for each in stepped.kind.planned for k in each.recording.captured.states}
-        # All states of a 0-d parameter are 0-d. Those that the step writes with what waits are its own, and no numbers.
-        tensors = {k for k in shown if not isinstance(shown[k], ParamShaped) and (k in written or waits(left.get(k)))}
+        # All states of a 0-d parameter are 0-d. Those that the step computes from what waits are tensors, no numbers.
+        waiting = {*stepped.kind.named[0], *(k for k, x in state_of(copied).items() if waits(x))}
+        tensors = {k for k, x in shown.items() if k in waiting and not isinstance(x, ParamShaped)}
         if not tensors:
             break
         shown |= dict.fromkeys(tensors, ParamShaped(p))

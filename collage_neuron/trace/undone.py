@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+from torch.optim import Optimizer
+
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.trace.generators import Generator, may_draw, of_object, of_process
 from collage_neuron.trace.reachable import is_filled, is_own, names_of, reachable
@@ -52,6 +54,8 @@ def _restoring(x: Any) -> Iterator[Callable[[], None]]:
         yield _of_generator(generator)
     elif isinstance(x, (dict, list, set, deque)):
         yield _of_container(x)
+    elif isinstance(x, Optimizer):  # which a function holds: with a copy's parameters it would write there
+        yield from map(_of_container, (vars(x), x.state, *x.param_groups))
     elif hasattr(x, "__next__"):
         raise UnknownUpdate(f"it uses a {type(x).__name__}, which can be neither copied nor put back")
     elif is_own(x) and hasattr(x, "__dict__"):

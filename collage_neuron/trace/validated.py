@@ -227,7 +227,7 @@ def _pieces(call: Bound) -> Iterator[Bound]:
     if not str(schema(call.func).name).startswith("aten::_foreach_"):
         yield call
         return
-    for i in range(len(call.args[0])):
+    for i in range(next(len(x) for x in call.args if isinstance(x, list))):  # a number may come first (`pow`)
         args = [[x[i]] if isinstance(x, list) else x for x in call.args]
         yield call._replace(args=args, returns=call.returns[i : i + 1])
 

@@ -110,42 +110,10 @@ def test_recording_leaves_the_optimizer_alone() -> None:
     assert optimizer.param_groups[0]["params"] == [p]
 
 
-class ByNdim(Optimizer):
-    """Decays matrices only: what it does depends on the shape."""
-
+class Normed(Optimizer):
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
+        super().__init__(params, {})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.ndim > 1:
-                    p.mul_(1 - 0.5 * group["lr"])
-                p.add_(p.grad, alpha=-group["lr"])
-
-
-def test_a_step_that_asks_for_the_shape_is_noticed() -> None:
-    assert "shape" in record(ByNdim([parameter(3, 4)])).asked
-    assert not record(CASES["adamw"]([parameter(3, 4)])).asked
-
-
-def test_schedules_kept_in_the_group_and_in_attributes_come_back() -> None:
-    class Counts(ByNdim):
-        k = 0
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            self.calls = getattr(self, "calls", 0) + 1
-            self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
-            super().step()
-
-    recording = record(Counts([parameter(3)]))
-    assert recording.group == {"k": 1}
-    assert recording.attributes == {"calls": 1}
-
-
-class Normed(ByNdim):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:

@@ -45,7 +45,7 @@ def trained(rule: Rule, **options: Any) -> torch.Tensor:
     p = torch.nn.Parameter(torch.zeros(300))
     optimizer: Any = Chosen([p], rule)
     if options:
-        optimizer = collage_neuron.compile(optimizer, verbose=False, unsupported="error", **options)
+        optimizer = collage_neuron.compile(optimizer, verbose=False, **options)
     for step in range(4):
         optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.01
         p.grad = torch.randn(300, generator=g).bfloat16().to(p.dtype)
@@ -57,7 +57,8 @@ def trained(rule: Rule, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_masks_choose_what_they_choose_in_fp32(name: str, backend: str) -> None:
-    found = trained(RULES[name], strategy="fp32", backend=backend)
+    unsupported = "twin" if name.startswith("known") else "error"
+    found = trained(RULES[name], strategy="fp32", backend=backend, unsupported=unsupported)
     assert (found - trained(RULES[name])).abs().max() <= 2**-22
 
 

@@ -1,0 +1,162 @@
+"""torch's own elementwise classes are recorded, with any setting and any parameter; all other code is traced."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+
+import collage_neuron
+from collage_neuron.trace.recorded import CLASSES, is_recorded
+from collage_neuron.trace.switch import TRACE
+
+Make = Callable[..., Any]
+
+ALL: dict[str, Make] = {
+    "ASGD": ASGD,
+    "Adadelta": partial(Adadelta, weight_decay=0.1),
+    "Adagrad": partial(Adagrad, lr_decay=0.1, initial_accumulator_value=0.5),
+    "Adam": partial(Adam, amsgrad=True),
+    "AdamW": partial(AdamW, maximize=True),
+    "Adamax": Adamax,
+    "NAdam": partial(NAdam, decoupled_weight_decay=True, weight_decay=0.1),
+    "RAdam": partial(RAdam, betas=(0.9, 0.99)),
+    "RMSprop": partial(RMSprop, centered=True, momentum=0.9),
+    "Rprop": Rprop,
+    "SGD": partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+SHAPES = ((), (5,), (2, 3), (1,))
+NEAR = {"rtol": 2**-18, "atol": 2**-20}
+"""Of fp32 words: the order of operations differs."""
+
+
+def stepped(make: Make, dtype: torch.dtype, steps: int = 8, change: Any = None) -> tuple[Any, list[torch.Tensor]]:
+    """The optimizer, and the values of parameters and their own states."""
+    draws = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(shape, generator=draws).bfloat16().to(dtype)) for shape in SHAPES]
+    optimizer = make(params)
+    is_ours = dtype == torch.bfloat16
+    if is_ours:
+        optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+    for t in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draws).bfloat16().to(dtype)
+        if change is not None:
+            change(optimizer, t)
+        optimizer.step()
+    read = collage_neuron.exact_value if is_ours else lambda _, p: p.detach()
+    states = [x for p in params for k, x in sorted(optimizer.state[p].items()) if k != "param_master"]
+    return optimizer, [*(read(optimizer, p) for p in params), *map(torch.as_tensor, states)]
+
+
+def assert_right(make: Make, change: Any = None) -> Any:
+    (optimizer, found), (_, exact) = (stepped(make, dtype, change=change) for dtype in (torch.bfloat16, torch.float32))
+    torch.testing.assert_close(found, exact, **NEAR, check_dtype=False)
+    return optimizer
+
+
+def test_they_are_all_of_torchs_elementwise_classes() -> None:
+    assert {c.__name__ for c in CLASSES} == ALL.keys()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("switch", ["off", "on"])
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_and_states_are_torchs(name: str, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parameters without dimensions too, whose states look like numbers of the host."""
+    monkeypatch.setenv(TRACE, switch)
+    assert_right(ALL[name])
+
+
+def _halve(optimizer: Any, t: int) -> None:
+    group = optimizer.param_groups[0]
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].mul_(0.5)
+    else:
+        group["lr"] *= 0.5
+
+
+OPTIONS: dict[str, Make] = {
+    "a rate in a tensor": lambda params: AdamW(params, lr=torch.tensor(0.01)),
+    "one of one dimension": lambda params: AdamW(params, lr=torch.tensor([0.01])),
+    "foreach": partial(AdamW, foreach=True),
+    "fused": partial(AdamW, fused=True),
+    "fused SGD": partial(SGD, lr=0.1, momentum=0.9, fused=True),
+    "foreach NAdam": partial(NAdam, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_and_rates_that_change(name: str) -> None:
+    assert_right(OPTIONS[name], _halve)
+
+
+def test_capturable_is_put_aside() -> None:
+    """On the CPU torch asserts another device: the update is that without the option."""
+
+    def capturable(params: Any) -> Any:
+        optimizer = AdamW(params)
+        for group in optimizer.param_groups:
+            group["capturable"] = params[0].dtype == torch.bfloat16
+        return optimizer
+
+    assert_right(capturable)
+
+
+class Doubles(AdamW):
+    """A subclass, of which one step in two is another one."""
+
+    t = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.t += 1
+        self.param_groups[0]["lr"] = 0.01 * (1 + self.t % 2)
+        return super().step(closure)
+
+
+def test_a_subclass_is_traced() -> None:
+    assert not is_recorded(Doubles)
+    assert assert_right(Doubles)._collage_bookkeeping.traces.kinds
+
+
+def test_code_in_the_place_of_torchs_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["torch.optim.adam"]
+    monkeypatch.setattr(module, "adam", partial(_doubled, module.adam))
+    assert not is_recorded(AdamW)
+    assert_right(AdamW)
+
+
+def _doubled(adam: Any, *args: Any, **kwargs: Any) -> None:
+    adam(*args, **kwargs | {"lr": 2 * kwargs["lr"]})
+
+
+def test_a_method_of_the_object_is_traced() -> None:
+    def make(params: Any) -> Any:
+        optimizer: Any = AdamW(params)
+        init = optimizer._init_group
+        optimizer._init_group = lambda group, *lists: init(group | {"amsgrad": False}, *lists)
+        return optimizer
+
+    assert not is_recorded(AdamW, make([Parameter(torch.ones(2))]))
+    optimizer = assert_right(make)
+    assert optimizer.state.keys() == {*optimizer.param_groups[0]["params"]}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on(copied: Any) -> None:
+    optimizer, _ = stepped(AdamW, torch.bfloat16, steps=3)
+    other = copied(optimizer)
+    for each in (optimizer, other):
+        for p in each.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        each.step()
+    pairs = zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True)
+    assert all(torch.equal(p, q) and torch.equal(optimizer.state[p]["step"], other.state[q]["step"]) for p, q in pairs)
