@@ -22,8 +22,10 @@ from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.visible import ParamShaped, visible
 from collage_neuron.states import kept_formats
+from collage_neuron.trace import met
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.copied import Copied, Stepped, attributes_of_torch
+from collage_neuron.trace.kinds import Kind
 from collage_neuron.trace.library_code import is_of_library
 from collage_neuron.trace.placeholders import waits
 
@@ -84,9 +86,8 @@ def _record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any
     while True:
         copied = alone(base, optimizer, group, p, shown)
         stepped = copied.step()
-        left = state_of(copied)
-        # All states of a 0-d parameter are 0-d. Those that turn out to wait are its own, and no numbers.
-        tensors = {k for k in shown if k in left and waits(left[k]) and not isinstance(shown[k], ParamShaped)}
+        # All states of a 0-d parameter are 0-d. Those that are computed with it are its own, and no numbers.
+        tensors = {k for k in _met(stepped.kind) if not p.dim() and not isinstance(shown.get(k), ParamShaped)}
         if not tensors:
             break
         shown |= dict.fromkeys(tensors, ParamShaped(p))
@@ -94,6 +95,11 @@ def _record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any
     if unread_states(found.captured.graph):
         return replace(found, following=recording_of(copied, copied.step()))
     return found
+
+
+def _met(kind: Kind) -> set[str]:
+    """The names of states that had values when the step began, and met values that wait."""
+    return {call.args[0][1][1] for call in kind.calls if call.func is met.state}
 
 
 def alone(
