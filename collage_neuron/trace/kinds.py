@@ -155,6 +155,8 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
             raise Uncompiled("step() updates a parameter without a gradient")
         if own.keys() - now.keys() - {"grad"}:
             raise Uncompiled("step() deletes a state")
+        if taken := {"param", "grad"}.intersection(keys):
+            raise Uncompiled(f"step() has a state called {min(taken)!r}, a name that something else has; rename it")
         _check_names(keys, lanes.refs(now))
         if any(tensors[place].dtype != torch.float32 for place in now.values()):
             raise Uncompiled("a state is not fp32")
