@@ -22,10 +22,8 @@ from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.visible import ParamShaped, visible
 from collage_neuron.states import kept_formats
-from collage_neuron.trace import met
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.copied import Copied, Stepped, attributes_of_torch
-from collage_neuron.trace.kinds import Kind
 from collage_neuron.trace.library_code import is_of_library
 from collage_neuron.trace.placeholders import waits
 
@@ -86,8 +84,9 @@ def _record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any
     while True:
         copied = alone(base, optimizer, group, p, shown)
         stepped = copied.step()
-        # All states of a 0-d parameter are 0-d. Those that are computed with it are its own, and no numbers.
-        tensors = {k for k in _met(stepped.kind) if not p.dim() and not isinstance(shown.get(k), ParamShaped)}
+        left, written = state_of(copied), {k for each in stepped.kind.planned for k in each.recording.captured.states}
+        # All states of a 0-d parameter are 0-d. Those that the step writes with what waits are its own, and no numbers.
+        tensors = {k for k in shown if not isinstance(shown[k], ParamShaped) and (k in written or waits(left.get(k)))}
         if not tensors:
             break
         shown |= dict.fromkeys(tensors, ParamShaped(p))
@@ -95,11 +94,6 @@ def _record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any
     if unread_states(found.captured.graph):
         return replace(found, following=recording_of(copied, copied.step()))
     return found
-
-
-def _met(kind: Kind) -> set[str]:
-    """The names of states that had values when the step began, and met values that wait."""
-    return {call.args[0][1][1] for call in kind.calls if call.func is met.state}
 
 
 def alone(
