@@ -164,6 +164,8 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
         recorder, positions = lane.recorder(lanes.refs(own | now).values())
         if not recorder.ops and own == now:
             continue
+        if taken := {"param", "grad"}.intersection(keys):
+            raise Uncompiled(f"step() has a state called {min(taken)!r}, a name that something else has; rename it")
         if "grad" not in own:
             raise Uncompiled("step() updates a parameter without a gradient")
         if gone := own.keys() - now.keys() - {"grad"}:

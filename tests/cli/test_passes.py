@@ -102,11 +102,11 @@ def test_the_legend_explains_what_occurs_and_nothing_else(capsys: pytest.Capture
 def test_cut_begins_with_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "Adafactor")
     assert "operations become" in text
-    assert " in 5 stages, which read " in " ".join(text.split())
+    assert " in 3 stages, which read " in " ".join(text.split())
     stages = " ".join(parts(text)[-1].split())
-    assert "0, reduction: adds elements up to reduced0 (one number), reduced1 (one for each row), reduced2" in stages
-    assert "; reads param, param_lo, grad 1, numbers: computes from such sums number0 (one for each row)" in stages
-    assert "4, elementwise: computes each element and stores param, param_lo; reads param, param_lo, grad" in stages
+    assert "0, reduction: adds elements up to reduced0 (one for each row), reduced1 (one for each column)" in stages
+    assert "; reads grad 1, numbers: computes from such sums number0 (one for each row)" in stages
+    assert "2, elementwise: computes each element and stores param, param_lo; reads param, param_lo, grad" in stages
 
 
 def test_random_bits_are_one_line_unless_all_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,9 +213,12 @@ def test_what_cannot_be_compiled_says_why(
     assert err.startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"), [("LBFGS", "its step() needs a closure"), ("Muon", "the update is not elementwise: aten.permute")]
-)
+def test_one_that_needs_a_closure_has_no_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["passes", "LBFGS"]) == 0
+    assert capsys.readouterr().out.startswith("passes: LBFGS has no passes to show: its step() needs a closure")
+
+
+@pytest.mark.parametrize(("name", "why"), [("Muon", "aten._to_copy.default makes a tensor of torch.bfloat16")])
 def test_what_runs_as_written_has_no_passes_and_says_why(
     name: str, why: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
