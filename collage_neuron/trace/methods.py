@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from collage_neuron.trace.placeholders import MADE, READ, STEP, WaitingParameter, WaitingTensor
+from collage_neuron.trace.placeholders import MADE, READ, STEP, WaitingParameter, WaitingTensor, waits
 
 _OPERATORS = (
     "abs", "add", "and", "eq", "ge", "gt", "iadd", "iand", "imul", "ior", "isub", "itruediv", "ixor", "le", "lt",
@@ -44,3 +44,16 @@ def _method(name: str) -> Any:
 for _name in (*(f"__{name}__" for name in _OPERATORS), *filter(_is_operation, dir(torch.Tensor))):
     for _kind in (WaitingTensor, WaitingParameter):
         setattr(_kind, _name, _method(_name))
+
+
+def _set(self: torch.Tensor, index: Any, value: Any) -> None:
+    """`x[mask] = number`: for a mask of no dimensions torch would ask whether it is true."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and not index.dim() and waits(index)
+    if is_mask and isinstance(value, (int, float)):
+        self.masked_fill_(index, value)
+    else:
+        torch.Tensor.__setitem__(self, index, value)
+
+
+for _kind in (WaitingTensor, WaitingParameter):
+    setattr(_kind, "__setitem__", _set)  # noqa: B010  # as above

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from as_written import everything, run
-from planned import plan
+from planned import plan_update
 from rowed import Came, Factored
 from torch import Tensor
 from torch.nn import Parameter
@@ -37,9 +37,10 @@ def compiled(make: Any, shapes: Any, **settings: Any) -> tuple[Any, list[Paramet
 
 def launched(make: Any, shapes: Any = SHAPES) -> list[Launch]:
     """The third step."""
-    optimizer, _ = compiled(make, shapes, strategy="plus", backend="reference")
+    optimizer, params = compiled(make, shapes, strategy="plus", backend="reference")
     run(optimizer, 2)
-    return [launches.launch(optimizer, job) for job in plan(make, optimizer, optimizer.param_groups[0], 0)]
+    group, alike = optimizer.param_groups[0], [[p for p in params if p.dim() == n] for n in {len(s) for s in shapes}]
+    return [launches.launch(optimizer, plan_update(make, optimizer, group, ps)) for ps in alike]
 
 
 def copied(launch: Launch) -> Launch:
