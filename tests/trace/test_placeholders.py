@@ -113,9 +113,8 @@ def test_another_thread_gets_an_error_and_the_step_is_repeated() -> None:
         p.sub_(g, alpha=lr)
 
     pool = ThreadPoolExecutor(1)
-
     p = Parameter(torch.ones(3, dtype=torch.bfloat16))
-    optimizer = collage_neuron.compile(Stepping([p], update), strategy="fp32", verbose=False)
+    optimizer: Any = collage_neuron.compile(Stepping([p], update), strategy="fp32", verbose=False)
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert raised == [WAITS]
