@@ -42,7 +42,7 @@ def modes() -> list[Any]:
 def without_modes() -> AbstractContextManager[object]:
     """A context in which no mode sees operations.
 
-    Noticed by `tests/trace/test_found.py::test_it_is_right`.
+    Noticed by `tests/trace/test_hostile.py::test_an_update_is_right`.
     """
     return torch.utils._python_dispatch._disable_current_modes()
 

@@ -120,7 +120,7 @@ def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """The same of all pairs, or of none if torch rejects one.
 
-    Noticed by `tests/trace/test_found.py::test_it_is_right`.
+    Noticed by `tests/trace/test_hostile.py::test_an_update_is_right`.
     """
     swap, done = torch._C._swap_tensor_impl, 0
     try:
@@ -153,7 +153,7 @@ def holders(t: torch.Tensor) -> int:
 users: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in torch's stubs
 """How often something in C++ refers to what is inside a tensor; the object of Python's counts once.
 
-Noticed by `tests/trace/test_found.py::test_it_is_right`.
+Noticed by `tests/trace/test_hostile.py::test_an_update_is_right`.
 """
 
 
@@ -214,5 +214,5 @@ def without_memory(
 inside: Callable[[torch.Tensor], int] = attrgetter("_cdata")
 """The identity of what is inside a tensor object: what `exchange` exchanges.
 
-Noticed by `tests/trace/test_found.py::test_it_is_right`.
+Noticed by `tests/trace/test_hostile.py::test_an_update_is_right`.
 """

@@ -91,7 +91,7 @@ def _in_modules(params: list[Any]) -> dict[str, Any]:
     return {"mine": len(params)}
 
 
-def _by_all_states(o: Any, p: Any, s: Any, t: int) -> float:
+def _by_all_states(o: Any, p: Any, s: Any, t: int) -> Any:
     s["n"] = t
     return 9.0 / sum(o.state[q].get("n", 0) for q in o.state)
 
