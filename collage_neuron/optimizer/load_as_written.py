@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,15 +18,20 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import small
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
-from collage_neuron.trace import dry_run
-from collage_neuron.trace.switch import is_traced
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.plan import Records
+    from collage_neuron.trace.dry_run import Known
 
 
-def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+def runs_as_written(
+    base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any], known: Known | None, records: Records
+) -> bool:
     """Returns True if steps run as written, or will with the settings that a checkpoint brings.
 
     Before its first step, an optimizer may not have said so. Then the names of its states in other shapes than their
-    parameter are not known either, and are learned here.
+    parameter are not known either, and are learned here: `known` is what is of the next step, where it is traced, and
+    `records` has its updates.
     """
     ours, own = bookkeeping(optimizer), [Settings.of(group) for group in optimizer.param_groups]
     try:
@@ -34,11 +39,9 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
     except ValueError:  # which is said of the group when it is loaded
         settings = own
     alike = list(map(_deciding, own)) == list(map(_deciding, settings))
-    if alike and (ours.twin or (ours.steps and not is_traced(base, optimizer))):
+    if alike and (ours.twin or (ours.steps and known is None)):
         return bool(ours.twin)
     ours.twin = ""
-    known = dry_run.known(base, optimizer)
-    records = dry_run.records(base, optimizer, known)
     for _, recording in () if known is None else known.of_groups(optimizer):
         small.learn(ours, recording.captured)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -48,7 +49,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
-        check_saved(optimizer, saved, lambda: load_as_written.runs_as_written(base, optimizer, saved))
+        check_saved(optimizer, saved, partial(_runs_as_written, base, optimizer, saved))
         seen.append(saved)
 
     handle = optimizer.register_load_state_dict_pre_hook(check)
@@ -104,6 +105,11 @@ def check_keys(saved: Saved) -> None:
         if key not in saved:
             found = ", ".join(map(repr, list(saved)[:5]))
             raise _refusal(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
+
+
+def _runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> bool:
+    known = dry_run.known(base, optimizer)
+    return load_as_written.runs_as_written(base, optimizer, saved, known, dry_run.records(base, optimizer, known))
 
 
 def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[], bool] = lambda: False) -> None:

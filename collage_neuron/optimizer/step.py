@@ -41,8 +41,8 @@ from collage_neuron.states import (
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import repeated, validated
+from collage_neuron.trace.classes import is_traced
 from collage_neuron.trace.kinds import Kind, Traces
-from collage_neuron.trace.switch import is_traced
 from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
 from collage_neuron.validation import validate
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +25,17 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
+from collage_neuron.trace.classes import attributes_of_torch
 from collage_neuron.trace.copies import Copies, Guard, without_value
 from collage_neuron.trace.kinds import Before, Kind, Left, check_states, planned_of, with_states
 from collage_neuron.trace.placeholders import has_value, wait, waits
 from collage_neuron.trace.waiting import SHARED, Waiting
 
 _READS = "step() reads a value, and before it none is known"
+
+
+SWITCHES = ("foreach", "fused", "capturable")
+"""Options of torch's own classes that select another implementation of the same update: a copy takes the plain one."""
 
 
 class Stepped(NamedTuple):
@@ -173,6 +177,32 @@ class Copied:
             raise Uncompiled(SHARED)
 
 
+def alone(
+    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], p: Any, shown: Mapping[str, Any]
+) -> Copied:
+    """A copy with one parameter, and its state; all numbers are on the host."""
+    copied = Copied(base, optimizer, torch.device("cpu"))
+    copied.add_params(0, [p])
+    own = {k: v for k, v in group.items() if k != "params" and not str(k).startswith("collage_")}
+    settings = {k: copied.copies.of(on_host(v)) for k, v in own.items()} | {k: False for k in SWITCHES if k in group}
+    copied.optimizer.param_groups = [settings | {"params": list(copied.params.values())}]
+    if shown:
+        copied.add_state(p, {k: on_host(v) for k, v in shown.items()})
+    return copied
+
+
+def on_host(value: Any) -> Any:
+    """A number that is a tensor on a device (a rate, a count), on the host."""
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def state_of(copied: Copied) -> dict[str, Any]:
+    """The state of its only parameter."""
+    (p,) = copied.params.values()
+    found: dict[str, Any] = copied.optimizer.state.get(p, {})
+    return found
+
+
 def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
     """A copy of all of an optimizer."""
     copied = Copied(base, optimizer)
@@ -193,15 +223,6 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
         else:
             made.state[copies.of(owner)] = copies.of(state)
     return copied
-
-
-@cache
-def attributes_of_torch() -> frozenset[str]:
-    """Attributes that every optimizer has: its groups and state, hooks, defaults.
-
-    When they are asked for, since the first optimizer of a process makes torch import its compiler, for two seconds.
-    """
-    return frozenset(vars(torch.optim.SGD([{"params": []}])))
 
 
 def _parameter(p: Tensor, device: torch.device | None) -> Any:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,18 +24,20 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import TRIED
 from collage_neuron.trace import shards
 from collage_neuron.trace.calls import Uncompiled
+from collage_neuron.trace.classes import is_traced
 from collage_neuron.trace.copied import Copied, whole
 from collage_neuron.trace.kinds import Kind, Traces
 from collage_neuron.trace.own_code import ASKS, Asked
 from collage_neuron.trace.recorded import record
-from collage_neuron.trace.switch import is_traced
 from collage_neuron.trace.undone import undone
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.plan import Records
 
 
 class Known:

@@ -20,8 +20,8 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.visible import visible
 from collage_neuron.trace.calls import Uncompiled, Written
+from collage_neuron.trace.copied import alone, state_of
 from collage_neuron.trace.placeholders import waits
-from collage_neuron.trace.recorded import alone, state_of
 from collage_neuron.trace.tape import Program, Tape
 from collage_neuron.trace.waiting import Waiting
 

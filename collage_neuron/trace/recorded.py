@@ -6,14 +6,10 @@ are. So one parameter shows what happens to all that are alike, and the optimize
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,44 +19,8 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.visible import ParamShaped, visible
 from collage_neuron.states import kept_formats
 from collage_neuron.trace.calls import Uncompiled
-from collage_neuron.trace.copied import Copied, Stepped, attributes_of_torch
-from collage_neuron.trace.library_code import is_of_library
+from collage_neuron.trace.copied import Copied, Stepped, alone, state_of
 from collage_neuron.trace.placeholders import waits
-
-CLASSES = frozenset(
-    getattr(torch.optim, name)
-    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
-"""The elementwise ones, whose step evaluates a closure once, first, and counts nothing outside of states."""
-SWITCHES = ("foreach", "fused", "capturable")
-"""Their options that select another implementation of the same update: a copy takes the plain one."""
-
-
-def is_recorded(base: type[Optimizer], optimizer: Optimizer | None = None) -> bool:
-    """Returns True for these classes, unless somebody has put code of another kind in the place of theirs."""
-    if base not in CLASSES or not is_of_library(base):
-        return False
-    if optimizer is not None and not _has_no_code_of_its_own(base, tuple(vars(optimizer))):  # type: ignore[arg-type]
-        return False
-    return all(map(is_of_library, code_of(base)))
-
-
-@lru_cache
-def _has_no_code_of_its_own(base: Any, attributes: tuple[str, ...]) -> bool:
-    """Returns True if no attribute of the object is in the place of one of its class."""
-    own = (k for k in attributes if k not in attributes_of_torch() and not k.startswith("_collage") and k != "step")
-    return not any(hasattr(base, k) for k in own)
-
-
-def code_of(base: type[Optimizer]) -> list[Any]:
-    """What the code of a class is, and what it refers to: the classes, and what is in their modules."""
-    return list(chain.from_iterable(names.values() for names in places_of_code(base)))
-
-
-def places_of_code(base: type[Optimizer]) -> list[Mapping[str, Any]]:
-    """Where that is."""
-    classes = base.__mro__[:-1]
-    return [*map(vars, classes), *(vars(sys.modules[name]) for name in dict.fromkeys(c.__module__ for c in classes))]
 
 
 def record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], p: Any) -> Recording:
@@ -93,32 +53,6 @@ def _record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any
     found = recording_of(copied, stepped)
     if unread_states(found.captured.graph):
         return replace(found, following=recording_of(copied, copied.step()))
-    return found
-
-
-def alone(
-    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], p: Any, shown: Mapping[str, Any]
-) -> Copied:
-    """A copy with one parameter, and its state; all numbers are on the host."""
-    copied = Copied(base, optimizer, torch.device("cpu"))
-    copied.add_params(0, [p])
-    own = {k: v for k, v in group.items() if k != "params" and not str(k).startswith("collage_")}
-    settings = {k: copied.copies.of(on_host(v)) for k, v in own.items()} | {k: False for k in SWITCHES if k in group}
-    copied.optimizer.param_groups = [settings | {"params": list(copied.params.values())}]
-    if shown:
-        copied.add_state(p, {k: on_host(v) for k, v in shown.items()})
-    return copied
-
-
-def on_host(value: Any) -> Any:
-    """A number that is a tensor on a device (a rate, a count), on the host."""
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def state_of(copied: Copied) -> dict[str, Any]:
-    """The state of its only parameter."""
-    (p,) = copied.params.values()
-    found: dict[str, Any] = copied.optimizer.state.get(p, {})
     return found
 
 

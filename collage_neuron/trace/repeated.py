@@ -9,7 +9,7 @@ looked at: settings that are not floats, and keys and types of states (the struc
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,11 +17,13 @@ from torch.optim import Optimizer
 from collage_neuron.errors import TranslationError
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.visible import kind_in
-from collage_neuron.runtime.plan import Records
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace.followed import Followed, Settings, follow, is_same
 from collage_neuron.trace.recorded import record
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.plan import Records
 
 
 class Repeats:

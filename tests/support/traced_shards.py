@@ -35,7 +35,7 @@ from traced_cases import LAUNCHED, Stepping
 
 import collage_neuron
 from collage_neuron.states.sharding import local
-from collage_neuron.trace.switch import TRACE
+from collage_neuron.trace.classes import TRACE
 
 Make = Callable[[Any], Optimizer]
 

@@ -15,8 +15,7 @@ from torch.nn import Parameter
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 import collage_neuron
-from collage_neuron.trace.recorded import CLASSES, is_recorded
-from collage_neuron.trace.switch import TRACE
+from collage_neuron.trace.classes import CLASSES, TRACE, is_recorded
 
 Make = Callable[..., Any]
 
@@ -59,7 +58,7 @@ def stepped(make: Make, dtype: torch.dtype, steps: int = 8, change: Any = None) 
 
 def assert_right(make: Make, change: Any = None) -> Any:
     (optimizer, found), (_, exact) = (stepped(make, dtype, change=change) for dtype in (torch.bfloat16, torch.float32))
-    torch.testing.assert_close(found, exact, **NEAR, check_dtype=False)
+    torch.testing.assert_close(found, exact, rtol=NEAR["rtol"], atol=NEAR["atol"], check_dtype=False)
     return optimizer
 
 

@@ -19,8 +19,8 @@ from traced_classes import CLASSES, SUMMING
 
 import collage_neuron
 from collage_neuron.passes.backends.nki import source_cache, target
+from collage_neuron.trace.classes import TRACE
 from collage_neuron.trace.kinds import NEW
-from collage_neuron.trace.switch import TRACE
 
 
 def stepped(
