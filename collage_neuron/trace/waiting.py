@@ -256,7 +256,7 @@ class Waiting:
     def _meet(self, x: torch.Tensor) -> int:
         """Makes a tensor wait that has a value; its place."""
         func, own = met.written(x, self._state_of(x), self.tensors[0].device)
-        makes = [Geometry(tuple(x.shape), x.stride(), x.dtype, 0)]
+        makes = [Geometry(tuple(x.shape), x.stride(), torch.float32, 0)]
         call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._count())
         self._note(call, [])
         self.met[call.first] = met.exchanged(x)
