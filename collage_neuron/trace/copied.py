@@ -81,7 +81,8 @@ class Copied:
     def _state(self, value: Any, p: Tensor) -> Any:
         if isinstance(value, ParamShaped):
             return without_value(p, None if type(value) is ParamShaped else value.shape, self._device)
-        return self.copies.of(value)
+        is_narrow = isinstance(value, Tensor) and value.dtype == torch.bfloat16  # a number of training in bf16
+        return self.copies.of(value.float() if is_narrow else value)
 
     def step(self, waiting: Callable[..., Waiting] = Waiting, *context: AbstractContextManager[Any]) -> Stepped:
         """Takes a step, in further contexts, whose calls are written down by `waiting`.

@@ -37,6 +37,8 @@ def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[A
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
     if name is not None and (x.numel() == 1 or not x.is_cpu):
         return state, [(tuple, name)]
+    if x.dtype != torch.float32:
+        return state, [(tuple, name)]
     value = float(x.reshape(-1)[0]) if x.numel() else 0.0
     if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):
         return aten.full.default, [[(int, n) for n in x.shape], (float, value)]
@@ -48,9 +50,12 @@ def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[A
 def _may_wait(x: torch.Tensor, device: torch.device, is_state: bool) -> bool:
     """Returns True for a tensor of which nothing else has the memory: no view, and no array of numpy's.
 
-    XLA says nothing of its memory, and would have to wait for the value, which of a state nobody needs.
+    XLA says nothing of its memory, and would have to wait for the value, which of a state nobody needs. A state of
+    training in bf16 waits in fp32, and is so afterwards.
     """
-    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device:
+    if type(x) not in ORDINARY or x.device != device:
+        return False
+    if x.dtype != torch.float32 and not (is_state and x.dtype == torch.bfloat16):
         return False
     if x.layout is not torch.strided or not x.is_contiguous() or x.requires_grad or x.is_inference():
         return False
@@ -96,7 +101,7 @@ def _stood_for(x: Any) -> Any:
 
 def exchanged(x: torch.Tensor) -> torch.Tensor:
     """Makes a tensor a placeholder; what has its value."""
-    other = placeholder(x.shape, x.stride(), x.dtype, x.device)
+    other = placeholder(x.shape, x.stride(), torch.float32, x.device)
     exchange(x, other)
     return other
 
@@ -111,7 +116,7 @@ def exchange(x: torch.Tensor, other: torch.Tensor) -> None:
 def copied(other: torch.Tensor) -> torch.Tensor:
     """A copy of what has the value of a tensor that waits."""
     other.__class__ = torch.Tensor
-    found = other.clone()
+    found = other.float() if other.dtype != torch.float32 else other.clone()
     other.__class__ = Returned
     return found
 
@@ -119,7 +124,7 @@ def copied(other: torch.Tensor) -> torch.Tensor:
 def give_back(x: torch.Tensor, other: torch.Tensor) -> None:
     """Gives it its value, in a step that is computed."""
     other.__class__ = torch.Tensor
-    give(x, other)
+    give(x, other.float())
 
 
 def exchange_back(x: torch.Tensor, other: torch.Tensor) -> None:

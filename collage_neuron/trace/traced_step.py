@@ -147,8 +147,9 @@ class TracedStep:
         calls, steady = [k.calls for k in earlier], kinds[0].quick if spare else ()
         self._names: dict[int, met.Name] | None = None
         self._mode = Waiting(tensors, same, calls, spare, steady, self._compute, self._state_of, self._copy_of)
-        for p in params if not all(p.is_cpu for p in params) else ():
-            self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE))
+        on_host = all(p.is_cpu for p in params)
+        for p in params if not (on_host and kinds) else ():
+            self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE), only_narrow=on_host)
         return self._mode
 
     def _found(self, presentation: Presentation, params: list[Any]) -> tuple[list[torch.Tensor], Before]:

@@ -265,7 +265,7 @@ class Waiting:
     def _meet(self, x: torch.Tensor) -> int:
         """Makes a tensor wait that has a value; its place."""
         func, own = met.written(x, self._state_of(x), self.tensors[0].device)
-        makes = [Geometry(tuple(x.shape), x.stride(), x.dtype, 0)]
+        makes = [Geometry(tuple(x.shape), x.stride(), torch.float32, 0)]
         call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._count())
         self._note(call, [])
         self.met[call.first] = met.exchanged(x)
@@ -306,13 +306,15 @@ class Waiting:
         self._inside[call.first : call.first + len(made)] = map(torch_privates.inside, made)
         self._places.update(zip(map(id, made), call.returns, strict=True))
 
-    def meet_states(self, p: torch.Tensor, state: Mapping[Any, Any]) -> None:
-        """Makes the states of a parameter wait that are not in words.
+    def meet_states(self, p: torch.Tensor, state: Mapping[Any, Any], only_narrow: bool) -> None:
+        """Makes the states of a parameter wait that are not in words, before the step.
 
-        On XLA before the step: what an operation gets there is not the object that the state has.
+        On XLA what an operation gets is not the object that the state has. And what is done with a state in bf16 alone,
+        before it meets anything, would be done in bf16.
         """
         for x in state.values():
-            if isinstance(x, torch.Tensor) and self._place(id(x)) is None and x.shape != p.shape:
+            is_other = isinstance(x, torch.Tensor) and self._place(id(x)) is None and x.shape != p.shape
+            if is_other and not (only_narrow and x.dtype != torch.bfloat16):
                 with suppress(Uncompiled):
                     self._meet(x)
 
