@@ -50,10 +50,10 @@ def _without_threads() -> Iterator[None]:
     """A context in which this thread cannot start others: nobody would know when what they do is to be undone."""
     start, own = threading.Thread.start, threading.get_ident()
 
-    def checked(thread: threading.Thread) -> None:
+    def checked(self: threading.Thread) -> None:
         if threading.get_ident() == own:
-            raise UnsupportedUpdate(f"it starts a thread ({type(thread).__name__})")
-        start(thread)
+            raise UnsupportedUpdate(f"it starts a thread ({type(self).__name__})")
+        start(self)
 
     threading.Thread.start = checked  # type: ignore[method-assign]
     try:

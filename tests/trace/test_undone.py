@@ -88,7 +88,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 
 def _state() -> str:
-    (cell,) = COUNT.__closure__  # type: ignore[attr-defined,misc]  # a function
+    (cell,) = COUNT.__closure__  # type: ignore[misc]  # a function
     of_classes = [sorted(vars(c)) for c in (Counter, Stepping)], Counter.made, COUNTER.n, cell.cell_contents
     of_functions = _function.__defaults__, vars(_function), RATE, "ADDED" in globals()
     drawn = DRAWS.getstate(), torch.get_rng_state().tolist(), random.getstate()
