@@ -33,7 +33,7 @@ ALL: dict[str, Make] = {
     "SGD": partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
 }
 SHAPES = ((), (5,), (2, 3), (1,))
-NEAR = {"rtol": 2**-18, "atol": 2**-20}
+RTOL, ATOL = 2**-18, 2**-20
 """Of fp32 words: the order of operations differs."""
 
 
@@ -58,7 +58,7 @@ def stepped(make: Make, dtype: torch.dtype, steps: int = 8, change: Any = None) 
 
 def assert_right(make: Make, change: Any = None) -> Any:
     (optimizer, found), (_, exact) = (stepped(make, dtype, change=change) for dtype in (torch.bfloat16, torch.float32))
-    torch.testing.assert_close(found, exact, rtol=NEAR["rtol"], atol=NEAR["atol"], check_dtype=False)
+    torch.testing.assert_close(found, exact, rtol=RTOL, atol=ATOL, check_dtype=False)
     return optimizer
 
 
