@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import ScriptError
 from collage_neuron.optimizer.compiled import Compiled
+from collage_neuron.runtime.closures import needs_one
 
 
 class Made(NamedTuple):
@@ -82,11 +83,20 @@ def make_of(module: ModuleType, name: str) -> Callable[[], Made]:
             )
         if made.scheduler is not None and not hasattr(made.scheduler, "step"):
             raise ScriptError(f"make() of {name} returns {_kind(made.scheduler)} as scheduler, which has no step()")
-        if isinstance(made.optimizer, Compiled):
-            raise ScriptError(f"make() of {name} compiles its optimizer; leave that line out, compare adds it")
+        _check_optimizer(name, made.optimizer)
         return made
 
     return checked
+
+
+def _check_optimizer(name: str, optimizer: Optimizer) -> None:
+    if needs_one(optimizer):
+        raise ScriptError(
+            f"{type(optimizer).__name__} cannot be compiled and compared here: its step() needs a closure, and the "
+            "loop of compare calls it without one; compare a script with a loop of its own, which has no make()"
+        )
+    if isinstance(optimizer, Compiled):
+        raise ScriptError(f"make() of {name} compiles its optimizer; leave that line out, compare adds it")
 
 
 def pattern() -> str:

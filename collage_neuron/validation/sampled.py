@@ -19,6 +19,7 @@ from collage_neuron.settings import FORMATS_KEPT, SKIPPED
 from collage_neuron.states import kept_formats, small, words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component
+from collage_neuron.states.sharding import ORDINARY, is_sharded
 from collage_neuron.states.store import ensure_stored
 
 if TYPE_CHECKING:
@@ -125,9 +126,12 @@ def _is_shaped(x: object) -> bool:
 
 
 def _own(x: Any) -> Any:
-    """A copy of what a step writes to in place (`optimizer/finish.py`): the optimizer's own stays as it is."""
+    """A copy of what a step writes to in place (`optimizer/finish.py`): the optimizer's own stays as it is.
+
+    Not of a number that a traced step has left in a group: it has no value yet, and nobody reads it there.
+    """
     if isinstance(x, Tensor):
-        return x.detach().clone()
+        return x.detach().clone() if type(x) in ORDINARY or is_sharded(x) else x
     return copy.copy(x) if type(x) in (list, dict) else x
 
 
