@@ -29,8 +29,14 @@ def record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any]
     Raises:
         UnsupportedUpdate: it cannot be compiled.
     """
+    shown = visible(optimizer.state.get(p, {}), p, ())
     try:
-        return _record(base, optimizer, group, p)
+        try:
+            return _record(base, optimizer, group, p, shown)
+        except UnsupportedUpdate:
+            if p.dim():
+                raise
+            return _record(base, optimizer, group, p, _as_numbers(optimizer.state.get(p, {}), shown))
     except Uncompiled as error:
         raise UnsupportedUpdate(f"{base.__name__} cannot be compiled: {error}") from error
     except UnsupportedUpdate:
@@ -38,9 +44,14 @@ def record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any]
         raise
 
 
-def _record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], p: Any) -> Recording:
-    state = optimizer.state.get(p, {})
-    shown = visible(state, p, ())
+def _as_numbers(state: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with all tensors as numbers: torch loads a number of a 0-d bf16 parameter in bf16, as it does states."""
+    return {k: state[k].float() if isinstance(state[k], Tensor) else v for k, v in shown.items()}
+
+
+def _record(
+    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], p: Any, shown: dict[str, Any]
+) -> Recording:
     while True:
         copied = alone(base, optimizer, group, p, shown)
         stepped = copied.step()

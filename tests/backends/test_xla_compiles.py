@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import foreign
 import pytest
 import torch
 from planned import plan_update
@@ -111,6 +112,22 @@ def test_adamw_compiles_once_through_a_schedule_of_zeros_ones_and_equal_numbers(
     xla: torch.device, arithmetic: str
 ) -> None:
     run_schedule(adamw(fresh_parameters(xla), strategy="plus", arithmetic=arithmetic))
+    assert compilations() == 1
+
+
+def transfers() -> int:
+    data = met.metric_data("TransferFromDeviceTime")
+    return 0 if data is None else int(data[0])
+
+
+@pytest.mark.parametrize("make", [foreign.Lion, foreign.CautiousAdamW])
+def test_a_traced_step_is_compiled_once_and_waits_for_no_value(xla: torch.device, make: Any) -> None:
+    """Validation looks at results in steps 1, 2, 4 and 8."""
+    optimizer = collage_neuron.compile(make(fresh_parameters(xla), lr=1e-3), strategy="plus")
+    run_schedule(optimizer, SCHEDULE[:4])
+    before = transfers()
+    run_schedule(optimizer, SCHEDULE[4:7])
+    assert transfers() == before
     assert compilations() == 1
 
 

@@ -55,7 +55,6 @@ def test_a_model_whose_optimizer_is_refused_stays_fp32() -> None:
 
 TORCH: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "Muon": (Muon, r"Muon cannot be compiled: aten._to_copy.default makes a tensor of torch.bfloat16: updates are"),
-    "LBFGS": (LBFGS, r"LBFGS cannot be compiled: .*TypeError: .*'closure'"),
     "SparseAdam": (SparseAdam, r"SparseAdam cannot be compiled: .*does not support dense gradients"),
 }
 
@@ -71,12 +70,6 @@ def test_a_refusal_is_one_sentence_and_not_a_traceback(name: str) -> None:
     with pytest.raises(UnsupportedUpdate) as caught:
         collage_neuron.compile(Acts(matrices(), UNSUPPORTED[name][0]))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "Muon"])
-def test_a_refusal_names_the_optimizer(name: str) -> None:
-    with pytest.raises(UnsupportedUpdate, match=name):
-        collage_neuron.compile(TORCH[name][0](matrices()))
 
 
 class Calls(Optimizer):
@@ -137,10 +130,10 @@ def test_a_refusal_of_an_optimizer_of_torch_points_into_it() -> None:
     refused(Muon(matrices()), UnsupportedUpdate, r" \(at .*/torch/optim/_muon.py:\d+\)$")
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Muon"])
-def test_a_class_that_cannot_be_rewritten_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedUpdate, match=f"{name} cannot be compiled"):
-        collage_neuron.compile(TORCH[name][0])  # type: ignore[call-overload]  # a class
+@pytest.mark.parametrize("base", [LBFGS, Muon])
+def test_a_class_that_cannot_be_rewritten_is_refused(base: Any) -> None:
+    with pytest.raises(UnsupportedUpdate, match=f"{base.__name__} cannot be compiled"):
+        collage_neuron.compile(base)
 
 
 class Normed(Optimizer):

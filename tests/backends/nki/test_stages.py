@@ -280,15 +280,14 @@ def in_columns(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, (1, x.shape[0]), dtype=x.dtype, device=x.device).copy_(x)
 
 
-@pytest.mark.parametrize("make", [Came, Mini])
-def test_memory_order_does_not_matter(make: Any) -> None:
-    """Rows that do not lie one after another; a parameter that is seen in another shape has to be contiguous."""
+def test_memory_order_does_not_matter() -> None:
+    """Rows that do not lie one after another."""
     found = []
     for turned in (False, True):
         params = parameters(((24, 40),))
-        if turned and make is Came:
+        if turned:
             params = [Parameter(in_columns(p.detach())) for p in params]
-        optimizer = collage_neuron.compile(make(params), strategy="plus", backend="nki", verbose=False, validate="off")
+        optimizer = collage_neuron.compile(Came(params), strategy="plus", backend="nki", verbose=False, validate="off")
         for _ in range(2):
             for p in params:
                 g = torch.arange(p.numel()).view(p.shape).to(p.dtype) / 500 - 1
