@@ -30,8 +30,9 @@ is computed twice. Parameters never share a sum.
   exact ones before they are rounded to fp32, so that a result may be the neighbour of the reference's, 1 ulp off
   ([Kernels](../kernels.md#sums-over-a-parameter); evidence: stand-in and independent interpreter).
 * Over parameters in shards (FSDP2's `fully_shard`, DTensor) such steps run [as written](../as_written.md), on CPUs:
-  sums are those of DTensor's own operations. Rejected, since the sum would be that of a part: shards that are no DTensors
-  (FSDP1, `p.tensor_model_parallel`, torch_xla's ZeRO-1); and `arithmetic="bf16"`, with which nothing runs as written.
+  sums are those of DTensor's own operations. Rejected, since the sum would be that of a part: shards that are no
+  DTensors (FSDP1, `p.tensor_model_parallel`, torch_xla's ZeRO-1); and `arithmetic="bf16"`, with which nothing runs as
+  written.
 * A state of one number that is computed from tensors (NovoGrad's second moment, 0-d) is kept in fp32, 4 bytes for a
   parameter, which `explain` lists and `bytes_per_parameter` counts. It must be fp32, and not of a 0-d parameter;
   `tests/optimizers/test_one_number.py` has what is promised and what is rejected.
