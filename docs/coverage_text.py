@@ -29,17 +29,10 @@ is computed twice. Parameters never share a sum.
 * `nki` has kernels for sums, means and norms of whole tensors, rows and columns, without fp64: within 2^-36 of the
   exact ones before they are rounded to fp32, so that a result may be the neighbour of the reference's, 1 ulp off
   ([Kernels](../kernels.md#sums-over-a-parameter); evidence: stand-in and independent interpreter).
-* Parameters in shards (FSDP2's `fully_shard`, DTensor with `Shard` and `Replicate`) on CPUs: sums are those of the
-  whole parameter, as DTensor's own are. Each process adds up its elements in fp64; the totals of all parameters are
-  gathered at once, for each level of sums (two norms of LAMB are one) and each mesh dimension that shards, and every
-  process adds them in one order, so that all have the same bits. In m shards a sum is within ceil(log2(m)) * 2^-53
-  more of the sum of its terms' magnitudes than in one process, before it is rounded to fp32; so runs mostly have the
-  same bits (`tests/distributed/test_stages_in_shards.py`). One more collective of 16 bytes for
-  each dimension of the mesh, of replicas too (HSDP has two), compares what processes are about to do: if one lacks a
-  gradient that others have, all processes of the mesh raise an error, where plain DTensors would wait for each other.
-* Rejected, since the sum would be that of a part: shards that are no DTensors (FSDP1, `p.tensor_model_parallel`,
-  torch_xla's ZeRO-1), shards on other devices than CPUs, sums over rows or columns of a DTensor, views of it, sums of
-  shards that Python reads (`.item()`), steps that handle shards themselves (`to_local()`); and `arithmetic="bf16"`.
+* Over parameters in shards (FSDP2's `fully_shard`, DTensor) such steps run [as written](../as_written.md), on CPUs:
+  sums are those of DTensor's own operations. Rejected, since the sum would be that of a part: shards that are no
+  DTensors (FSDP1, `p.tensor_model_parallel`, torch_xla's ZeRO-1); and `arithmetic="bf16"`, with which nothing runs as
+  written.
 * A state of one number that is computed from tensors (NovoGrad's second moment, 0-d) is kept in fp32, 4 bytes for a
   parameter, which `explain` lists and `bytes_per_parameter` counts. It must be fp32, and not of a 0-d parameter;
   `tests/optimizers/test_one_number.py` has what is promised and what is rejected.

@@ -1,7 +1,7 @@
 """Parameters that are sharded over processes (DTensor: FSDP2, tensor parallelism) or devices (torch_xla's SPMD).
 
-An elementwise update of a shard is the shard of the update: each process updates its own, and nothing is communicated;
-sums over parameters are added up between processes (`shard_sums`).
+An elementwise update of a shard is the shard of the update: each process updates its own, and nothing is communicated.
+Where others run as written, torch's own operations on DTensors communicate.
 States get the placement of their parameter, so that code that saves or reshards states needs no knowledge of ours.
 """
 

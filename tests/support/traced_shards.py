@@ -217,7 +217,7 @@ class Runs:
             g = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * t + i)).bfloat16()
             g = g if self.is_compiled else g.float()
             p.grad = self._spread(g)
-            if is_partial and self.how is not None:
+            if is_partial and self.is_compiled:
                 p.grad = DTensor.from_local(g if dist.get_rank() == 0 else 0 * g, self.mesh, [Partial()])
 
     def step(self, steps: range, is_partial: bool = False) -> Runs:
@@ -257,11 +257,15 @@ def as_written(
     make: Make, how: Sequence[Any] = (Shard(0),), is_partial: bool = False, mesh: DeviceMesh | None = None
 ) -> Ended:
     """What differs from plain torch over fp32 DTensors: a bit, or where launched steps come before, their roundings."""
-    chosen: Sequence[Any] = ({"strategy": "fp32"}, None)
-    ours, plain = (Runs(make, how, each, mesh).step(range(5), is_partial) for each in chosen)
+    plain, ours = (Runs(make, how, chosen, mesh) for chosen in (None, {"strategy": "fp32"}))
+    try:
+        plain.step(range(5), is_partial)
+    except RuntimeError as error:  # the newest torch rejects operations in place that change placements (Muon)
+        said = refusal(lambda: ours.step(range(5), is_partial), RuntimeError)
+        return Ended([] if said == str(error) else [said, str(error)], 1, 0, said)
+    ours.step(range(5), is_partial)
     found = ours.ended([])
-    is_rounded = found.kinds or is_partial  # whose gradients are summed first: sums over them have another order
-    return found._replace(different=far(ours, plain, 2**-20 if is_rounded else 0.0))
+    return found._replace(different=far(ours, plain, 2**-20 if found.kinds else 0.0))
 
 
 def launched(make: Make, how: Sequence[Any] = (Shard(0),), **chosen: Any) -> Ended:
@@ -340,7 +344,7 @@ def resumed(make: Callable[[Any], Optimizer], strategy: str, folder: Path, flat:
 
 def of_fsdp(folder: Path) -> dict[str, list[str]]:
     """What is wrong of each claim; nothing has to be."""
-    found = {f"{make.__name__} trained": trained(make, "fp32") for make in (Lamb, Novograd, StableAdamW, Muon)}
+    found = {f"{make.__name__} trained": trained(make, "fp32") for make in (Lamb, Novograd, StableAdamW)}
     found["launched"] = trained(foreign.Lion, "fp32", 2**-20)
     found["in words"] = trained(Lamb, "split433", 2**-14)
     found["lr, weight decay and two betas"] = trained(foreign.Lamb, "split433", 2**-14)
@@ -354,8 +358,7 @@ def of_fsdp(folder: Path) -> dict[str, list[str]]:
 
 
 RESUMED: Sequence[tuple[Any, str, bool]] = (
-    (Lamb, "split433", False), (Muon, "plus", False), (foreign.Lamb, "split433", True),
-    (foreign.ScheduleFreeAdamW, "plus", True),
+    (Lamb, "split433", False), (foreign.Lamb, "plus", True), (foreign.ScheduleFreeAdamW, "plus", False),
 )  # fmt: skip
 """Optimizers, strategies, and whether the state is flattened; torch itself saves no partial DTensors (Novograd)."""
 
