@@ -13,7 +13,7 @@ from collage_neuron.eager import limits
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording.bucketing import naming
+from collage_neuron.runtime.bucketing import naming
 from collage_neuron.runtime.closures import check_arguments
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion import held, loaded_before
+from collage_neuron.conversion import aliases, held, loaded_before
 from collage_neuron.conversion.budget import within
 from collage_neuron.eager import limits, told
 from collage_neuron.eager.step import check_sound
@@ -27,9 +27,8 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording import aliases
-from collage_neuron.recording.bucketing import naming
 from collage_neuron.runtime import recorded_formats, same_steps
+from collage_neuron.runtime.bucketing import naming
 from collage_neuron.runtime.closures import check_arguments
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer

@@ -20,8 +20,8 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
 from collage_neuron.optimizer import load_as_written
-from collage_neuron.recording.bucketing import buckets
 from collage_neuron.runtime import recorded_formats
+from collage_neuron.runtime.bucketing import buckets
 from collage_neuron.runtime.plan import Records
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import cleared, joined_words, kept_formats, low_words, narrow_counts, small

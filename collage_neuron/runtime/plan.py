@@ -24,8 +24,8 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording.bucketing import buckets, naming
 from collage_neuron.runtime import wrappers
+from collage_neuron.runtime.bucketing import buckets, naming
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.recorded_formats import as_stored, named, rewritten_for, signs_of
 from collage_neuron.runtime.rounding_probe import require_sound

@@ -18,11 +18,11 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, pointing_at
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.source_location import raised_at
-from collage_neuron.recording.visible import ParamShaped, visible
 from collage_neuron.runtime import surroundings, wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.visible import ParamShaped, visible
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.classes import attributes_of_torch

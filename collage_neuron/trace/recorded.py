@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.recording.visible import ParamShaped, visible
 from collage_neuron.states import kept_formats
+from collage_neuron.states.visible import ParamShaped, visible
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.copied import Copied, Stepped, alone, state_of
 from collage_neuron.trace.placeholders import waits

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.recording.visible import OneNumber, ParamShaped, Shaped
 from collage_neuron.states import kept_formats, words
 from collage_neuron.states.names import is_shared_word, names_in
 from collage_neuron.states.sharding import local, set_gradient
 from collage_neuron.states.store import kept_format
+from collage_neuron.states.visible import OneNumber, ParamShaped, Shaped
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:

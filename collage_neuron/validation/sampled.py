@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.recording.visible import ParamShaped, visible
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
 from collage_neuron.states import kept_formats, small, words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import ORDINARY, is_sharded
 from collage_neuron.states.store import ensure_stored
+from collage_neuron.states.visible import ParamShaped, visible
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.recording.visible import ParamShaped
 from collage_neuron.states import words
+from collage_neuron.states.visible import ParamShaped
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from updates import random_inputs
 
 import collage_neuron
 from collage_neuron.numerics.strategies import STRATEGIES
-from collage_neuron.recording.visible import ParamShaped
 from collage_neuron.states import words
+from collage_neuron.states.visible import ParamShaped
 
 SHAPE = (12, 20)
 

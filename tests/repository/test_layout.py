@@ -21,7 +21,6 @@ RANKS = (
     ("passes.pipeline", "passes.scaling"),
     ("settings",),
     ("states",),
-    ("recording",),
     ("runtime",),
     ("validation",),
     ("trace",),

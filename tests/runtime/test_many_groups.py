@@ -7,8 +7,8 @@ import torch
 
 import collage_neuron
 from collage_neuron import torch_privates
-from collage_neuron.recording import visible
 from collage_neuron.runtime import plan
+from collage_neuron.states import visible
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.validation import validate
 

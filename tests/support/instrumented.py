@@ -22,8 +22,8 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording.visible import ParamShaped
 from collage_neuron.states import words
+from collage_neuron.states.visible import ParamShaped
 
 U = 2.0**-24
 """What one rounding to fp32 may change, relatively."""

@@ -11,9 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.recording.visible import alike, told, told_in
 from collage_neuron.states import kept_formats, steady
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.visible import alike, told, told_in
 
 
 def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
