@@ -228,7 +228,7 @@ def test_the_square_of_a_product_with_a_number_of_any_sign_is_positive(k: float,
 
 def test_a_number_without_its_pair_is_still_asked_for(nki: None) -> None:
     with pytest.raises(ValueError, match=r"scalar c\d is -1\.0, but the kernel"):
-        after(compiled(partial(Scaled, k=-1.0, power=1), backend="nki", validate="off"), 0.5)
+        after(compiled(partial(Scaled, k=-1.0, power=1), backend="nki", validate="off", unsupported="error"), 0.5)
 
 
 @pytest.mark.parametrize("largest", [2.0**30, 2e19])
