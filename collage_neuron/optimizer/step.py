@@ -40,7 +40,7 @@ from collage_neuron.states import (
 )
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.sharding import settle_gradients
-from collage_neuron.trace import repeated, validated
+from collage_neuron.trace import dry_run, repeated, validated
 from collage_neuron.trace.classes import is_traced
 from collage_neuron.trace.kinds import Kind, Traces
 from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
@@ -129,7 +129,8 @@ def _tracing(
     if why := call.problem or why_not(base, optimizer, ours.traces.asked):
         return None, f"{base.__name__} cannot be compiled: {why}"
     launching = Launching(job_of, partial(_take_traced, base), partial(_validate_traced, base))
-    step = TracedStep(base, optimizer, ours.traces, launching, due)
+    following = {} if ours.traces.kinds else dry_run.following(base, optimizer)
+    step = TracedStep(base, optimizer, ours.traces, launching, due, following)
     return (None, step.given_up) if step.given_up else (step, "")
 
 

@@ -144,6 +144,13 @@ def _unknown(base: type[Optimizer], optimizer: Optimizer) -> Iterator[str]:
                 yield f"a parameter is on {p.device}, and steps are tried on {', '.join(TRIED)} only"
 
 
+def following(base: type[Optimizer], optimizer: Optimizer) -> dict[str, Recording]:
+    """The steps after the next one, where that does not show what its states are for; by the texts of its updates."""
+    found = known(base, optimizer)
+    each = () if found is None else (recording for _, recording in found.of_groups(optimizer))
+    return {one.captured.text: one.following for one in each if one.following is not None}
+
+
 def records(base: type[Optimizer], optimizer: Optimizer, known: Known | None) -> Records:
     """What has the recordings of the next step: what is known of it, or else a recording."""
     return partial(record, base, optimizer) if known is None else known.record

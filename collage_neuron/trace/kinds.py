@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from keyword import iskeyword
 from operator import itemgetter
@@ -70,6 +70,11 @@ class Planned(NamedTuple):
     numbers: list[Callable[[Sequence[float]], Any]]
     more: list[float]
     """Further slots: numbers that the calls have."""
+
+    def followed_by(self, following: Mapping[str, Recording]) -> Planned:
+        """The same with the step after it, which may show what states are for."""
+        found = following.get(self.recording.captured.text)
+        return self if found is None else self._replace(recording=replace(self.recording, following=found))
 
     def parts(self, numbers: Sequence[float]) -> Iterator[tuple[tuple[int, ...], list[float]]]:
         """Those of its parameters that share the numbers of a step too, and their slots."""

@@ -90,6 +90,10 @@ class WaitingTensor(torch.Tensor):
             compute_all()
             set_data(value_of(self), value_of(value))
 
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        """A copy is an operation too, so that it waits."""
+        return memo.setdefault(id(self), self.clone())  # type: ignore[no-any-return]
+
 
 set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """What `t.data = x` does to a tensor."""
@@ -119,7 +123,7 @@ def _of_device(name: str) -> Any:
 
 
 READ = (
-    "__array__", "__contains__", "__cuda_array_interface__", "__deepcopy__", "__dlpack__", "__dlpack_device__",
+    "__array__", "__contains__", "__cuda_array_interface__", "__dlpack__", "__dlpack_device__",
     "__format__", "__reduce_ex__", "__repr__", "__str__", "_reduce_ex_internal", "_typed_storage", "apply_",
     "as_subclass", "const_data_ptr", "data_ptr", "is_set_to", "is_shared", "map_", "mutable_data_ptr", "numpy",
     "register_hook", "share_memory_", "storage", "storage_type", "tolist", "untyped_storage",
@@ -134,6 +138,8 @@ for _kind in (WaitingTensor, WaitingParameter):
         setattr(_kind, _name, _of_value(_name))
     for _name in MADE:
         setattr(_kind, _name, _of_device(_name))
+
+WaitingParameter.__deepcopy__ = _of_value("__deepcopy__")  # type: ignore[method-assign]
 
 _WAITING = WaitingTensor, WaitingParameter
 _VALUE = "_collage_value"

@@ -88,10 +88,17 @@ class TracedStep:
     """One traced step."""
 
     def __init__(
-        self, base: type[Optimizer], optimizer: Optimizer, traces: Traces, launching: Launching, due: bool
+        self,
+        base: type[Optimizer],
+        optimizer: Optimizer,
+        traces: Traces,
+        launching: Launching,
+        due: bool,
+        following: Mapping[str, Recording],
     ) -> None:
+        """With the steps after this one, by the texts of updates, where these do not show what states are for."""
         self.optimizer, self.traces, self._launching, self._due = optimizer, traces, launching, due
-        self._name = base.__name__
+        self._name, self._following = base.__name__, following
         self._mode: Waiting | None = None
         self._began: Began
         self.may_repeat = False
@@ -312,6 +319,7 @@ class TracedStep:
                 return self.traces.add(kind)
         named = with_states(before.named, calls)
         planned, reads = planned_of(before, named, left, mode)
+        planned = [each.followed_by(self._following) for each in planned]
         for each in planned if self._has_parts else ():
             shards.check_elementwise(each.recording)
         quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, mode.tensors)
@@ -392,6 +400,7 @@ class TracedStep:
         except BaseException:
             self._mode = None  # all is as it was between steps
             raise
+        self._mode = None  # all is as it was between steps: what a backend raises does not come from placeholders
         measured = self._launching.take(optimizer, jobs) if jobs else []
         self._keep_objects(kind, mode, {id(p): values for p, _, values in states})
         self._keep_met(kind, mode)
