@@ -191,8 +191,9 @@ class TracedStep:
         """Called if the step raises, before anything else."""
         self.traces.temporaries = []  # the error's traceback has them
         self._has_raised = True
-        if self._mode is not None and type(error) in _OF_TORCH and not _raised_by_code(error):
-            self.may_repeat = self.may_run_as_written and not self._has_agreed
+        may_be_ours = self._mode is not None and not self._has_agreed
+        if may_be_ours and type(error) in _OF_TORCH and not _raised_by_code(error):
+            self.may_repeat = self.may_run_as_written
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
         if isinstance(error, Exception) and not self.may_repeat:
             with suppress(Exception):

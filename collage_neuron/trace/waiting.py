@@ -55,6 +55,8 @@ from collage_neuron.trace.placeholders import (
     waits,
 )
 
+aten = torch.ops.aten
+
 SHARED = "something else than a state keeps a value, a gradient or a state that was replaced"
 """Why a step is computed that leaves values which nobody could compute later."""
 
@@ -200,6 +202,8 @@ class Waiting:
     def _compared(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (step := fused.step_of(func)) is not None:
             return fused.run(step, args, dict(kwargs))
+        if func is aten.norm.ScalarOpt_dim:  # as torch has `x.norm()` on XLA devices
+            return self.call(aten.linalg_vector_norm.default, _of_norm(*args), None)
         if "out" in kwargs and (done := self._into(func, args, kwargs)) is not NotImplemented:
             return done
         if reads_values(func):
@@ -437,6 +441,11 @@ def _device(args: Iterable[Any]) -> torch.device:
     given = chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in args)
     device: torch.device = next(filter(waits, given)).device
     return device
+
+
+def _of_norm(x: Any, power: Any, dims: Sequence[int], *keepdim: bool) -> tuple[Any, ...]:
+    """The arguments of `linalg_vector_norm`, by which name the passes know norms, as `x.norm()` has it on the CPU."""
+    return (x, 2 if power is None else power, *((dims, *keepdim) if dims else ()))
 
 
 def _writes(func: Any) -> bool:
