@@ -3,6 +3,8 @@
 They cannot be trusted to: a parameter may have a gradient in one process only. So before anything is changed, they
 compare what they are about to do, each time that one of them may have sums to add; and all raise if it differs.
 Replicas take part (HSDP): if one raised alone, the others would take the step, and have other weights from then on.
+
+Steps of classes that are traced are launched by all of them, or run as written in all (`agreed`).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def offset_of_shard(p: Any) -> Sequence[int]:
 def part(t: Any) -> Any:
     """What is in a DTensor, or `t` itself; the newest `to_local()` makes a view of it.
 
-    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_whole_parameters`.
     """
     return t._local_tensor if hasattr(t, "to_local") else t
 
@@ -78,7 +78,7 @@ def sharded_like(part: torch.Tensor, t: Any) -> Any:
     """A DTensor that is sharded like the DTensor `t`, around a part of any dtype that may have no memory.
 
     `DTensor.from_local` calls an operation on the part.
-    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_whole_parameters`.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

@@ -98,7 +98,7 @@ def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
 def attributes(t: torch.Tensor) -> dict[str, Any]:
     """What code has left on a tensor object, without what a DTensor, or FSDP1, keeps there of itself.
 
-    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`, and by
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_whole_parameters`, and by
     `tests/conversion/test_wrapping.py::test_fsdp1_of_a_class_that_is_traced`.
     """
     own = vars(t)
@@ -135,7 +135,7 @@ def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def exchange_shards(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """The same of pairs among which are DTensors.
 
-    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_whole_parameters`.
     """
     for x, y in pairs:
         exchange(x, y)

@@ -213,8 +213,9 @@ class TracedStep:
         """Called if the step raises, before anything else."""
         self.traces.temporaries = []  # the error's traceback has them
         self._has_raised = True
-        if self._mode is not None and (self._mode.failed is not None or _is_of_torch(error)):
-            self.may_repeat = self.may_run_as_written and not self._has_agreed
+        mode = None if self._has_agreed else self._mode
+        if mode is not None and (mode.failed is not None or _is_of_torch(error)):
+            self.may_repeat = self.may_run_as_written
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
         if isinstance(error, Exception) and not self.may_repeat:
             with suppress(Exception):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from foreign import Lion
 from models import REPRESENTATIVE, bits
 from torch import nn
 from torch.optim import AdamW
@@ -188,6 +189,12 @@ def test_shards_end_with_the_bits_of_one_process_and_only_high_words_travel(
         assert [t.dtype for t in ranks.sent[rank]] == [torch.bfloat16] * len(SHAPES)
         assert [(t.shape[0] * size, *t.shape[1:]) for t in ranks.sent[rank]] == padded
     assert set(ranks.reduced) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("strategy", ["full", "fp32"])
+def test_so_do_those_of_a_class_that_is_traced(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "AdamW", Lion)
+    test_shards_end_with_the_bits_of_one_process_and_only_high_words_travel(2, strategy, monkeypatch)
 
 
 CUT = ((299,),)
