@@ -27,7 +27,7 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import recorded_formats, same_steps
+from collage_neuron.runtime import recorded_formats
 from collage_neuron.runtime.bucketing import naming
 from collage_neuron.runtime.closures import check_arguments
 from collage_neuron.runtime.plan import Records
@@ -131,7 +131,6 @@ def _compile(
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
     exchanged.remember(optimizer)
-    same_steps.note(optimizer, [recording for recording, _ in plans])
     group_changes.note(optimizer)
     bookkeeping(optimizer).twin = ""
     bookkeeping(optimizer).told -= {first_step.SAID, told.SAID}

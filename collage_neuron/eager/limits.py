@@ -15,7 +15,7 @@ from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
-from collage_neuron.states.shard_sums import why_not
+from collage_neuron.states.meshes import why_not
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
 from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.values import is_value

@@ -97,11 +97,6 @@ def totals(groups: Sequence[Tensor]) -> list[float]:
     return found
 
 
-def added_shards(x: Tensor) -> Tensor:
-    """The totals over all shards, which are along the last dimension of fp64 `x`."""
-    return folded(_padded(x, power_from(x.shape[-1])))
-
-
 def _padded(x: Tensor, size: int) -> Tensor:
     given = x.shape[-1]
     return x if given == size else torch.nn.functional.pad(x, (0, size - given))

@@ -15,7 +15,6 @@ from collage_neuron.passes.ir.update import Update
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import small, steady
 from collage_neuron.states.layout import ensure_all_stored
-from collage_neuron.states.shard_sums import shards_of
 from collage_neuron.states.sharding import first_element, gradients, local_parts, writable_gradient
 
 if TYPE_CHECKING:
@@ -44,14 +43,13 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
     has_views = update.seen_as is not None and not job.backend.reshapes
     states = steady.states_of(optimizer, job.params, seen)
-    shards = shards_of(job.params) if update.is_staged else ()
     if seen is None:
         parts = [local_parts(p, state, writes_gradient) for p, state in zip(job.params, states, strict=True)]
         if has_views:
             parts = [{key: _seen(of_param[key], key, update) for key in _keys(update)} for of_param in parts]
         rows = [[[of_param[key] for key in keys] for of_param in parts] for keys in (update.inputs, update.outputs)]
         numbers = small.of(states, job.recording.captured)
-        return Launch(update, vector, rows[0], rows[1], finite, small=numbers, shards=shards)
+        return Launch(update, vector, rows[0], rows[1], finite, small=numbers)
     grads = list(map(writable_gradient, job.params)) if writes_gradient else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
     for key in _keys(update) - columns.keys():
@@ -60,7 +58,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
         columns = {key: [_seen(t, key, update) for t in columns[key]] for key in _keys(update)}
     reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
     kept = None if drawing else _kept(seen.structure, job, grads)  # too many launches to look for one, if they draw
-    return Launch(update, vector, reads, writes, finite, kept, True, small.of(states, job.recording.captured), shards)
+    return Launch(update, vector, reads, writes, finite, kept, True, small.of(states, job.recording.captured))
 
 
 def _keys(update: Update) -> set[str]:

@@ -19,7 +19,7 @@ from collage_neuron.optimizer import bf16_before, continued, first_step, group_c
 from collage_neuron.optimizer.finish import finish
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.runtime import agreement, nonfinite, same_steps, surroundings
+from collage_neuron.runtime import agreement, nonfinite, surroundings
 from collage_neuron.runtime.closures import Call
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, job_of, plan
@@ -195,7 +195,6 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     group_changes.tell(optimizer, ours.groups, jobs, formats_of)
     known = validate.history_of(optimizer).known
     validate.check(base, optimizer, jobs, take, validated.of_recording, known)
-    same_steps.check(optimizer, jobs)  # the last check: what raises in one process must not leave others waiting
     finite = _all_finite(optimizer)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, left_out.taken(optimizer, jobs, finite), finite, written)

@@ -24,15 +24,13 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.bucketing import buckets, naming
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.recorded_formats import as_stored, named, rewritten_for, signs_of
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, steady
-from collage_neuron.states.shard_sums import why_not
-from collage_neuron.states.sharding import is_sharded, is_split
+from collage_neuron.states.sharding import is_split
 
 
 @dataclass(frozen=True)
@@ -123,13 +121,9 @@ def plan_update(
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
-    settings = Settings.of(group)
-    seen = steady.of(optimizer)
-    backend = _backend_of(settings, p, seen)
+    _backend_of(Settings.of(group), p, steady.of(optimizer))  # which may not be sound: before anything is recorded
     with naming(base):
         recording = records(group, p)
-        if recording.captured.reduces or recording.captured.seen_as is not None:
-            _check_whole(params, wrappers.are_of_zero(optimizer, seen), recording, backend)
         if any(map(math.isnan, recording.slots)):  # those of a traced step may be values, of gradients that are NaN
             raise ValueError(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
@@ -154,8 +148,6 @@ def job_of(
     if last is not None and last.job.params is params and last.fits(wanted, recording.slots):
         return replace(last.job, group=group, recording=recording)
     job, is_idle = _job(optimizer, group, params, recording, wanted)
-    if job.update.by_rows and any(map(is_sharded, params)):
-        raise _of_part(params[0], "sums over rows or columns would be those of the part")
     if seen is not None and not is_idle:
         seen.structure.keep(seen.structure.table("jobs"), id(params), _Last(job, wanted))
     return job
@@ -230,21 +222,3 @@ def _check_as_seen(params: list[torch.nn.Parameter], captured: Captured) -> None
                 f"{seen}mark_sharding (SPMD) has split it over devices, which says nothing of how states of that shape "
                 "are split; leave it whole, or use an optimizer that sees parameters as they are"
             )
-
-
-def _check_whole(params: list[torch.nn.Parameter], are_parts: bool, recording: Recording, backend: Backend) -> None:
-    """Raises for parameters of which this process has a part, if what others have of it cannot be added."""
-    for p in params:
-        if are_parts or not is_sharded(p):
-            if are_parts or wrappers.is_part(p):
-                raise _of_part(p, "no DTensor says which processes have the others; its sum would be that of the part")
-        elif recording.captured.seen_as is not None:
-            raise _of_part(p, "the step sees it in another shape (view), whose rows have elements in several processes")
-        elif not backend.adds_shards:
-            raise _of_part(p, f"backend {backend.name!r} does not add up sums of several processes")
-        elif reason := why_not(p):
-            raise _of_part(p, reason)
-
-
-def _of_part(p: torch.nn.Parameter, reason: str) -> UnsupportedUpdate:
-    return UnsupportedUpdate(wrappers.of_part(wrappers.SUMS, list(p.shape), reason))

@@ -80,8 +80,6 @@ class Bookkeeping:
     """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
     reductions: Any = None
     """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
-    adds_shards: bool = False
-    """True if steps add up sums over parameters between processes, as far as is known (`same_steps`)."""
     budget: int | None = None
     """The bytes per parameter that the user asked for, if the strategy was chosen by them."""
     budgeted: Any = None

@@ -13,7 +13,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.wrappers import SUMS, of_part
-from collage_neuron.states.shard_sums import why_not
+from collage_neuron.states.meshes import why_not
 from collage_neuron.states.sharding import ORDINARY, is_sharded, is_sharded_like
 from collage_neuron.trace.calls import Uncompiled
 

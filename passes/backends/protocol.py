@@ -20,17 +20,6 @@ AUTO = "; use backend='auto'"
 """The end of a reason why a backend cannot run an update: it is replaced by what can (`supported`)."""
 
 
-class Shard(NamedTuple):
-    """What a sum over a parameter needs if this process has a part of its elements."""
-
-    size: int
-    """Number of elements of the whole parameter."""
-    adds: tuple[Callable[[Tensor], Tensor], ...]
-    """What adds up totals of shards, one for each dimension of a mesh over which it is sharded: `adds[i](x)` returns
-    the sums over processes of 1-D fp64 `x`, the same bits in each. Equal ones are for the same processes; all of these
-    have to call it, with as many totals in the same order. Empty if this process has all elements."""
-
-
 class Launch(NamedTuple):
     """One update of one or several parameters, which share the numbers of this step."""
 
@@ -56,8 +45,6 @@ class Launch(NamedTuple):
     """True if what has the same key among `update.inputs` and `update.outputs` is known to be the same tensor."""
     small: Sequence[Mapping[str, Tensor]] = ()
     """For each parameter its states of one number (`update.small`), by name: 0-d fp32 tensors, read and written."""
-    shards: Sequence[Shard] = ()
-    """For each parameter how it is sharded over processes, if the update has reductions; empty if all are whole."""
 
 
 class Found(NamedTuple):
@@ -105,8 +92,6 @@ class Backend(ABC):
     views of the parameters, their gradients and their states."""
     reshapes: bool = False
     """True if launches shall have these components in the shapes of their own, because its computations reshape."""
-    adds_shards: bool = False
-    """True if its reductions add up what other processes have of a parameter (`Launch.shards`)."""
     draws: bool = False
     """True if it can run updates that draw random bits (`update.draws`), for stochastic rounding."""
     counts_first: bool = False

@@ -20,7 +20,6 @@ from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.tensor_sums import RUN, RUNS, groups_of
 from collage_neuron.passes.backends import on_host
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
-from collage_neuron.passes.backends.in_shards import found_in_shards
 from collage_neuron.passes.backends.inline import inlined
 from collage_neuron.passes.backends.protocol import EveryDevice, Found, Launch, Measure
 from collage_neuron.passes.backends.reference_rows import ReferenceRows
@@ -156,7 +155,6 @@ class Reference(ByParameter):
     draws = True
     reduces = True
     sees_as = True
-    adds_shards = True
 
     def lower(self, update: Update) -> Lowered:
         """A function that runs the graph, in pieces on the CPU."""
@@ -165,19 +163,15 @@ class Reference(ByParameter):
         return ReferenceStages(update) if update.is_staged else ReferenceUpdate(update)
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
-        """Runs each launch, parameter by parameter; of shards, the numbers of all launches are found before."""
+        """Runs each launch, parameter by parameter."""
         if any(narrows(reads[0].device) for launch in launches for reads in launch.reads[:1]):
             return on_host.run(self, launches)
-        return self.run_found(launches, found_in_shards(launches, self._sums_of))
+        return self.run_found(launches, [None] * len(launches))
 
     def run_found(self, launches: Sequence[Launch], before: Sequence[Found | None]) -> Sequence[Measure]:
         """The same if the stages before the last ones have been run, but for the launches that have None."""
         pairs = zip(launches, before, strict=True)
         return [measure for launch, found in pairs for measure in self.run_one(launch, found)]
-
-    def _sums_of(self, part: Launch, rows: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
-        sums = self.group_sums(part.update)
-        return [sums(reads, row) for reads, row in zip(part.reads, rows, strict=True)]
 
     def run_one(self, launch: Launch, before: Found | None = None) -> list[Measure]:
         """The same, and the stages of an update that has some."""
@@ -187,7 +181,7 @@ class Reference(ByParameter):
         measured = []
         for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
             own = launch.small[i : i + 1]
-            one = launch._replace(reads=[masked(launch, reads)], writes=[writes], small=own, shards=())
+            one = launch._replace(reads=[masked(launch, reads)], writes=[writes], small=own)
             if before is not None and isinstance(stages, ReferenceStages):
                 found = before.of(i)
                 results = stages.last(one, found)

@@ -7,8 +7,7 @@ Most updates are one elementwise stage. Those of optimizers with norms have seve
     stage 2, elementwise:  param, grad, number0 -> param, param_lo
 
 All stages read the components as they were before the step, and only the last one stores any: what an earlier stage has
-computed of each element is computed again, instead of being kept in memory. Between two stages is where the sums
-of a sharded parameter are added up over processes (`in_shards`): only there is a sum complete.
+computed of each element is computed again, instead of being kept in memory.
 """
 
 from __future__ import annotations

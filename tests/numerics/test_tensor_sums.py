@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.tensor_sums import LANES, RUN, RUNS, added_shards, mean_of, norm_of, sum_of
+from collage_neuron.numerics.tensor_sums import LANES, RUN, RUNS, mean_of, norm_of, sum_of
 
 SIZES = (1, 7, 127, 128, 129, 1000, RUN * RUNS, RUN * RUNS + 1, 2 * RUN * RUNS + 300)
 """At most four times 64 runs."""
@@ -108,11 +108,3 @@ def test_sums_of_64_runs_are_folded_with_those_of_the_second_half() -> None:
         for place, value in zip(order, (2.0**90, -(2.0**90), 1.0), strict=True):
             place.fill_(value)
         assert float(sum_of(x)) == total
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 64])
-def test_totals_of_shards_are_added_within_the_documented_bound(count: int) -> None:
-    x = torch.randn(7, count, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
-    levels = math.ceil(math.log2(count))
-    for own, total in zip(x.tolist(), added_shards(x).tolist(), strict=True):
-        assert abs(total - math.fsum(own)) <= (levels + 1) * 2**-53 * math.fsum(map(abs, own))

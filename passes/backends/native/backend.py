@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.passes.backends.in_shards import found_in_shards
 from collage_neuron.passes.backends.native.by_rows import run_by_rows
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.folds import compiled_fold, fold_of
@@ -90,7 +89,6 @@ class Native(Backend):
     draws = True
     reduces = True
     sees_as = True
-    adds_shards = True
     layouts = REFERENCE.layouts
     counts_first = True
     passes_once = True
@@ -170,11 +168,7 @@ class Native(Backend):
 
         Nothing is written before that, so that parameters which share memory can be left to the reference.
         """
-        found = found_in_shards(launches, self._sum_groups)
-        for i, launch in enumerate(launches):
-            if found[i] is None and _is_to_find(launch):
-                found[i] = find(launch, self._sum_groups)
-        return found
+        return [find(launch, self._sum_groups) if _is_to_find(launch) else None for launch in launches]
 
     def _sum_groups(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
         """The sums of groups for all parameters, those with equal dtypes at once; some are left to the reference."""

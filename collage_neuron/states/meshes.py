@@ -1,7 +1,6 @@
-"""Sums over parameters that are sharded over processes: which processes have parts, and how these are added up.
+"""Parameters that are sharded over processes: which processes have parts, and what they tell one another.
 
-Totals are gathered, and each process adds all of them in the order of the processes. So the bits are the same in each,
-whatever a communication library does in a sum of its own; and those of one parameter do not depend on the others.
+What each tells is gathered, in the order of the processes, so that all get the same answer.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.tensor_sums import added_shards
-from collage_neuron.passes.backends.protocol import Shard
 from collage_neuron.states.sharding import is_sharded
 
 
@@ -34,10 +31,6 @@ class Between:
         rows = x.new_empty(len(self), *x.shape)
         torch.distributed.all_gather_into_tensor(rows.view(-1), x, group=self.group)
         return rows
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The sums over processes of 1-D fp64 `x`."""
-        return added_shards(self.gathered(x).T)
 
 
 def why_not(p: Any) -> str | None:
@@ -65,13 +58,6 @@ def _between(p: Any, dims: Iterable[int]) -> tuple[Between, ...]:
     return tuple(Between(mesh.get_group(i)) for i in dims if mesh.size(i) > 1)
 
 
-def shards_of(params: Sequence[Any]) -> list[Shard]:
-    """How parameters are sharded, for sums over them; empty if none is a DTensor."""
-    if not any(map(is_sharded, params)):
-        return []
-    return [Shard(p.numel(), groups_of(p)) for p in params]
-
-
 def sample(x: Any, most: int) -> Tensor:
     """Up to twice as many elements of a DTensor, some of each process's part, the same in each: fp32, on the CPU."""
     groups = groups_of(x)
@@ -83,12 +69,6 @@ def sample(x: Any, most: int) -> Tensor:
     for group in groups:
         rows = group.gathered(rows.reshape(-1)).view(-1, 2, 2 * of_each)
     return rows[:, 0][rows[:, 1] == 1.0]
-
-
-def is_same_in(groups: Sequence[Between], number: int) -> bool:
-    """Returns True if all processes that share these groups give the same number, below 2**53: all get one answer."""
-    low, high = ends_in(groups, [number])
-    return bool(low[0] == high[0])
 
 
 def ends_in(groups: Sequence[Between], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
