@@ -83,7 +83,7 @@ def algebra(rule: Callable[..., Any]) -> str:
 
 
 def packages() -> str:
-    """The table of published packages: optimizers that are captured, and the others by reason."""
+    """The table of published packages: optimizers that are compiled, and the others by reason."""
     written = {of: {n: why for n, why in REFUSED_OF[of].items() if n not in REJECTED_OF[of]} for of in COVERED}
     rows = (
         [
@@ -92,7 +92,7 @@ def packages() -> str:
         ]
         for of in COVERED
     )  # fmt: skip
-    head = ("package", "captured", "captured in stages", "as written, because of", "rejected")
+    head = ("package", "compiled", "compiled in stages", "as written, because of", "rejected")
     return table(head, rows)
 
 
@@ -111,20 +111,20 @@ def further_packages() -> str:
         by_way: dict[str, dict[str, str]] = {way: {} for way in measure_packages.WAYS}
         for name, one in record["optimizers"].items():
             by_way[one["runs"]][name] = measure_packages.short(one)
-        captured, written, *others = by_way.values()
-        rows.append([f"`{package}` {record['version']}", *map(_names, (captured, written)), *map(_by_reason, others)])
+        compiled, written, *others = by_way.values()
+        rows.append([f"`{package}` {record['version']}", *map(_names, (compiled, written)), *map(_by_reason, others)])
     head = ("package", *(f"{way}, because it" if i > 1 else way for i, way in enumerate(measure_packages.WAYS)))
     return table(head, rows)
 
 
 def largest_difference() -> float:
-    """By how much those that are captured differ from plain fp32 at most, over the largest weight."""
+    """By how much those that are compiled differ from plain fp32 at most, over the largest weight."""
     records = measure_packages.stored().values()
     return max(float(one.get("off", 0)) for record in records for one in record["optimizers"].values())
 
 
 def counts() -> tuple[int, int, int]:
-    """Number of optimizers of packages that are captured, that run as written, and that are rejected."""
+    """Number of optimizers of packages that are compiled, that run as written, and that are rejected."""
     refused, rejected = (sum(map(len, of.values())) for of in (REFUSED_OF, REJECTED_OF))
     return sum(len(names.split()) for names in COVERED.values()), refused - rejected, rejected
 

@@ -36,7 +36,7 @@ NEAR = 10.0
 CANDIDATES = ("full", "split433", "split444")
 
 HEAD = (
-    "optimizer", "from", "runs", "why not captured", "bf16", *(f"`{s}`" for s in STRATEGIES[:-1]), "own fp32",
+    "optimizer", "from", "runs", "why not compiled", "bf16", *(f"`{s}`" for s in STRATEGIES[:-1]), "own fp32",
     "best / fp32",
 )  # fmt: skip
 

@@ -6,7 +6,7 @@
 
 Written to docs/coverage/packages.json; `docs/make_coverage.py` puts it on the page. Each optimizer takes STEPS steps
 with its own defaults under the strategy `fp32`, beside the same in plain fp32. As written the parameters must be equal
-bit for bit; captured ones may differ by the rounding of their operations: by how much of the largest
+bit for bit; compiled ones may differ by the rounding of their operations: by how much of the largest
 weight is stored.
 """
 
@@ -35,7 +35,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 
 RECORDS = Path(__file__).parent / "coverage" / "packages.json"
 STEPS = 5
-WAYS = ("captured", "as written", "rejected", "not tried", "wrong")
+WAYS = ("compiled", "as written", "rejected", "not tried", "wrong")
 REASONS = {
     "share memory": "holds views of its parameters",
     "in bf16 beside fp32": "makes a state in bf16 beside fp32",
@@ -93,7 +93,7 @@ def tried(cls: Any) -> dict[str, Any]:
     if twin := bookkeeping(optimizer).twin:
         equal = all(map(torch.equal, found, plain))
         return {"runs": WAYS[1] if equal else "wrong", "reason": twin.partition(";")[0]}
-    return {"runs": "captured", "off": off / largest}
+    return {"runs": "compiled", "off": off / largest}
 
 
 def short(record: dict[str, Any]) -> str:

@@ -126,7 +126,9 @@ class Lanes:
         at = 0
         for i, call in enumerate(calls, start=1):
             count = call.numbers()
-            if call.func is aten.full.default:
+            if call.func is aten.full.default and count:
+                self._share([call.first], i)  # a number of the step: where a lane has it, it is read
+            elif call.func is aten.full.default:
                 ref = self._ref(call.first)
                 self._loose[ref.storage] = Op(call.func, tuple(map(_constant, call.args)), (), (ref,), call.line)
             elif call.func not in (set_data, met.state):  # what a tensor is afterwards is its place

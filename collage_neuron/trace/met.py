@@ -14,7 +14,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.states.sharding import ORDINARY
-from collage_neuron.trace.calls import Uncompiled, Written
+from collage_neuron.trace.calls import NUMBER, Uncompiled, Written
 from collage_neuron.trace.placeholders import STEP, WAITS, give, placeholder, present, stands_for, withdraw
 
 aten = torch.ops.aten
@@ -27,8 +27,8 @@ def state(name: Name) -> None:
     """Stands for an operation: a state meets values that wait."""
 
 
-def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[Any, Written]:
-    """The operation that made a tensor of the state with a name, and how its call is written.
+def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[Any, Written, list[float]]:
+    """The operation that made a tensor of the state with a name, how its call is written, and the numbers of that.
 
     Raises:
         Uncompiled: it is neither a state nor made of one number, or something else has its memory.
@@ -36,14 +36,17 @@ def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[A
     if not _may_wait(x, device, name is not None):
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
     if name is not None and (x.numel() == 1 or not x.is_cpu):
-        return state, [(tuple, name)]
+        return state, [(tuple, name)], []
     if x.dtype != torch.float32:
-        return state, [(tuple, name)]
+        return state, [(tuple, name)], []
     value = float(x.reshape(-1)[0]) if x.numel() else 0.0
     if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):
-        return aten.full.default, [[(int, n) for n in x.shape], (float, value)]
+        sizes = [(int, n) for n in x.shape]
+        if x.numel() == 1 and value:  # one that was computed, and is another one in each step
+            return aten.full.default, [sizes, NUMBER], [value]
+        return aten.full.default, [sizes, (float, value)], []
     if name is not None:
-        return state, [(tuple, name)]
+        return state, [(tuple, name)], []
     raise Uncompiled(f"a tensor of shape {list(x.shape)} has values, and is no state")
 
 

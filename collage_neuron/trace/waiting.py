@@ -9,10 +9,11 @@ written, with the tensor objects that it has already.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Token
-from itertools import chain
+from itertools import chain, islice
 from operator import gt
 from typing import Any
 
@@ -264,10 +265,10 @@ class Waiting:
 
     def _meet(self, x: torch.Tensor) -> int:
         """Makes a tensor wait that has a value; its place."""
-        func, own = met.written(x, self._state_of(x), self.tensors[0].device)
+        func, own, numbers = met.written(x, self._state_of(x), self.tensors[0].device)
         makes = [Geometry(tuple(x.shape), x.stride(), torch.float32, 0)]
         call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._count())
-        self._note(call, [])
+        self._note(call, numbers)
         self.met[call.first] = met.exchanged(x)
         self._just_met.append(id(x))
         self.has_met = True
@@ -458,6 +459,7 @@ class Waiting:
     def _run(self, call: Call, numbers: Iterator[float]) -> None:
         if call.rule is MEETS:
             met.give_back(self.tensors[call.first], self.met.pop(call.first))
+            deque(islice(numbers, call.numbers()), maxlen=0)  # it has its value
             return
         args = arguments(call.args, self.tensors, numbers)
         kwargs = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), self.tensors, numbers), strict=True))

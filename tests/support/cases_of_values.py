@@ -57,6 +57,21 @@ for _name, _update in IN_ONE_LINE.items():
 
 
 @launched
+def a_number_that_was_there_and_is_added_to(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    total = torch.tensor([float(t)])  # another one in each step
+    total.add_((g * g).sum())
+    p.sub_(g, alpha=lr / total.item())
+
+
+@computed
+def a_number_that_was_there_and_memory_that_is_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    total = torch.tensor([float(t)])
+    total.add_((g * g).sum())
+    p.sub_(g, alpha=lr * 0.5).mul_(1 - 0.25 * lr)
+    p.sub_(torch.from_numpy(g.numpy()) / total, alpha=lr)
+
+
+@launched
 def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """With a tensor that is made in the step, and has a value; and numbers before tensors, as torch once had them."""
     fixed = torch.full(p.shape, 0.5)

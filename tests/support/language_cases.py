@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import collage_neuron
 from collage_neuron.states.bookkeeping import bookkeeping
 
-CAPTURED, STAGES, AS_WRITTEN = "captured", "stages", "as written"
+COMPILED, STAGES, AS_WRITTEN = "compiled", "stages", "as written"
 """How an optimizer runs: elementwise, with sums of tensors, rows or columns, or as written (docs/as_written.md)."""
 
 
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     make: Callable[[Model], Optimizer]
     runs: str
     reason: str = ""
-    """Why it is not captured."""
+    """Why it is not compiled."""
     reference: torch.dtype = torch.float64
     """float32 where its own code rounds to fp32, and float64 parameters would not make it more accurate."""
     between: Callable[[Any, int], None] | None = None
@@ -67,15 +67,15 @@ def _curvature(optimizer: Any, number: int) -> None:
 
 
 CASES: dict[str, Case] = {
-    "AdamW": Case("torch", lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1, foreach=False), CAPTURED),
-    "Lion": Case("lion_pytorch", lambda m: lion_pytorch.Lion(m.parameters()), CAPTURED),
-    "ADOPT": Case("pytorch_optimizer", lambda m: pytorch_optimizer.ADOPT(m.parameters()), CAPTURED),
+    "AdamW": Case("torch", lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1, foreach=False), COMPILED),
+    "Lion": Case("lion_pytorch", lambda m: lion_pytorch.Lion(m.parameters()), COMPILED),
+    "ADOPT": Case("pytorch_optimizer", lambda m: pytorch_optimizer.ADOPT(m.parameters()), COMPILED),
     "schedule-free": Case(
-        "schedulefree", lambda m: schedulefree.AdamWScheduleFree(m.parameters(), lr=1e-3, foreach=False), CAPTURED
+        "schedulefree", lambda m: schedulefree.AdamWScheduleFree(m.parameters(), lr=1e-3, foreach=False), COMPILED
     ),
-    "AdEMAMix": Case("pytorch_optimizer", lambda m: pytorch_optimizer.AdEMAMix(m.parameters()), CAPTURED),
+    "AdEMAMix": Case("pytorch_optimizer", lambda m: pytorch_optimizer.AdEMAMix(m.parameters()), COMPILED),
     "Sophia": Case(
-        "as published: SophiaG", lambda m: SophiaG(m.parameters(), lr=1e-3), CAPTURED, between=_curvature
+        "as published: SophiaG", lambda m: SophiaG(m.parameters(), lr=1e-3), COMPILED, between=_curvature
     ),
     "Muon": Case(
         "torch", lambda m: torch.optim.Muon(_matrices(m), lr=1e-2), AS_WRITTEN, "matrix products, in bf16"
@@ -92,14 +92,10 @@ CASES: dict[str, Case] = {
     "CAME": Case("pytorch_optimizer", lambda m: pytorch_optimizer.CAME(m.parameters()), STAGES),
     "Prodigy": Case(
         "pytorch_optimizer",  # without a limit its step grows to infinity on gradients that never change their mean
-        lambda m: pytorch_optimizer.Prodigy(m.parameters(), d0=1e-5, growth_rate=1.02), AS_WRITTEN,
-        "`.item()`; sums over all parameters",
+        lambda m: pytorch_optimizer.Prodigy(m.parameters(), d0=1e-5, growth_rate=1.02), COMPILED,
     ),
-    "LAMB": Case(
-        "pytorch_optimizer", lambda m: pytorch_optimizer.Lamb(m.parameters(), foreach=False), AS_WRITTEN,
-        "`if` on norms; a norm of all gradients",
-    ),
-    "MARS": Case("pytorch_optimizer", lambda m: pytorch_optimizer.MARS(m.parameters()), AS_WRITTEN, "`if` on a norm"),
+    "LAMB": Case("pytorch_optimizer", lambda m: pytorch_optimizer.Lamb(m.parameters(), foreach=False), STAGES),
+    "MARS": Case("pytorch_optimizer", lambda m: pytorch_optimizer.MARS(m.parameters()), STAGES),
     "StableAdamW": Case("pytorch_optimizer", lambda m: pytorch_optimizer.StableAdamW(m.parameters()), STAGES),
     "Adam-mini": Case(
         "pytorch_optimizer",
@@ -153,4 +149,4 @@ def how(optimizer: Optimizer) -> str:
     """How the steps of a compiled optimizer run."""
     if bookkeeping(optimizer).twin:
         return AS_WRITTEN
-    return STAGES if "reduction:" in collage_neuron.explain(optimizer, graphs=True) else CAPTURED
+    return STAGES if "reduction:" in collage_neuron.explain(optimizer, graphs=True) else COMPILED
