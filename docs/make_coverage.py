@@ -30,7 +30,7 @@ import torch
 import torch_cases
 from coverage_text import TEXT
 from oracles import one_thread
-from package_cases import COVERED, MEANING, NOTES, STAGED
+from package_cases import COVERED, LAUNCHED, MEANING, NOTES, STAGED
 from package_cases import REFUSED as REFUSED_OF
 from package_cases import REJECTED as REJECTED_OF
 from torch_cases import CASES, FORMAT_RATIO, REFUSED, Case, parameter, run, weights
@@ -85,9 +85,10 @@ def algebra(rule: Callable[..., Any]) -> str:
 def packages() -> str:
     """The table of published packages: optimizers that are compiled, and the others by reason."""
     written = {of: {n: why for n, why in REFUSED_OF[of].items() if n not in REJECTED_OF[of]} for of in COVERED}
+    compiled = {of: {*COVERED[of].split(), *LAUNCHED[of].split()} for of in COVERED}
     rows = (
         [
-            f"`{of}` {version(of)}", _names(set(COVERED[of].split()) - STAGED[of]), _names(STAGED[of]),
+            f"`{of}` {version(of)}", _names(compiled[of] - STAGED[of]), _names(STAGED[of]),
             _by_reason(written[of]), _by_reason(REJECTED_OF[of]),
         ]
         for of in COVERED
@@ -126,7 +127,7 @@ def largest_difference() -> float:
 def counts() -> tuple[int, int, int]:
     """Number of optimizers of packages that are compiled, that run as written, and that are rejected."""
     refused, rejected = (sum(map(len, of.values())) for of in (REFUSED_OF, REJECTED_OF))
-    return sum(len(names.split()) for names in COVERED.values()), refused - rejected, rejected
+    return sum(len(names.split()) for of in (COVERED, LAUNCHED) for names in of.values()), refused - rejected, rejected
 
 
 def _names(names: Iterable[str]) -> str:

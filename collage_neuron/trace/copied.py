@@ -136,7 +136,7 @@ class Copied:
         return next(((i, name) for i, own in states for name, t in dict.items(own) if t is x), None)
 
     def _no_value(self, x: Tensor) -> Tensor:
-        raise Uncompiled(_READS)
+        raise UnknownUpdate(_READS)
 
     def _found(self) -> tuple[list[Tensor], Before]:
         """The tensors that wait, by their places, and how the step finds them."""

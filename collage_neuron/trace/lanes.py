@@ -30,7 +30,7 @@ class Number:
 
 
 class Read(NamedTuple):
-    """A value of one element that depends on several parameters."""
+    """A value of one element that depends on several parameters, or on another one."""
 
     place: int
     before: int
@@ -77,8 +77,8 @@ def _needed(ops: Sequence[Op], after: Iterable[Ref]) -> list[Op]:
 class Lanes:
     """The lanes of the calls of a step; `values` are for each parameter the places of its tensors before, by name.
 
-    A value that depends on several parameters (a norm of all gradients) is about none: where a lane has one, it is a
-    number, which is computed before anything is launched.
+    A value that depends on several parameters (a norm of all gradients) is about none. Where a lane has one, or a
+    number of another lane, it is read: it is computed before anything is launched.
 
     Raises:
         Uncompiled: a parameter or a state depends on other ones by more than numbers.
@@ -93,10 +93,13 @@ class Lanes:
         """What fills memory that is about no parameter yet, by storage."""
         self._lane_of: dict[int, int] = {}
         """By storage: views are about the parameter that their memory is."""
-        self._shared: dict[int, int] = {}
-        """The storage of what depends on several parameters, and how many calls there were when it was last written."""
+        self._shared: set[int] = set()
+        """The storage of what depends on several parameters."""
+        self._written: dict[int, int] = {}
+        """How many calls there were when memory was last written, by storage."""
         self._made: dict[int, int] = {}
-        """How many there were when it was made, by places."""
+        """How many there were when a tensor was made, by places."""
+        self._values = {place for names in values for place in names.values()}
         self._stacks: dict[int, list[int]] = {}
         """Of stacks with one number of each of several parameters (`torch.stack(norms)`), the places of the numbers."""
         self.lanes = [Lane() for _ in values]
@@ -127,7 +130,8 @@ class Lanes:
         for i, call in enumerate(calls, start=1):
             count = call.numbers()
             if call.func is aten.full.default and count:
-                self._share([call.first], i)  # a number of the step: where a lane has it, it is read
+                self._note([call.first], i)
+                self._share([call.first])  # a number of the step: where a lane has it, it is read
             elif call.func is aten.full.default:
                 ref = self._ref(call.first)
                 self._loose[ref.storage] = Op(call.func, tuple(map(_constant, call.args)), (), (ref,), call.line)
@@ -141,15 +145,21 @@ class Lanes:
             is_added = self._add_stack(call, numbers, returns)
         else:
             is_added = self._add(call, numbers, returns)
+        changed = [*returns, *written_by(call.rule, call.args)]
+        self._note(changed, at)
         if not is_added:
-            self._share([*returns, *written_by(call.rule, call.args)], at)
+            self._share(changed)
 
-    def _share(self, places: Iterable[int], at: int) -> None:
-        """These depend on several parameters after so many calls."""
+    def _note(self, places: Iterable[int], at: int) -> None:
+        """These are made, or written, by the last of so many calls."""
         for place in places:
-            storage = self._ref(place).storage
             self._made.setdefault(place, at)
-            self._shared[storage] = at
+            self._written[self._ref(place).storage] = at
+
+    def _share(self, places: Iterable[int]) -> None:
+        """These depend on several parameters."""
+        for storage in [self._ref(place).storage for place in places]:
+            self._shared.add(storage)
             self._loose.pop(storage, None)
             for stack in [stack for stack in self._stacks if self._ref(stack).storage == storage]:
                 del self._stacks[stack]
@@ -172,7 +182,7 @@ class Lanes:
             each = [(call.func, self._numbers_at(call.args, i)) for i in range(count)]
         else:
             return False
-        if not all(self._is_about_one([x for x in args if type(x) is int]) for _, args in each):
+        if any(self._about([x for x in args if type(x) is int]) is None for _, args in each):
             return False
         made = [self._each(func, call, args, numbers) for func, args in each]
         if returns:
@@ -201,52 +211,62 @@ class Lanes:
     def _add(self, call: Call, numbers: list[int], returns: list[int]) -> bool:
         """A call about one parameter; False if it is about several, or writes what is."""
         places = list(call.places())
-        if not self._is_about_one(places) or any(map(self._is_shared, written_by(call.rule, call.args))):
+        lane = self._about(places)
+        if lane is None or any(self._is_other(place, lane) for place in written_by(call.rule, call.args)):
             return False
-        number = self._lane_with(places)
+        self._take_loose(places, lane)
         for place in returns:
-            self._join(place, number)
+            self._join(place, lane)
         left = iter(numbers)
-        args = tuple(self._argument(x, left) for x in call.args)
-        kwargs = tuple((k, self._argument(x, left)) for k, x in call.kwargs.items())
+        args = tuple(self._argument(x, left, lane) for x in call.args)
+        kwargs = tuple((k, self._argument(x, left, lane)) for k, x in call.kwargs.items())
         outs = tuple(map(self._ref, returns)) or (args[0] if isinstance(args[0], Ref) else None,)
-        self.lanes[number].ops.append(Op(call.func, args, kwargs, outs, call.line))
+        self.lanes[lane].ops.append(Op(call.func, args, kwargs, outs, call.line))
         return True
 
     def _is_shared(self, place: int) -> bool:
         return self._ref(place).storage in self._shared
 
+    def _is_other(self, place: int, lane: int) -> bool:
+        """Returns True for what depends on several parameters, or on one that is not this one."""
+        return self._is_shared(place) or self._lane_of.get(self._ref(place).storage, lane) != lane
+
+    def _about(self, places: Sequence[int]) -> int | None:
+        """The only parameter that tensors are about, but for numbers; None if there are several."""
+        own = [place for place in places if not self._is_shared(place)]
+        lanes = self._lanes_of(own)
+        if len(lanes) > 1:
+            own = [place for place in own if not self._is_number(place)]
+            lanes = self._lanes_of(own)
+        shared = filter(self._is_shared, places)
+        return next(iter(lanes)) if len(lanes) == 1 and all(map(self._is_number, shared)) else None
+
     def _lanes_of(self, places: Iterable[int]) -> set[int | None]:
         storages = {self._ref(place).storage for place in places}
-        return {self._lane_of.get(each) for each in storages if each not in self._loose and each not in self._shared}
-
-    def _is_about_one(self, places: Sequence[int]) -> bool:
-        """Returns True if tensors are about one parameter, but for numbers."""
-        lanes = self._lanes_of(places)
-        return len(lanes) == 1 and None not in lanes and all(map(self._is_number, filter(self._is_shared, places)))
+        return {self._lane_of.get(each) for each in storages if each not in self._loose}
 
     def _is_number(self, place: int) -> bool:
+        """Returns True for what may be read: one element that was computed."""
+        if place < 0 or place in self._values:
+            return False
         t = self._tensors[place]
         return t.numel() == 1 and t.dtype == torch.float32
 
-    def _lane_with(self, places: Iterable[int]) -> int:
-        """The lane of tensors about one parameter; memory that is about none yet is about that too."""
-        (number,) = self._lanes_of(places)
-        assert number is not None
+    def _take_loose(self, places: Iterable[int], lane: int) -> None:
+        """Memory that is about no parameter yet is about this one too."""
         for storage in {self._ref(place).storage for place in places}.intersection(self._loose):
-            self._lane_of[storage] = number
-            self.lanes[number].ops.append(self._loose.pop(storage))
-        return number
+            self._lane_of[storage] = lane
+            self.lanes[lane].ops.append(self._loose.pop(storage))
 
-    def _argument(self, x: Any, numbers: Iterator[int]) -> Any:
+    def _argument(self, x: Any, numbers: Iterator[int], lane: int) -> Any:
         """How a recording has an argument; a number is the next of those of the call."""
-        if type(x) is int and self._is_shared(x):
-            return Number(Read(x, max(self._made.get(x, 0), self._shared[self._ref(x).storage])))
+        if type(x) is int and self._is_other(x, lane):
+            return Number(Read(x, max(self._made[x], self._written[self._ref(x).storage])))
         if type(x) is int:
             return self._ref(x)
         if is_number(x):
             return Number(next(numbers))
-        return tuple(self._argument(y, numbers) for y in x) if type(x) is list else x[1]
+        return tuple(self._argument(y, numbers, lane) for y in x) if type(x) is list else x[1]
 
 
 def _constant(x: Any) -> Any:

@@ -1,13 +1,12 @@
-"""Optimizers of published packages, as they are installed: each is within its derived bound, or refused for a reason.
+"""Optimizers of published packages, as they are installed: which are within the bounds that are derived for them.
 
-Every optimizer of a package that can be made from a list of parameters is put through the pass, with a matrix as its
-parameter. Those refused must be the ones that tests/support/package_cases.py lists, for the reason it gives.
+Every optimizer of a package that can be made from a list of parameters is tried, with a matrix as its parameter. The
+others are in tests/eager/test_packages.py.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -15,22 +14,8 @@ from typing import Any
 import pytest
 import torch
 from agreement import Agreement, compare, gradients, initial
-from package_cases import (
-    CLOSURE,
-    CONTAINER,
-    COVERED,
-    META,
-    NO_PARAMETER,
-    NOT_FLOATING,
-    NOTES,
-    NUMBER,
-    ORDER,
-    OTHER_SHAPE,
-    READS,
-    REFUSED,
-    SECOND_BACKWARD,
-    STAGED,
-)
+from bounds import Unbounded
+from package_cases import COVERED, NOTES, STAGED
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
@@ -43,36 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer"),
     pytest.mark.filterwarnings("ignore::collage_neuron.SmallSteps"),  # some learning rates are too small for `plus`
 ]
-
-REASONS = {
-    r"reads a tensor's value back into Python": READS,
-    r"the update keeps tensors in optimizer\.state\[p\]": CONTAINER,
-    r"without a closure, it raised (?:(?!A step should).)*closure": CLOSURE,
-    r"uses optimizer\.state\['\w+'\], which belongs to no parameter": NO_PARAMETER,
-    r"between instances of 'dict' and 'int'": NO_PARAMETER,
-    r"the update keeps optimizer\.state\[p\]\['[\w:]+'\] in torch\.": NOT_FLOATING,
-    r"does not require grad|does not have grad_fn": SECOND_BACKWARD,
-    r"it raised (RuntimeError|NotImplementedError)": META,
-    r"not elementwise: .* works, beside the parameter|a tensor that is neither|in another order": OTHER_SHAPE,
-    r"another tensor of shape|, a tensor of shape": OTHER_SHAPE,
-    r"takes the norm of order": ORDER,
-    r"to a 0-d tensor, which counts as a number": NUMBER,
-    r"not elementwise: (aten\.\w+)": "",
-    r"(aten\.\w+)\.\w+ \(node \w+\), which has no rule": "",
-    r"calls (aten\.\w+)\.\w+, which has no form": "",
-    r"(steps another optimizer)": "",
-}
-"""What a message says, in short; without words of its own, the operation that it names."""
-
-NOT_BOUNDED = {
-    "AccSGD": "torch_optimizer",
-    **dict.fromkeys(("Adai", "FAdam", "LARS"), "pytorch_optimizer"),
-}
-"""Optimizers of a package that no bound follows; they are compared below.
-
-AccSGD copies the parameter by `copy.deepcopy`, LARS calls `torch._foreach_norm`, FAdam has no step in float64, and Adai
-adds up over all parameters.
-"""
 
 
 def package(name: str) -> ModuleType:
@@ -99,54 +54,46 @@ def optimizers(name: str) -> dict[str, type[torch.optim.Optimizer]]:
                 make(cls, [torch.nn.Parameter(torch.ones(8, 12))])
             except Exception:  # needs a model, an inner optimizer, groups of its own kind, another package
                 continue
-            if NOT_BOUNDED.get(attribute) != name:
-                found[attribute] = cls
+            found[attribute] = cls
     return found
 
 
 @cache
 def outcome(package_name: str, name: str, strategy: str, arithmetic: str) -> Agreement | str:
-    """The agreement, or in short why it was refused."""
+    """The agreement, or why there is none: it is not compiled, or no bound follows from what is known of it."""
     cls = optimizers(package_name)[name]
     try:
         return compare(lambda params: make(cls, params), strategy, arithmetic, steps=6)
-    except UnsupportedUpdate as refusal:
-        return reason(str(refusal))
+    except (UnsupportedUpdate, Unbounded, ValueError) as refusal:
+        return str(refusal)
 
 
-def reason(message: str) -> str:
-    for pattern, short in REASONS.items():
-        found = re.search(pattern, message)
-        if found:
-            return short or found[1]
-    return message
+WITHOUT_FP64 = {"Adahessian", "AdaHessian", "SophiaH", "FAdam"}
+"""They have no step in float64, or differentiate again."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_each_agrees_or_is_refused_for_the_reason_in_the_table(name: str) -> None:
-    """In fp32 arithmetic with the default strategy; `compare` holds every element to its bound."""
-    outcomes = {o: outcome(name, o, "plus", "fp32") for o in optimizers(name)}
-    refused = {o: why for o, why in REFUSED[name].items() if NOT_BOUNDED.get(o) != name}
-    assert {o: why for o, why in outcomes.items() if isinstance(why, str)} == refused
-    bounded = {o for o in COVERED[name].split() if NOT_BOUNDED.get(o) != name}
-    assert outcomes.keys() - REFUSED[name].keys() == bounded
+@pytest.mark.parametrize("name", COVERED)
+def test_each_of_the_table_agrees(name: str) -> None:
+    """In fp32 arithmetic with `plus`; `compare` holds every element to its bound."""
+    outcomes = {o: outcome(name, o, "plus", "fp32") for o in optimizers(name) if o not in WITHOUT_FP64}
+    assert {o for o, found in outcomes.items() if isinstance(found, Agreement)} == set(COVERED[name].split())
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", COVERED)
 def test_none_has_more_than_three_graphs(name: str) -> None:
     """In six steps: a fill value or a bound that changes with the step is a number, not another graph."""
-    found = [outcome(name, o, "plus", "fp32") for o in optimizers(name) if o not in REFUSED[name]]
+    found = [outcome(name, o, "plus", "fp32") for o in COVERED[name].split()]
     assert all(isinstance(f, Agreement) and f.graphs <= 3 for f in found)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", COVERED)
 def test_each_agrees_in_the_papers_arithmetic_too(name: str) -> None:
     """But those in stages: arithmetic="bf16" defines no sums."""
-    outcomes = {o: outcome(name, o, "full", "bf16") for o in optimizers(name) if o not in REFUSED[name]}
-    for o, found in outcomes.items():
+    outcomes = {o: outcome(name, o, "full", "bf16") for o in COVERED[name].split()}
+    for found in outcomes.values():
         if isinstance(found, str):
             assert "which arithmetic='bf16' does not define" in found
-        assert isinstance(found, str) == (o in STAGED[name])
+    assert {o for o, found in outcomes.items() if isinstance(found, str)} == STAGED[name] & set(COVERED[name].split())
 
 
 def run(optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
@@ -167,25 +114,6 @@ def test_a_state_that_is_a_deep_copy_of_the_parameter() -> None:
     # Three steps; each stores pairs (2**-17), and adds and takes away a momentum of at most 2**4 times the parameter.
     error = (collage_neuron.exact_value(optimizer, p).double() - exact.detach()).abs().max()
     assert error <= 3 * 2**4 * 2**-17 * exact.detach().abs().max()
-
-
-@pytest.mark.parametrize("name", ["FAdam", "LARS"])
-def test_what_no_bound_follows_is_as_near_to_fp32_as_roundings_are(name: str) -> None:
-    cls = package("pytorch_optimizer")
-    p, exact = torch.nn.Parameter(initial()), torch.nn.Parameter(initial().float())
-    optimizer, plain = (make(getattr(cls, name), [x]) for x in (p, exact))
-    optimizer = collage_neuron.compile(optimizer, strategy="fp32")
-    run(optimizer)
-    run(plain)
-    moved = (exact.detach() - initial().float()).abs()
-    off = (collage_neuron.exact_value(optimizer, p) - exact.detach()).abs()
-    assert (off <= 2**-18 * moved + 3 * 2**-24 * exact.detach().abs()).all()
-
-
-def test_sums_over_all_parameters_are_not_sums_over_each() -> None:
-    cls = package("pytorch_optimizer").Adai
-    with pytest.raises(UnsupportedUpdate, match=r"not elementwise|with tensors of"):
-        collage_neuron.compile(cls([torch.nn.Parameter(initial()) for _ in range(2)]))
 
 
 @pytest.mark.parametrize("name", NOTES)

@@ -185,3 +185,25 @@ def test_it_needs_no_memory() -> None:
 @pytest.mark.usefixtures("traced")
 def test_a_class_is_known_by_it() -> None:
     assert issubclass(collage_neuron.compile(foreign.ForeachAdam), foreign.ForeachAdam)
+
+
+class AddsUp(torch.optim.Optimizer):
+    """Scales by what all gradients add up to."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = self.param_groups[0]["params"]
+        total = sum(p.grad.square().sum() for p in params)
+        for p in params:
+            p.sub_(p.grad / (1 + total), alpha=self.param_groups[0]["lr"])
+
+
+def test_what_is_known_once_a_step_is_taken_is_not_told_to_run_as_written(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = collage_neuron.compile(AddsUp(params := fp32()), unsupported="error")
+    for t in range(3):
+        set_gradients(params, t)
+        optimizer.step()
+    assert "as written" not in caplog.text + collage_neuron.explain(optimizer)
