@@ -89,7 +89,7 @@ def _looks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     if t < 3 or o.is_plain:
         p.sub_(g * g.abs(), alpha=lr)
         return
-    assert (type(p), type(g), type(g * 2)) == (DTensor,) * 3
+    assert all(isinstance(x, DTensor) for x in (p, g, g * 2))
     new: Any = torch.zeros_like(p)
     assert p.placements == g.placements == new.placements
     assert p.device.type == g.device.type == (g * 2).device.type == p.device_mesh.device_type == "cpu"
