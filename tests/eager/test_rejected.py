@@ -63,12 +63,10 @@ def test_a_step_that_raises_half_way_leaves_no_trace(make: type[Written], monkey
     other = copy.deepcopy(optimizer)
     params[-1].grad = torch.ones_like(params[-1])
     before, norm = everything(optimizer), getattr(optimizer, "norm", None)
-    calls: list[int] = []
     sub = torch.Tensor.sub_ if make is not Lamb and make is not Muon else torch.Tensor.add_
 
     def failing(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 4:
+        if self is params[3]:  # not a copy's, which says what is known of the step before it
             raise ZeroDivisionError("in the middle")
         return sub(self, *args, **kwargs)
 
