@@ -254,6 +254,9 @@ def refused(name: str, options: Options) -> bool:
     optimizer = INFOS[name].optim_cls(params, **options)
     try:
         collage_neuron.compile(optimizer)
+        if name == "LBFGS":  # what a closure is for is seen in a step
+            params[0].grad = torch.ones_like(params[0])
+            optimizer.step(lambda: torch.tensor(1.0))
     except (UnsupportedUpdate, ValueError):
         return True
     return False

@@ -33,6 +33,9 @@ SHAPE = (16, 16)
 PLAIN = {name: case for name, case in CASES.items() if not name.endswith(SWITCHES)}
 """Cases whose update is one of its own, not that of another case asked to run in another way."""
 
+AT_COMPILE = [name for name in REFUSED if name != "LBFGS"]
+"""What a closure is for is seen in a step only."""
+
 COVERED = sorted({case.base for case in CASES.values()}, key=str)
 
 MEASURED = part([name for name, case in CASES.items() if case.measured], 2)
@@ -58,7 +61,7 @@ def test_every_option_has_a_case_in_which_it_is_not_the_default(base: type[Optim
     assert tested | {"differentiable"} >= set(defaults)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", AT_COMPILE)
 def test_a_refusal_names_the_operation_and_changes_nothing(name: str) -> None:
     p = torch_cases.parameter(torch_cases.weights(SHAPE), torch.float32)
     optimizer = REFUSED[name].make(p)
@@ -69,7 +72,27 @@ def test_a_refusal_names_the_operation_and_changes_nothing(name: str) -> None:
     assert not any("collage" in key for key in optimizer.param_groups[0])
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("strategy", ["full", "light", {"*": "fp32", "param": "bf16+fp32"}])
+def test_lbfgs_is_refused_in_its_first_step_which_changes_nothing(strategy: StrategyLike) -> None:
+    p = torch_cases.parameter(torch_cases.weights(SHAPE), torch.bfloat16)
+    optimizer, evaluated = collage_neuron.compile(REFUSED["LBFGS"].make(p), strategy=strategy), []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        p.float().square().sum().backward()
+        evaluated.append(p.detach().clone())
+        return 1.0
+
+    before = exact_value(optimizer, p)
+    for _ in range(2):
+        with pytest.raises(UnsupportedUpdate, match=REFUSED["LBFGS"].message):
+            optimizer.step(closure)
+        assert torch.equal(exact_value(optimizer, p), before)
+    assert len(evaluated) == 2
+    assert optimizer.state[p].keys() <= {"param_lo"}
+
+
+@pytest.mark.parametrize("name", AT_COMPILE)
 @pytest.mark.parametrize("strategy", ["light", {"*": "fp32", "param": "bf16+fp32"}])
 def test_no_strategy_makes_a_refused_update_work(strategy: StrategyLike, name: str) -> None:
     optimizer = REFUSED[name].make(torch_cases.parameter(torch_cases.weights(SHAPE), torch.bfloat16))

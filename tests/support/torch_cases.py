@@ -155,7 +155,7 @@ REFUSED: dict[str, Refusal] = {
     "LBFGS": Refusal(
         lambda p: optim.LBFGS([p]),
         "it evaluates the closure several times a step, and its direction is made of dot products over all parameters",
-        "LBFGS cannot be compiled.*argument: 'closure'",
+        "LBFGS cannot be compiled: a closure sees the weights; nothing was updated",
         as_written=True,
     ),
     "Muon": Refusal(
