@@ -233,7 +233,7 @@ def test_what_is_right_passes_at_every_step(name: str, strategy: str, every_step
         step(optimizer, t)
     history = validate.history_of(optimizer)
     assert (history.steps, history.not_covered) == (8, 0)
-    assert history.compared > 2 * history.left_out
+    assert history.compared >= 2 * history.left_out
 
 
 @pytest.mark.parametrize("whole", [(4, 6), (96, 400)])
