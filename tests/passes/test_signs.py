@@ -155,7 +155,12 @@ def test_an_average_of_squares_that_begins_below_0_is_rejected_where_it_would_ha
     with pytest.raises(UnsupportedUpdate, match=r"the state 'own' begins at -0\.001, .*as u\d+q16, which has no sign"):
         collage_neuron.compile(optimizer, strategy=strategy)
     optimizer = collage_neuron.compile(optimizer, strategy=strategy, unsupported="twin", verbose=False)
-    stepped(optimizer, optimizer.param_groups[0]["params"][0], 3)
+    (p,) = optimizer.param_groups[0]["params"]
+    stepped(optimizer, p, 1)
+    before = collage_neuron.exact_value(optimizer, p)
+    with pytest.raises(ValueError, match=r"the state 'own' .* has negative values, and the format u\d+q16 holds none"):
+        stepped(optimizer, p, 1)
+    assert torch.equal(collage_neuron.exact_value(optimizer, p), before)
 
 
 @pytest.mark.parametrize("strategy", ["split444", "split433", "plus", "fp32", {"param": "bf16x2", "*": "fp32"}])
