@@ -123,7 +123,9 @@ def test_means_over_the_first_of_three_dimensions_are_refused_by_name() -> None:
 def test_momentum_kept_where_nobody_would_carry_it_is_refused(where: str) -> None:
     """A launch does not write it; compiling leaves nothing there."""
     optimizer = foreign.Elsewhere([torch.nn.Parameter(initial())], where)
-    with pytest.raises(UnsupportedUpdate, match=r"keep each in optimizer\.state\[p\]|or another state|something else has; rename it"):
+    with pytest.raises(
+        UnsupportedUpdate, match=r"keep each in optimizer\.state\[p\]|or another state|something else has; rename it"
+    ):
         collage_neuron.compile(optimizer)
     assert not optimizer.buffers, "a copy's step left something behind"
     assert not optimizer.param_groups[0]["buffers"]
