@@ -9,7 +9,6 @@ from collage_neuron.torch_privates.compiler import Surroundings, compile_errors,
 from collage_neuron.torch_privates.ddp import ddp_problems, has_step_in_backward, set_up_anew
 from collage_neuron.torch_privates.models import (
     NORMS,
-    contents,
     drop_load_hook,
     each_tensor,
     has_load_hook,
@@ -58,7 +57,6 @@ from collage_neuron.torch_privates.tensors import (
     guard,
     holders,
     inside,
-    made_of_class,
     references,
     storage_id,
     users,
@@ -77,12 +75,12 @@ from collage_neuron.torch_privates.xla import (
 )
 
 __all__ = [
-    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "attributes", "compile_errors", "contents", "copy_each",
+    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "attributes", "compile_errors", "copy_each",
     "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange",
     "exchange_all", "exchange_each", "exchange_shards", "groups_of_xla_zero", "guard", "guarding", "has_laid_out",
     "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside",
     "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch",
-    "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "is_usual", "made_of_class", "mark_counted",
+    "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "is_usual", "mark_counted",
     "mark_hooked", "mark_sharding_like", "modes", "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists",
     "part", "put_last", "references", "schema", "set_up_anew", "sharded_like", "storage_id", "unhooked_step",
     "unscales_itself", "user_computation", "users", "version", "viewed", "without_memory", "without_modes",

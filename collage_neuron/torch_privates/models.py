@@ -50,11 +50,3 @@ def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> An
     Noticed by `tests/conversion/test_keep_fp32.py::test_inside_of_a_module_that_stays_everything_is_fp32`.
     """
     return tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, nest)
-
-
-def contents(module: torch.nn.Module) -> dict[str, Any]:
-    """Buffers and modules of a module by name, each as often as it is there; the public ways leave out repeated ones.
-
-    Noticed by `tests/passes/test_host_state.py::test_a_compiled_step_leaves_the_trace_of_one_plain_step`.
-    """
-    return {**module._buffers, **module._modules}

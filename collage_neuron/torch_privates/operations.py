@@ -60,6 +60,6 @@ def is_usual() -> bool:
 def on_lists(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
     """An operation of torch on each tensor of a list: "add_", or "sqrt", which returns a list.
 
-    Noticed by `tests/trace/test_traced_step.py::test_a_step_has_the_bits_of_a_captured_one`.
+    Noticed by `tests/trace/test_traced_step.py::test_a_step_has_the_bits_of_a_recorded_one`.
     """
     return list(getattr(torch, f"_foreach_{name}")(*args, **kwargs) or ())

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 
 def unhooked_step(base: type[Optimizer]) -> Any:
-    """`base.step` without the wrapper in which torch runs an optimizer's hooks: a recording must not run them.
+    """`base.step` without the wrapper in which torch runs an optimizer's hooks, which have run already.
 
-    Noticed by `tests/passes/test_host_state.py::test_what_only_records_leaves_no_trace`.
+    Noticed by `tests/eager/test_as_written.py::test_schedulers_hooks_and_a_state_of_no_parameter`.
     """
     step: Any = base.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step

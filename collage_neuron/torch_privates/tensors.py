@@ -71,15 +71,6 @@ def viewed(t: torch.Tensor) -> torch.Tensor | None:
     return t._base
 
 
-def made_of_class(kind: type[torch.Tensor], data: torch.Tensor) -> Any:
-    """A tensor of a subclass, without its constructor, which may ask for anything.
-
-    Noticed by `tests/conversion/test_uncommon.py::test_parameters_of_a_class_of_their_own`.
-    """
-    unsafe: Any = torch.Tensor
-    return unsafe._make_subclass(kind, data, True)
-
-
 def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
     """Exchanges what is inside two tensor objects; the objects, their attributes and all that refers to them stay.
 
@@ -110,7 +101,7 @@ def attributes(t: torch.Tensor) -> dict[str, Any]:
 def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """The same of many pairs of tensors that are what they hold.
 
-    Noticed by `tests/trace/test_traced_step.py::test_a_step_has_the_bits_of_a_captured_one`.
+    Noticed by `tests/trace/test_traced_step.py::test_a_step_has_the_bits_of_a_recorded_one`.
     """
     swap = torch._C._swap_tensor_impl
     for x, y in pairs:

@@ -168,9 +168,9 @@ class _OnTape(Waiting):
         place = None if isinstance(x, torch.Tensor) else self._tape.place_of(x)
         return x if place is None else _Known.at(place, self._tape.values[place])
 
-    def _written(self, given: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
+    def written_of(self, given: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
         first = len(numbers)
-        found = super()._written([_plain(x) for x in given], numbers, is_constant)
+        found = super().written_of([_plain(x) for x in given], numbers, is_constant)
         known = list(self._numbers_in(given))
         if is_constant and any(type(x) is _Known for x in known):
             self._tape.lose()

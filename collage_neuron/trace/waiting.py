@@ -167,8 +167,8 @@ class Waiting:
         found: list[float] = []
         call, place = self.calls[at], -1 if out is args[0] else self._place(id(out))
         with suppress(Uncompiled):
-            own = self._written(args, found, call.rule.is_constant)
-            named = dict(zip(kwargs, self._written(list(kwargs.values()), found, call.rule.is_constant), strict=True))
+            own = self.written_of(args, found, call.rule.is_constant)
+            named = dict(zip(kwargs, self.written_of(list(kwargs.values()), found, call.rule.is_constant), strict=True))
             if numbers and ((own, named) != (call.args, call.kwargs) or repr(found) != repr(numbers)):
                 return
             if place is not None:
@@ -233,8 +233,8 @@ class Waiting:
             for x in written_by(rule, args):
                 if self._place(id(x)) is None and isinstance(x, torch.Tensor):
                     self._meet(x)
-            own = self._written(args, found, rule.is_constant)
-            named = dict(zip(kwargs, self._written(list(kwargs.values()), found, rule.is_constant), strict=True))
+            own = self.written_of(args, found, rule.is_constant)
+            named = dict(zip(kwargs, self.written_of(list(kwargs.values()), found, rule.is_constant), strict=True))
             check_written(func, rule, own)
             call = self._course.known(func, own, named) or self._new(func, rule, (own, named), args, kwargs)
         except Uncompiled as error:
@@ -332,7 +332,7 @@ class Waiting:
         expected = self._course.expected if self._spare else None
         return len(self.tensors) if expected is None else expected.first
 
-    def _written(self, given: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
+    def written_of(self, given: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
         return Writing(numbers, is_constant, self._place, self._meet).each(given)
 
     def _now(self, why: str, func: Any, args: Any, kwargs: Any) -> Any:

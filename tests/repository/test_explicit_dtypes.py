@@ -11,7 +11,7 @@ MAKERS = (
     "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 )  # fmt: skip
 
-ASKS = "passes/capture/surroundings.py"
+ASKS = "collage_neuron/runtime/surroundings.py"
 """Finds out what the default device is."""
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
@@ -142,6 +144,33 @@ COPIED: dict[str, Callable[[], Iterator[int]]] = {
 def test_an_iterator_goes_on_where_it_was(how: str) -> None:
     optimizer, _ = known(_next, numbers=COPIED[how]())
     assert next(optimizer.numbers) == 1
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(()).item(), lambda: float(np.random.rand())])
+def test_a_thread_that_draws_meanwhile_draws_the_numbers_of_plain_torch(draw: Callable[[], float]) -> None:
+    """The code draws none: generators of the process are not put back."""
+
+    def loader() -> None:
+        for _ in range(6):
+            assert asked.acquire(timeout=60)
+            drawn.append(draw())
+            done.release()
+
+    def seed() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    seed()
+    plain, drawn = [draw() for _ in range(6)], list[float]()
+    seed()
+    asked, done = threading.Semaphore(0), threading.Semaphore(0)
+    thread = threading.Thread(target=loader)
+    thread.start()
+    for _ in range(6):
+        with undone.undone([lambda: None]):
+            asked.release()
+            assert done.acquire(timeout=60)
+    thread.join()
+    assert drawn == plain
 
 
 def test_a_generator_that_the_step_uses_is_said_and_stays_where_it_is() -> None:

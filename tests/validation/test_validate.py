@@ -189,26 +189,7 @@ def test_a_backend_whose_multiply_is_off_by_an_ulp_of_bf16_is_found(
         optimizer.step()
 
 
-# What it must find: what a recording did not see
-
-
-class Rate:
-    value = 0.1
-
-
-class HiddenRate(Optimizer):
-    """Descent, with a rate that an object has which lies elsewhere."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1.0})
-        self.hidden = Rate()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * self.hidden.value)
+# What it must find: an update that is new
 
 
 def test_another_update_is_validated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
