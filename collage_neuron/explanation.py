@@ -199,7 +199,8 @@ def _slots(recording: Recording) -> str:
 def _explain_group(optimizer: Optimizer, index: int, job: plan.Job, graphs: bool) -> str:
     settings, elements, sizes = Settings.of(job.group), memory.elements_of([job]), memory.sizes_of(optimizer, job)
     formats = {name: fmt.name for name, fmt in job.update.formats.items()}
-    formats |= {**_small(job.recording.captured), "grad": "as given"}
+    formats |= _small(job.recording.captured)
+    formats |= {name: "as made" for name in sizes if name not in (*formats, "grad")} | {"grad": "as given"}
     each = sum(sizes.values()) / elements
     head = (
         f"param_groups[{index}]: {_strategy(job)}, arithmetic {settings.arithmetic}, "

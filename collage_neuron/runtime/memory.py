@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.states import small, words
+from collage_neuron.states.names import names_in
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
@@ -31,7 +32,21 @@ def sizes_of(optimizer: Optimizer, job: Job) -> dict[str, int]:
     sizes = {
         name: sum(_size(p, optimizer.state.get(p, {}), name, fmt) for p in job.params) for name, fmt in formats.items()
     }
-    return sizes | small.bytes_of(job.recording.captured, job.params) | {"grad": _gradients(job)}
+    sizes |= small.bytes_of(job.recording.captured, job.params)
+    return sizes | _others(optimizer, job, sizes) | {"grad": _gradients(job)}
+
+
+def _others(optimizer: Optimizer, job: Job, counted: Container[str]) -> dict[str, int]:
+    """Bytes of existing states that the update neither reads nor writes, by name; no counts."""
+    found: dict[str, int] = {}
+    for p in job.params:
+        state = optimizer.state.get(p, {})
+        names = names_in(state)
+        for key, value in state.items():
+            own = key if key in names.own else next((n for n in names.own if str(key).startswith(f"{n}_")), key)
+            if own not in counted and key not in names.words and isinstance(value, torch.Tensor) and value.dim():
+                found[str(own)] = found.get(str(own), 0) + value.nbytes
+    return found
 
 
 def bytes_with_masters(job: Job) -> int:
