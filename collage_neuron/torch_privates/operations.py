@@ -47,14 +47,16 @@ def without_modes() -> AbstractContextManager[object]:
     return torch.utils._python_dispatch._disable_current_modes()
 
 
-def is_usual() -> bool:
+def is_usual(own: int = 0) -> bool:
     """Returns True if methods do the operations of their names: gradients, modes and autocast are off in this thread.
+
+    But for so many modes of our `own`.
 
     Noticed by `tests/trace/test_methods.py::test_what_changes_an_operation_is_seen`.
     """
-    own = torch._C
-    modes = own._len_torch_dispatch_stack() or own._len_torch_function_stack()
-    return not (modes or torch.is_grad_enabled() or own._is_any_autocast_enabled())
+    there = torch._C
+    modes = there._len_torch_dispatch_stack() > own or there._len_torch_function_stack()
+    return not (modes or torch.is_grad_enabled() or there._is_any_autocast_enabled())
 
 
 def on_lists(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:

@@ -89,8 +89,10 @@ class Lanes:
     ) -> None:
         self._tensors, self._memories = tensors, memories_of(calls, len(tensors))
         self._refs: dict[int, Ref] = {}
-        self._loose: dict[int, Op] = {}
+        self._loose: dict[int, list[Op]] = {}
         """What fills memory that is about no parameter yet, by storage."""
+        self._numbers: dict[int, int] = {}
+        """The positions of numbers of the step that are tensors, by places."""
         self._lane_of: dict[int, int] = {}
         """By storage: views are about the parameter that their memory is."""
         self._shared: set[int] = set()
@@ -131,10 +133,12 @@ class Lanes:
             count = call.numbers()
             if call.func is aten.full.default and count:
                 self._note([call.first], i)
-                self._share([call.first])  # a number of the step: where a lane has it, it is read
+                self._share([call.first])  # a number of the step: where a lane has it as it was made, it is that
+                self._numbers[call.first] = at
             elif call.func is aten.full.default:
                 ref = self._ref(call.first)
-                self._loose[ref.storage] = Op(call.func, tuple(map(_constant, call.args)), (), (ref,), call.line)
+                self._loose[ref.storage] = [Op(call.func, tuple(map(_constant, call.args)), (), (ref,), call.line)]
+                self._note([call.first], i)
             elif call.func not in (set_data, met.state):  # what a tensor is afterwards is its place
                 for part in _parts(call, list(range(at, at + count))):
                     self._add_part(*part, i)
@@ -211,18 +215,34 @@ class Lanes:
     def _add(self, call: Call, numbers: list[int], returns: list[int]) -> bool:
         """A call about one parameter; False if it is about several, or writes what is."""
         places = list(call.places())
+        if self._are_loose(places):
+            self._add_loose(self._op(call, numbers, returns, -1), places, returns)
+            return True
         lane = self._about(places)
         if lane is None or any(self._is_other(place, lane) for place in written_by(call.rule, call.args)):
             return False
         self._take_loose(places, lane)
         for place in returns:
             self._join(place, lane)
+        self.lanes[lane].ops.append(self._op(call, numbers, returns, lane))
+        return True
+
+    def _op(self, call: Call, numbers: list[int], returns: list[int], lane: int) -> Op:
         left = iter(numbers)
         args = tuple(self._argument(x, left, lane) for x in call.args)
         kwargs = tuple((k, self._argument(x, left, lane)) for k, x in call.kwargs.items())
         outs = tuple(map(self._ref, returns)) or (args[0] if isinstance(args[0], Ref) else None,)
-        self.lanes[lane].ops.append(Op(call.func, args, kwargs, outs, call.line))
-        return True
+        return Op(call.func, args, kwargs, outs, call.line)
+
+    def _are_loose(self, places: Sequence[int]) -> bool:
+        """Returns True for memory that is about no parameter yet."""
+        return bool(places) and all(self._ref(place).storage in self._loose for place in places)
+
+    def _add_loose(self, op: Op, places: Sequence[int], returns: Sequence[int]) -> None:
+        """An operation on such memory alone: what it makes or writes is so too, with all that it depends on."""
+        before = [one for storage in {self._ref(place).storage: 0 for place in places} for one in self._loose[storage]]
+        for storage in {self._ref(place).storage for place in returns or places[:1]}:
+            self._loose[storage] = [*_once(before), op]
 
     def _is_shared(self, place: int) -> bool:
         return self._ref(place).storage in self._shared
@@ -256,10 +276,14 @@ class Lanes:
         """Memory that is about no parameter yet is about this one too."""
         for storage in {self._ref(place).storage for place in places}.intersection(self._loose):
             self._lane_of[storage] = lane
-            self.lanes[lane].ops.append(self._loose.pop(storage))
+            ops = self.lanes[lane].ops
+            there = set(map(id, ops))
+            ops += [op for op in self._loose.pop(storage) if id(op) not in there]
 
     def _argument(self, x: Any, numbers: Iterator[int], lane: int) -> Any:
         """How a recording has an argument; a number is the next of those of the call."""
+        if type(x) is int and x in self._numbers and self._made[x] == self._written[self._ref(x).storage]:
+            return Number(self._numbers[x])
         if type(x) is int and self._is_other(x, lane):
             return Number(Read(x, max(self._made[x], self._written[self._ref(x).storage])))
         if type(x) is int:
@@ -267,6 +291,11 @@ class Lanes:
         if is_number(x):
             return Number(next(numbers))
         return tuple(self._argument(y, numbers, lane) for y in x) if type(x) is list else x[1]
+
+
+def _once(ops: Iterable[Op]) -> list[Op]:
+    """The same, each once."""
+    return list({id(op): op for op in ops}.values())
 
 
 def _constant(x: Any) -> Any:

@@ -192,7 +192,7 @@ def _asked(call: Bound) -> Iterator[str]:
         yield "dim"
     given = dict(zip((a.name for a in schema(call.func).arguments), call.args, strict=False)) | call.kwargs
     for a in schema(call.func).arguments:
-        if a.name in given and given[a.name] is not None and str(a.real_type) in _INTEGERS:
+        if given.get(a.name) not in (None, []) and str(a.real_type) in _INTEGERS:  # a number's shape says nothing
             yield "dim" if a.name.startswith("dim") else "size"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import Token
 from itertools import chain, islice
 from operator import gt
@@ -22,7 +22,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.source_location import here
-from collage_neuron.trace import fused, met, methods  # noqa: F401  # placeholders get methods
+from collage_neuron.trace import fused, made, met, methods  # noqa: F401  # placeholders get methods
 from collage_neuron.trace.calls import (
     MEETS,
     NORMS,
@@ -105,6 +105,10 @@ class Waiting:
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What gets its value at the end: the operation that writes it is under way."""
         self._token: Token[Step | None]
+        self._modes = 0
+        self._making: AbstractContextManager[object] = nullcontext()
+        if values and not values[0].is_cpu:
+            self.see_made()
         self._same = dict(same)
         """Places by ids: also of tensors that have been given other data."""
         self._course = Course(earlier)
@@ -129,14 +133,21 @@ class Waiting:
         self._places.update(self._same)
         self._place = self._places.get
 
+    def see_made(self) -> None:
+        """Tensors that the step makes of a number will wait too."""
+        if self.tensors:
+            self._modes, self._making = 1, made.MadeOnDevice(self.tensors[0].device)
+
     # --- one operation ----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
         self.outer = STEP.get()
         self._token = STEP.set(self)
         IN_PROGRESS.append(self)
+        self._making.__enter__()
 
     def __exit__(self, *error: object) -> None:
+        self._making.__exit__(None, None, None)
         IN_PROGRESS.remove(self)
         STEP.reset(self._token)
 
@@ -152,7 +163,7 @@ class Waiting:
 
     def method(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a method of a placeholder: if the last step did so here, torch need not find out what it is."""
-        if torch_privates.is_usual() and (found := self._again(1, name, args, kwargs)) is not None:
+        if torch_privates.is_usual(self._modes) and (found := self._again(1, name, args, kwargs)) is not None:
             return found
         at, count = self._course.at, len(self.numbers)
         out = function(*args, **kwargs)
@@ -274,6 +285,19 @@ class Waiting:
         self.has_met = True
         self._put(call, [x])
         return call.first
+
+    def make(self, shape: Sequence[int], value: float) -> torch.Tensor:
+        """A tensor on the device of the values, which waits, with one number in all elements."""
+        device = self.tensors[0].device
+        args, kwargs, numbers = made.written(shape, value, device)
+        call = self._course.known(made.FULL, args, kwargs)
+        if call is None:
+            makes = geometries(made.FULL, [list(shape), value], {"dtype": torch.float32, "device": "meta"})
+            call = Call(made.FULL, made.RULE, args, kwargs, makes, self._count(), line=here())
+        self._note(call, numbers)
+        if not self._spare:
+            self._put(call, [placeholder(x.shape, x.stride, x.dtype, device) for x in call.makes or ()])
+        return self.tensors[call.first]
 
     def _new(self, func: Any, rule: Rule, written: tuple[Written, dict[str, Any]], args: Any, kwargs: Any) -> Call:
         if rule.kind == "writes":
