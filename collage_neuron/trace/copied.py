@@ -92,6 +92,8 @@ class Copied:
         """
         tensors, before = self._found()
         mode = waiting(tensors, {}, (), (), (), self._read, self._state_of, self._no_value)
+        if not self._has_parts:
+            mode.see_made()
         self._mode, holders = mode, torch_privates.references(tensors)
         try:
             with surroundings.usual(), torch.no_grad(), self._guard, ExitStack() as stack:

@@ -126,6 +126,11 @@ class Kind:
     """The updates of it that were validated, with their backends."""
 
     @cached_property
+    def fills(self) -> bool:
+        """Returns True if a call makes a tensor of nothing."""
+        return any(call.func is torch.ops.aten.full.default for call in self.calls)
+
+    @cached_property
     def changed(self) -> list[tuple[int, str, int | None, int]]:
         """The states that have other objects afterwards: parameter, name, the place before, and the one after."""
         return [

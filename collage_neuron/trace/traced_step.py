@@ -154,6 +154,8 @@ class TracedStep:
         calls, steady = [k.calls for k in earlier], kinds[0].quick if spare else ()
         self._names: dict[int, met.Name] | None = None
         self._mode = Waiting(tensors, same, calls, spare, steady, self._compute, self._state_of, self._copy_of)
+        if not presentation.has_shards and (not spare or kinds[0].fills):
+            self._mode.see_made()
         on_host = all(p.is_cpu for p in params)
         for p in params if not (on_host and kinds) else ():
             self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE), only_narrow=on_host)
