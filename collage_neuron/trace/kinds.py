@@ -171,6 +171,7 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
     found: dict[Any, Planned] = {}
     each = zip(lanes.lanes, named, left.named(), left.keys, before.groups, before.stored, strict=True)
     for i, (lane, own, now, keys, group, dtype) in enumerate(each):
+        lanes.keep(list(now.values()), i)
         recorder, positions = lane.recorder(lanes.refs(own | now).values())
         if not recorder.ops and own == now:
             continue

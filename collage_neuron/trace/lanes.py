@@ -117,6 +117,12 @@ class Lanes:
             raise Uncompiled("a parameter or a state depends on other parameters by more than numbers")
         return found
 
+    def keep(self, places: Sequence[int], lane: int) -> None:
+        """A parameter keeps these: memory that is about none yet, as a state of zeros, is about this one."""
+        self._take_loose(places, lane)
+        if any(self._lane_of.get(self._ref(place).storage, lane) != lane for place in places):
+            raise Uncompiled("two parameters, gradients or states share memory")
+
     def _ref(self, place: int) -> Ref:
         if place not in self._refs:
             t = self._tensors[place]
