@@ -121,7 +121,7 @@ class Lanes:
         """A parameter keeps these: memory that is about none yet, as a state of zeros, is about this one."""
         self._take_loose(places, lane)
         if any(self._lane_of.get(self._ref(place).storage, lane) != lane for place in places):
-            raise Uncompiled("two parameters, gradients or states share memory")
+            raise Uncompiled("two parameters hold a state of the same memory")
 
     def _ref(self, place: int) -> Ref:
         if place not in self._refs:
