@@ -27,8 +27,12 @@ def state(name: Name) -> None:
     """Stands for an operation: a state meets values that wait."""
 
 
-def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[Any, Written, list[float]]:
+def written(
+    x: torch.Tensor, name: Name | None, device: torch.device, is_like_value: bool
+) -> tuple[Any, Written, list[float]]:
     """The operation that made a tensor of the state with a name, how its call is written, and the numbers of that.
+
+    One element is a number of the step, unless a value is of that shape: of a 0-d parameter it may be one.
 
     Raises:
         Uncompiled: it is neither a state nor made of one number, or something else has its memory.
@@ -42,7 +46,7 @@ def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[A
     value = float(x.reshape(-1)[0]) if x.numel() else 0.0
     if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):
         sizes = [(int, n) for n in x.shape]
-        if x.numel() == 1 and value:  # one that was computed, and is another one in each step
+        if x.numel() == 1 and value and not is_like_value:  # one that was computed, and is another one in each step
             return aten.full.default, [sizes, NUMBER], [value]
         return aten.full.default, [sizes, (float, value)], []
     if name is not None:

@@ -276,7 +276,8 @@ class Waiting:
 
     def _meet(self, x: torch.Tensor) -> int:
         """Makes a tensor wait that has a value; its place."""
-        func, own, numbers = met.written(x, self._state_of(x), self.tensors[0].device)
+        is_like_value = any(x.shape == t.shape for t in self.tensors[: self._first])
+        func, own, numbers = met.written(x, self._state_of(x), self.tensors[0].device, is_like_value)
         makes = [Geometry(tuple(x.shape), x.stride(), torch.float32, 0)]
         call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._count())
         self._note(call, numbers)

@@ -106,7 +106,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "pytorch_optimizer": {
         "Conda": "aten._linalg_svd",
-        "SM3": "aten.amax",
+        "SM3": "aten.detach",
         **dict.fromkeys(("AdaTAM", "TAM"), "aten.linalg_vector_norm"),
         "Adalite": "aten.mean",
         "Gravity": "aten.normal_",
@@ -119,9 +119,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "SOAP": MEMORY,
         **dict.fromkeys(("SPAM", "SaRA"), NOT_FLOATING),
         "ApolloDQN": ORDER,
-        **dict.fromkeys(("DASH", "SPlus"), OTHER_SHAPE),
+        "SPlus": OTHER_SHAPE,
         **dict.fromkeys(
-            ("AdaFactor", "FlashAdamW", "ROSE", "SCION", "SCIONLight", "SpectralSphere", "StableSPAM"), OTHER_TYPE
+            ("AdaFactor", "DASH", "FlashAdamW", "ROSE", "SCION", "SCIONLight", "SpectralSphere", "StableSPAM"),
+            OTHER_TYPE,
         ),
         "LoRARite": PAIRS,
         **dict.fromkeys(("A2Grad", "AdaNorm", "SWATS"), READS),
