@@ -125,5 +125,5 @@ def _root(module: object) -> str:
 
 # Ours too: `compile(model)` wraps `Optimizer.load_state_dict`, which no step calls.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "typing_extensions", "collage_neuron"}
-_OF_OBJECTS = frozenset({"builtins", "types", "typing", "typing_extensions", "torch"})
+_OF_OBJECTS = frozenset({"builtins", "collections", "types", "typing", "typing_extensions", "torch"})
 """Whose callable objects hold no code of others: functools has partial, unittest has Mock."""
