@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from collage_neuron.states.sharding import local
 from collage_neuron.torch_privates import schema
 from collage_neuron.trace import met
 from collage_neuron.trace.calls import arguments, memories_of
@@ -70,9 +71,10 @@ class Calls:
         asked = part.asked
         if not asked and captured.seen_as is None and not job.update.by_rows:
             return Plan(flat, not captured.reduces, job.recording)
-        if p.numel() <= SEEN:
-            return Plan(indices(p.numel()).reshape(p.shape), False, job.recording)
-        return Plan(block(p.shape), False, job.recording) if asked == {"dim"} and p.dim() else None
+        own = local(p)
+        if own.numel() <= SEEN:
+            return Plan(indices(own.numel()).reshape(own.shape), False, job.recording)
+        return Plan(block(own.shape), False, job.recording) if asked == {"dim"} and own.dim() else None
 
     def states(
         self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
