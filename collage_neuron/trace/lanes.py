@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -41,12 +42,13 @@ class Read(NamedTuple):
 class Lane:
     """The operations about one parameter, its gradient and its states."""
 
-    ops: list[Op] = field(default_factory=list)
+    ops: dict[int, Op] = field(default_factory=dict)
+    """By their order in the step, which is not that in which the lane gets them."""
 
     def recorder(self, after: Iterable[Ref]) -> tuple[Recorder, list[int | Read]]:
         """A recording of what has an effect on these tensors, and what its slots are."""
         recorder, numbers = Recorder(), list[int | Read]()
-        for op in _needed(self.ops, after):
+        for op in _needed([self.ops[i] for i in sorted(self.ops)], after):
             args, kwargs = _with_slots(op.args, numbers), _with_slots(op.kwargs, numbers)
             recorder.ops.append(op._replace(args=args, kwargs=kwargs))
         return recorder, numbers
@@ -89,8 +91,9 @@ class Lanes:
     ) -> None:
         self._tensors, self._memories = tensors, memories_of(calls, len(tensors))
         self._refs: dict[int, Ref] = {}
-        self._loose: dict[int, list[Op]] = {}
-        """What fills memory that is about no parameter yet, by storage."""
+        self._order = itertools.count()
+        self._loose: dict[int, dict[int, Op]] = {}
+        """What fills memory that is about no parameter yet, by storage, and by its order in the step."""
         self._numbers: dict[int, int] = {}
         """The positions of numbers of the step that are tensors, by places."""
         self._lane_of: dict[int, int] = {}
@@ -143,7 +146,8 @@ class Lanes:
                 self._numbers[call.first] = at
             elif call.func is aten.full.default:
                 ref = self._ref(call.first)
-                self._loose[ref.storage] = [Op(call.func, tuple(map(_constant, call.args)), (), (ref,), call.line)]
+                op = Op(call.func, tuple(map(_constant, call.args)), (), (ref,), call.line)
+                self._loose[ref.storage] = {next(self._order): op}
                 self._note([call.first], i)
             elif call.func not in (set_data, met.state):  # what a tensor is afterwards is its place
                 for part in _parts(call, list(range(at, at + count))):
@@ -222,7 +226,7 @@ class Lanes:
         """A call about one parameter; False if it is about several, or writes what is."""
         places = list(call.places())
         if self._are_loose(places):
-            self._add_loose(self._op(call, numbers, returns, -1), places, returns)
+            self._add_loose(call, numbers, returns)
             return True
         lane = self._about(places)
         if lane is None or any(self._is_other(place, lane) for place in written_by(call.rule, call.args)):
@@ -230,7 +234,7 @@ class Lanes:
         self._take_loose(places, lane)
         for place in returns:
             self._join(place, lane)
-        self.lanes[lane].ops.append(self._op(call, numbers, returns, lane))
+        self.lanes[lane].ops[next(self._order)] = self._op(call, numbers, returns, lane)
         return True
 
     def _op(self, call: Call, numbers: list[int], returns: list[int], lane: int) -> Op:
@@ -244,11 +248,12 @@ class Lanes:
         """Returns True for memory that is about no parameter yet."""
         return bool(places) and all(self._ref(place).storage in self._loose for place in places)
 
-    def _add_loose(self, op: Op, places: Sequence[int], returns: Sequence[int]) -> None:
+    def _add_loose(self, call: Call, numbers: list[int], returns: list[int]) -> None:
         """An operation on such memory alone: what it makes or writes is so too, with all that it depends on."""
-        before = [one for storage in {self._ref(place).storage: 0 for place in places} for one in self._loose[storage]]
-        for storage in {self._ref(place).storage for place in returns or places[:1]}:
-            self._loose[storage] = [*_once(before), op]
+        ops = {i: op for place in call.places() for i, op in self._loose[self._ref(place).storage].items()}
+        ops[next(self._order)] = self._op(call, numbers, returns, -1)
+        for place in returns or written_by(call.rule, call.args):
+            self._loose[self._ref(place).storage] = ops
 
     def _is_shared(self, place: int) -> bool:
         return self._ref(place).storage in self._shared
@@ -282,9 +287,7 @@ class Lanes:
         """Memory that is about no parameter yet is about this one too."""
         for storage in {self._ref(place).storage for place in places}.intersection(self._loose):
             self._lane_of[storage] = lane
-            ops = self.lanes[lane].ops
-            there = set(map(id, ops))
-            ops += [op for op in self._loose.pop(storage) if id(op) not in there]
+            self.lanes[lane].ops |= self._loose.pop(storage)
 
     def _argument(self, x: Any, numbers: Iterator[int], lane: int) -> Any:
         """How a recording has an argument; a number is the next of those of the call."""
@@ -297,11 +300,6 @@ class Lanes:
         if is_number(x):
             return Number(next(numbers))
         return tuple(self._argument(y, numbers, lane) for y in x) if type(x) is list else x[1]
-
-
-def _once(ops: Iterable[Op]) -> list[Op]:
-    """The same, each once."""
-    return list({id(op): op for op in ops}.values())
 
 
 def _constant(x: Any) -> Any:

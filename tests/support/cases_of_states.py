@@ -243,6 +243,16 @@ def a_state_made_of_nothing_that_waits(o: Any, p: Any, g: Any, s: Any, lr: float
     p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
 
 
+@launched
+def memory_made_of_a_number_is_read_before_it_is_written(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """What is made of it first is needed last: it has the value of then."""
+    m = torch.zeros(p.shape)
+    ones, twos = m + 1, m.view(-1) + 2
+    m.add_(g)
+    p.sub_(m * ones, alpha=lr)
+    p.sub_(twos.view(p.shape) * g, alpha=lr)
+
+
 def with_counts_in(dtype: torch.dtype) -> None:
     """Registers an update that counts the positive gradients of each element, where that is no float."""
 
