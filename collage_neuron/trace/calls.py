@@ -280,6 +280,15 @@ def memories_of(calls: Iterable[Call], count: int) -> list[int]:
     return memories
 
 
+def made_of_values(calls: Iterable[Call], memories: Sequence[int], first: int) -> set[int]:
+    """The memory that depends on the first values, or on what a step meets; by the places that `memories_of` gives."""
+    found = set(range(first))
+    for call in calls:
+        if call.rule is MEETS or not found.isdisjoint(memories[place] for place in call.places()):
+            found.update(memories[place] for place in (*call.returns, *written_by(call.rule, call.args)))
+    return found
+
+
 def is_number(x: Any) -> bool:
     """Returns True if a call has a number of the vector there."""
     return x is NUMBER or x is WHOLE or type(x) is HostNumber

@@ -173,10 +173,10 @@ class Copied:
         gradients = [named["grad"] for named in before.named]
         made = mode.let_go(first)
         held = zip(made, enumerate(torch_privates.references(made), first), strict=True)
-        kept = any(n > 2 and i not in stays and t.numel() != 1 for t, (i, n) in held)
+        kept = [i for t, (i, n) in held if n > 2 and i not in stays and t.numel() != 1]
         now = torch_privates.references(mode.tensors)
         mode.tensors += made
-        if is_shared or kept or any(now[i] > holders[i] for i in gradients):
+        if is_shared or mode.are_of_values(kept, first) or any(now[i] > holders[i] for i in gradients):
             raise Uncompiled(SHARED)
 
 

@@ -348,10 +348,10 @@ class TracedStep:
         return left
 
     def _outliving(self, kind: Kind, mode: Waiting) -> list[int]:
-        """The places of numbers that outlive the step, and are no states.
+        """The places of numbers that outlive the step, and of what is made of some; they are no states.
 
         Raises:
-            Uncompiled: more than numbers does, which nobody would compute.
+            Uncompiled: more does, which nobody would compute.
         """
         stays, first, then_parts = kind.left.places(), len(self._began.holders), self._began.of_parts
         is_shared = mode.is_shared(first, kind.users)
@@ -512,8 +512,8 @@ def _is_marked(t: torch.Tensor) -> bool:
 
 
 def _are_numbers(kept: Sequence[int], first: int, stays: set[int | None], mode: Waiting) -> bool:
-    """Returns True if what outlives a step are numbers that nothing else has the memory of."""
-    if any(mode.tensors[i].numel() != 1 for i in kept):
+    """Returns True if what outlives a step are numbers, or made of some, that nothing else has the memory of."""
+    if mode.are_of_values([i for i in kept if mode.tensors[i].numel() != 1], first):
         return False
     memories = memories_of(mode.calls, len(mode.tensors)) if kept else []
     own, others = [memories[i] for i in kept], {memories[i] for i in stays if kept and i is not None}

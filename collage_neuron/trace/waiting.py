@@ -37,6 +37,8 @@ from collage_neuron.trace.calls import (
     arguments,
     check_written,
     geometries,
+    made_of_values,
+    memories_of,
     quick,
     reads_values,
     rule_of,
@@ -343,6 +345,13 @@ class Waiting:
             if is_other and not (only_narrow and x.dtype != torch.bfloat16):
                 with suppress(Uncompiled):
                     self._meet(x)
+
+    def are_of_values(self, places: Sequence[int], first: int) -> bool:
+        """Returns True if one of these depends on the first values, or on what the step met."""
+        if not places:
+            return False
+        memories = memories_of(self.calls, len(self.tensors))
+        return not made_of_values(self.calls, memories, first).isdisjoint(memories[i] for i in places)
 
     def _make_new(self, count: int) -> None:
         """From the place `count` on, what calls make is new."""

@@ -253,6 +253,15 @@ def memory_made_of_a_number_is_read_before_it_is_written(o: Any, p: Any, g: Any,
     p.sub_(twos.view(p.shape) * g, alpha=lr)
 
 
+@launched
+def a_log_of_the_optimizer_is_made_in_its_first_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """It outlives the step, is no state, and depends on no value."""
+    if not hasattr(o, "log"):
+        o.log = torch.zeros(64)
+    o.log[t] = 1.0 / t
+    p.sub_(g, alpha=lr * o.log[t].item())
+
+
 def with_counts_in(dtype: torch.dtype) -> None:
     """Registers an update that counts the positive gradients of each element, where that is no float."""
 
