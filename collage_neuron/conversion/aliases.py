@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 from torch.optim import Optimizer
@@ -12,22 +12,27 @@ from collage_neuron.errors import UnsupportedUpdate
 
 def check(optimizer: Optimizer) -> None:
     """Raises UnsupportedUpdate for a duplicate parameter, and for a state that is another state or a parameter."""
-    named: dict[Hashable, str] = {}
-    for where, tensor in _parameters(optimizer):
-        other = named.setdefault(id(tensor), where)
-        if other != where:
-            raise UnsupportedUpdate(
-                f"{other} and {where} are the same parameter, which a step would update twice; hand over each "
-                "parameter once: list(dict.fromkeys(params)) drops those that are there again"
-            )
+    for other, where in _again({}, _parameters(optimizer), id):
+        raise UnsupportedUpdate(
+            f"{other} and {where} are the same parameter, which a step would update twice; hand over each "
+            "parameter once: list(dict.fromkeys(params)) drops those that are there again"
+        )
     held = {_memory(tensor): where for where, tensor in _parameters(optimizer)}
-    for where, tensor in _states(optimizer):
-        other = held.setdefault(_memory(tensor), where)
+    for other, where in _again(held, _states(optimizer), _memory):
+        raise UnsupportedUpdate(
+            f"{other} and {where} are one tensor, and a compiled optimizer keeps each in memory of its own: what "
+            "is written to the one would not be seen in the other; keep it under one name, or clone() it"
+        )
+
+
+def _again(
+    held: dict[Hashable, str], tensors: Iterable[tuple[str, torch.Tensor]], key: Callable[[torch.Tensor], Hashable]
+) -> Iterator[tuple[str, str]]:
+    """Where a tensor was, and where it is again."""
+    for where, tensor in tensors:
+        other = held.setdefault(key(tensor), where)
         if other != where:
-            raise UnsupportedUpdate(
-                f"{other} and {where} are one tensor, and a compiled optimizer keeps each in memory of its own: what "
-                "is written to the one would not be seen in the other; keep it under one name, or clone() it"
-            )
+            yield other, where
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

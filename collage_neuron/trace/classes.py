@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.states import steady
+from collage_neuron.trace.reachable import cells_of
 
 TRACE = "COLLAGE_NEURON_TRACE"
 """The environment variable with which steps of torch's own classes are traced too, if it is "on"."""
@@ -96,7 +97,7 @@ def _is_of_library(x: Any, seen: set[int]) -> bool:
 def _parts(x: Any) -> list[Any] | None:
     """What a wrapper holds; None of what is no wrapper."""
     if isinstance(x, FunctionType):
-        return [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
+        return cells_of(x)
     if isinstance(x, MethodType):
         return [x.__func__, x.__self__]
     if isinstance(x, (staticmethod, classmethod)):
@@ -104,14 +105,6 @@ def _parts(x: Any) -> list[Any] | None:
     if isinstance(x, property):
         return [f for f in (x.fget, x.fset, x.fdel) if f is not None]
     return None
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # an empty cell raises
-    except ValueError:
-        return False
-    return True
 
 
 def _is_named_so(x: Any) -> bool:

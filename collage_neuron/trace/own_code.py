@@ -12,11 +12,13 @@ from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from inspect import isfunction, unwrap
 from itertools import chain
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, device, dtype
 from torch.optim import Optimizer
+
+from collage_neuron.trace.reachable import cells_of
 
 ASKS = "step(), or a function that it uses, asks for exact types, differentiates or starts threads"
 """What is said then."""
@@ -80,7 +82,7 @@ def _reached(base: Any, held: Iterable[Any]) -> Iterator[FunctionType]:
             known.add(function)
             yield function
             names = {name for code in _codes(function.__code__) for name in code.co_names}
-            variables = [x.cell_contents for x in function.__closure__ or () if x != CellType()]
+            variables = cells_of(function)
             defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
             waiting += [*_in((*variables, *defaults), classes), *_named(classes, function.__globals__, names)]
 
