@@ -7,8 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from package_cases import COVERED, LAUNCHED, REJECTED
-from package_cases import REFUSED as PACKAGES_REFUSED
 from torch_cases import CASES, FORMAT_RATIO, REFUSED
 
 from collage_neuron.passes.rewrite.rules import RULES
@@ -111,11 +109,3 @@ def test_split433_is_near_fp32_where_full_is_a_hundred_times_off(name: str) -> N
     found = errors(name)
     if found["full"] > 90 * found["fp32"]:
         assert found["split433"] <= MISSED.get(name, 20) * found["fp32"]
-
-
-def test_the_page_for_users_has_the_numbers_of_the_table() -> None:
-    text = " ".join((Path(__file__).parents[2] / "docs" / "optimizers.md").read_text().split())
-    compiled = sum(len({*COVERED[of].split(), *LAUNCHED[of].split()}) for of in COVERED)
-    rejected = sum(map(len, REJECTED.values()))
-    written = sum(map(len, PACKAGES_REFUSED.values())) - rejected
-    assert f"{compiled} optimizers are rewritten, {written} run as written, and {rejected} are rejected" in text
