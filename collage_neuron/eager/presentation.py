@@ -76,6 +76,8 @@ class Presentation:
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _are_parts_held: bool = False
     """True if the optimizer holds memory of shards."""
+    _has_two_names: bool = False
+    """True if an object is two states, or a state and a gradient: what a step gives to one of them the other keeps."""
     _waiting: MakesPlaceholders | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ class Presentation:
         """
         filling = Conversions(pool(self.optimizer).laid_out)
         self.values, self._aliases, self._waiting = [], [], waiting
+        self._has_two_names = False
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
         self.dtypes = {key: p.dtype for key, (p, _) in self.groups.items()}
@@ -111,7 +114,9 @@ class Presentation:
         owners = self.owners[id(p)] = [p, *(state[name] for name, *_ in outline.values[1:])]
         for (name, fmt, keys), owner in zip(outline.values, owners, strict=True):
             further = [state[key] for key in keys]
-            if id(owner) not in known:  # one object may have two names, or be a gradient
+            if id(owner) in known:
+                self._has_two_names = True
+            else:
                 value = Value(p, name, owner, fmt, further, self._shell(owner), keys)
                 self.values.append(value)
                 known.add(id(owner))
@@ -224,7 +229,7 @@ class Presentation:
 
     def can_wait(self) -> bool:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""
-        is_held = self._aliases or self._are_parts_held or bookkeeping(self.optimizer).pins
+        is_held = self._aliases or self._are_parts_held or self._has_two_names or bookkeeping(self.optimizer).pins
         return not is_held and self.gradients.are_single
 
     def agreed(self, planned: int) -> int:
@@ -283,7 +288,10 @@ class Presentation:
             v.further = [state[key] for key in v.keys]
         grads = (p.grad for p in self.params() if p.grad is not None)
         words = chain.from_iterable(v.further for v in self.values)
-        return set(map(id, chain(grads, (v.owner for v in self.values), words)))
+        objects = [*grads, *(v.owner for v in self.values), *words]
+        known = set(map(id, objects))
+        self._has_two_names = len(known) < len(objects)
+        return known
 
     def _exchange(self) -> None:
         self.gradients.enter(self._waiting)

@@ -71,6 +71,11 @@ class Marks:
         self._spread()
         return self._states
 
+    def held(self) -> set[int]:
+        """The ids of the states that this refers to."""
+        found = [high for names in self._states.values() for high, _ in names.values()]
+        return set(map(id, found if self._all is None else self._all.highs))
+
     def mark_all(self, split: Split, highs: list[torch.Tensor]) -> None:
         """Marks everything in `split`, of which `highs` are the states, and nothing else, after a step."""
         self._params.clear()

@@ -62,6 +62,10 @@ class Launching(NamedTuple):
     """Raises TranslationError for jobs that do not do what the calls of a step do."""
 
 
+OURS = 5
+"""References to a state that a step has replaced, but for marks: from what is restored if the step raises, its `Value`,
+the lists of owners and of objects, and the count. Whoever has one more has kept the state itself."""
+
 _NO_STATE: dict[Any, Any] = {}
 _requires_grad = attrgetter("requires_grad")
 
@@ -362,8 +366,9 @@ class TracedStep:
         are_parts_kept = bool(then_parts) and (
             any(map(gt, torch_privates.references(mode.tensors), then_parts)) or any(n > 3 for _, n in references)
         )  # a DTensor has its part
-        now, then = torch_privates.references(self._began.objects or mode.tensors), self._began.holders
-        more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
+        objects, then = self._began.objects or mode.tensors, self._began.holders
+        now = torch_privates.references(objects)
+        more = any(now[i] > then[i] for i in self._began.gradients) or self._are_held(gone, objects, now)
         mode.tensors += made
         returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
         if is_shared or more or returned or are_parts_kept or not _are_numbers(kept, first, stays, mode):
@@ -375,6 +380,11 @@ class TracedStep:
         if not are_kept and not any(map(_is_marked, others)):
             self.traces.temporaries = [mode.met.get(i, t) if i in stays else t for i, t in enumerate(made, first)]
         return kept
+
+    def _are_held(self, gone: Sequence[int], objects: Sequence[Any], now: Sequence[int]) -> bool:
+        """Returns True if one of these states, which the step has replaced, is held: it would have no value."""
+        marked = bookkeeping(self.optimizer).marks.held() if gone else ()
+        return any(now[i] > OURS + (id(objects[i]) in marked) for i in gone)
 
     def _launched(self, kind: Kind, mode: Waiting) -> list[Measured]:
         """Launches the updates of a step."""

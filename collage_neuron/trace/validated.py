@@ -161,7 +161,7 @@ class Part:
                 tensors.update(zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False))
         except Exception as error:  # a sample may have another shape
             raise NoSample from error
-        return {name: tensors[place] for name, place in self.after.items()}
+        return {name: tensors[place] for name, place in self.after.items() if place in tensors}  # no update has others
 
 
 def _any_number(place: int) -> Tensor:

@@ -210,6 +210,15 @@ def a_number_of_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 @launched
+def a_number_that_no_operation_has(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"], s["n"] = torch.zeros_like(p), torch.zeros((), device=p.device)
+    if t == 4:
+        s["n"] = s["n"] + 1
+    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
+
+
+@launched
 def a_number_of_each_as_torch_returns_it(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     v = s.setdefault("v", torch.zeros(())).mul_(0.9)
     assert torch.zeros(()).add_(g.norm()).mul_(v) is not v
@@ -326,6 +335,58 @@ def two_states_were_one(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> No
     s["m"].mul_(0.9).add_(g)
     s["n"].mul_(0.5).add_(g)
     p.sub_(s["n"], alpha=lr)
+
+
+@computed
+def two_states_are_one_until_one_is_new(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["best"] = s["m"] = torch.zeros_like(p)
+    s["m"] = s["m"] * 0.9 + g
+    if t % 4 == 0:
+        s["best"] = s["m"]
+    p.sub_(s["best"] + s["m"], alpha=lr)
+
+
+@computed
+def two_states_are_one_while_they_are_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"] = s["fixed"] = torch.zeros_like(p)
+        s["m"].add_(g.sum().item())
+    if t % 3 == 2:
+        s["fixed"] = s["fixed"] * 0.5
+    s["m"].mul_(0.9).add_(g)
+    p.sub_(s["m"] + s["fixed"], alpha=lr)
+
+
+@computed
+def the_last_value_is_a_state_now_and_then(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s["m"] = 0.9 * s.get("m", torch.zeros_like(p)) + g
+    if t % 2 == 0:
+        s["before"] = s["m"]
+    p.sub_(s["m"] + s.get("before", 0.0), alpha=lr)
+
+
+@launched
+def the_last_value_is_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s["before"] = s.setdefault("m", torch.zeros_like(p))
+    s["m"] = 0.9 * s["m"] + g
+    p.sub_(s["m"] + 0.5 * s["before"], alpha=lr)
+
+
+@computed
+def states_are_moved_along(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["a"] = s["b"] = s["c"] = torch.zeros_like(p)
+    s["c"], s["b"], s["a"] = s["b"], s["a"], g * 1.0
+    p.sub_(s["a"] + 0.5 * s["b"] + 0.25 * s["c"], alpha=lr)
+
+
+@computed
+def a_state_is_in_a_list_before_it_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s["m"] = 0.9 * s.get("m", torch.zeros_like(p)) + g
+    log = o.kept.setdefault(id(p), [])
+    log.append(s["m"])
+    p.sub_(s["m"] + log[max(t - 3, 0)], alpha=lr)
 
 
 @computed
