@@ -139,13 +139,10 @@ class Gradients:
             waiting.give(torch_privates.part(g.wide), into)
             pool(self.optimizer).wide[id(g.owner)] = weakref.ref(g.owner), weakref.ref(g.wide)
 
-    def copy_of(self, wide: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the gradient for which one waits."""
-        found = next((g for g in self.of.values() if g.wide is wide), None)
-        if found is None:
-            return None
+    def sources(self) -> dict[int, torch.Tensor]:
+        """What has the values of those that wait, by the ids of these: for whoever copies it."""
         inside = {id(owner): other for owner, other in self.pairs}
-        return inside.get(id(found.owner), found.owner).detach().float().clone()
+        return {id(g.wide): inside.get(id(g.owner), g.owner) for g in self.of.values()}
 
     def _wide(self, p: Any, known: Mapping[int, Any], parts: Parts) -> torch.Tensor:
         """The fp32 tensor: that of the last step, if something refers to it."""

@@ -31,6 +31,9 @@ from collage_neuron.states.sharding import is_sharded, local, version
 
 NOBODY: Any = None
 
+SMALL = 4096
+"""Values of up to so many elements are copied together."""
+
 
 @dataclass(eq=False)
 class Value:
@@ -79,6 +82,9 @@ class Presentation:
     _has_two_names: bool = False
     """True if an object is two states, or a state and a gradient: what a step gives to one of them the other keeps."""
     _waiting: MakesPlaceholders | None = None
+    _copies: dict[int, torch.Tensor] | None = None
+    """Those of small values, by the ids of their objects, once one was asked for."""
+    _sources: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Makes what presents the gradients."""
@@ -97,7 +103,7 @@ class Presentation:
         """
         filling = Conversions(pool(self.optimizer).laid_out)
         self.values, self._aliases, self._waiting = [], [], waiting
-        self._has_two_names = False
+        self._has_two_names, self._copies = False, None
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
         self.dtypes = {key: p.dtype for key, (p, _) in self.groups.items()}
@@ -216,16 +222,30 @@ class Presentation:
 
     @torch.no_grad()
     def copy_of(self, owner: torch.Tensor) -> torch.Tensor:
-        """A copy of the value that an object has which waits: of a parameter, a state or a gradient."""
-        if (found := self.gradients.copy_of(owner)) is not None:
-            return found
-        v = next(v for v in self.values if v.owner is owner)
-        first, filling = without_graph(v.shell), Conversions()
-        copy = torch.empty_like(first, dtype=torch.float32)
-        backend = Lookup().of(self.groups[id(v.p)][1], v.p)[1]
-        filling.decode(backend, v.fmt, [first, *v.further], copy, v.name)
+        """A copy of the value that an object has which waits: of a parameter, a state or a gradient.
+
+        Small ones are copied together when the first of them is asked for: code that asks for one asks for more.
+        """
+        if self._copies is None:
+            small = [v for v in self.values if v.owner.numel() <= SMALL]
+            self._copies = self._decoded(small)
+            self._sources = self.gradients.sources()
+        if (found := self._copies.get(id(owner))) is not None:
+            return found.clone()
+        if (source := self._sources.get(id(owner))) is not None:
+            return source.detach().float().clone()
+        return self._decoded([v for v in self.values if v.owner is owner])[id(owner)]
+
+    def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
+        """Copies of values that wait, by the ids of their objects."""
+        lookup, filling, found = Lookup(), Conversions(), dict[int, torch.Tensor]()
+        for v in values:
+            first = without_graph(v.shell)
+            copy = found[id(v.owner)] = torch.empty_like(first, dtype=torch.float32)
+            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
+            filling.decode(backend, v.fmt, [first, *v.further], copy, v.name)
         filling.run()
-        return copy
+        return found
 
     def can_wait(self) -> bool:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""
@@ -261,6 +281,7 @@ class Presentation:
         for v in self.values:
             v.owner, v.further = v.p, []
         self.owners.clear()
+        self._copies, self._sources = None, {}
         self.gradients.let_go()
         self.optimizer = self.gradients.optimizer = NOBODY  # which has it: memory would wait for the collector
 
@@ -275,7 +296,7 @@ class Presentation:
     def again(self, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
         """What `plan` does, for the `states` of a step with the same structure, by the ids of parameters."""
         self.optimizer = self.gradients.optimizer = optimizer
-        self._aliases, self.groups = [], self._found_groups()
+        self._aliases, self._copies, self.groups = [], None, self._found_groups()
         owners: list[torch.Tensor] = []
         for v in self.values:  # those of a parameter follow one another, itself first
             if v.name == "param":

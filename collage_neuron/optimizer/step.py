@@ -129,9 +129,12 @@ def _tracing(
     if why := call.problem or why_not(base, optimizer, ours.traces.asked):
         return None, f"{base.__name__} cannot be compiled: {why}"
     launching = Launching(job_of, partial(_take_traced, base), partial(_validate_traced, base))
-    following = {} if ours.traces.kinds else dry_run.following(base, optimizer)
-    step = TracedStep(base, optimizer, ours.traces, launching, due, following)
-    return (None, step.given_up) if step.given_up else (step, "")
+    step = TracedStep(base, optimizer, ours.traces, launching, due)
+    if step.given_up:
+        return None, step.given_up
+    if not ours.traces.kinds:
+        step.following = dry_run.following(base, optimizer)
+    return step, ""
 
 
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:

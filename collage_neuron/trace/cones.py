@@ -1,15 +1,16 @@
 """The value of one tensor that waits, computed while the rest goes on waiting: by the calls that it depends on.
 
 Those are the calls which wrote its memory before, and for each of them, again, those that wrote what it has read: the
-cone of the value. They run in order on copies of the tensors that they begin with; so nothing that waits is changed,
-and what they have made is let go as soon as none of them needs it.
+cone of the value. They run in order on copies of the tensors that they begin with; so nothing that waits is changed.
+What they have made of small tensors stays until the step ends, so that a step which reads a number of each parameter
+runs each call once more, and not all calls for each number. Large tensors are let go as soon as no call needs them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,113 +23,197 @@ Read = Callable[[int], torch.Tensor]
 MOST = 4
 """So many times as many calls as a step has made may be in the cones of its values: then all is computed."""
 
+SMALL = 4096
+"""Of up to so many elements what was computed stays."""
+
+
+class Run(NamedTuple):
+    """A call that runs once more."""
+
+    number: int
+    lets_go: list[int]
+    """The memory that no later call of the cone needs."""
+
+
+class Cone(NamedTuple):
+    """What runs for a value."""
+
+    of: tuple[int, int]
+    """Its place, and after how many calls it is asked for."""
+    runs: list[Run]
+    is_anew: bool
+    """True if something that it needs was written since, among what has stayed: it begins from the beginning."""
+
 
 class Cones:
-    """The cones of the values of a step."""
+    """The cones of the values of a step; those of all steps that make the same calls, which may be more and more."""
 
-    def __init__(self) -> None:
-        self._calls: list[Call] = []
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+        self.known: list[Cone] = []
+        """Those of the values that were asked for in the first step, in their order."""
         self._firsts: list[int] = []
-        """For each of them the position of its first number."""
+        """For each call the position of its first number."""
         self._memories: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
         """By memory, which calls have made it, a view of it, or written it."""
-        self._numbers = self._ran = 0
+        self._numbers = 0
 
-    def value(
-        self, place: int, calls: Sequence[Call], numbers: Sequence[float], read: Read, before: int | None = None
-    ) -> torch.Tensor:
-        """The value of what is at a place after these calls, which are those of before and further ones, or after some.
-
-        `read` gives what they begin with.
-
-        Raises:
-            Uncompiled: too many calls would run once more.
-        """
-        for call in calls[len(self._calls) :]:
-            self._add(call)
-        needed = self._needed(self._memory(place), len(calls) if before is None else before)
-        self._ran += len(needed)
-        if self._ran > MOST * (len(calls) + 64):
-            raise Uncompiled("values are read that depend on most of the step")
-        return self._run(place, needed, numbers, _There(self._memory, read))
-
-    def _memory(self, place: int) -> int:
-        return self._memories.get(place, place)
+    def grow(self, count: int) -> None:
+        """Looks at the calls, up to so many."""
+        while len(self._firsts) < count:
+            self._add(self.calls[len(self._firsts)])
 
     def _add(self, call: Call) -> None:
-        number = len(self._calls)
-        self._calls.append(call)
+        number = len(self._firsts)
         self._firsts.append(self._numbers)
         self._numbers += call.numbers()
         if call.func is set_data:  # what a tensor is afterwards is its place
             return
         for place in call.returns if call.rule.kind == "view" else ():
-            self._memories[place] = self._memory(call.args[0])
-        for memory in {self._memory(place) for place in (*call.returns, *written_by(call.rule, call.args))}:
+            self._memories[place] = self.memory(call.args[0])
+        for memory in self.written(call):
             self._writers.setdefault(memory, []).append(number)
 
-    def _needed(self, memory: int, before: int) -> list[int]:
-        """The calls on which a memory depends, as it is before one of them."""
+    def first_number(self, i: int) -> int:
+        """The position of the first number of a call."""
+        return self._firsts[i]
+
+    def memory(self, place: int) -> int:
+        """The place whose memory a tensor has."""
+        return self._memories.get(place, place)
+
+    def written(self, call: Call) -> set[int]:
+        """The memory that a call makes or writes."""
+        return {self.memory(place) for place in (*call.returns, *written_by(call.rule, call.args))}
+
+    def cone(self, place: int, before: int, done: Mapping[int, int]) -> Cone:
+        """The cone of a value; `done` says of memory that has stayed after how many calls it is there."""
+        needed = self._needed(self.memory(place), before, done)
+        is_anew = needed is None
+        if needed is None:
+            needed = self._needed(self.memory(place), before, {}) or []
+        last = {memory: i for i in needed for memory in self._used(i)}
+        last.pop(self.memory(place), None)
+        ends: dict[int, list[int]] = {}
+        for memory, i in last.items():
+            ends.setdefault(i, []).append(memory)
+        return Cone((place, before), [Run(i, ends.get(i, [])) for i in needed], is_anew)
+
+    def _needed(self, memory: int, before: int, done: Mapping[int, int]) -> list[int] | None:
+        """The calls on which a memory depends, as it is before one of them; None if some are done that come later."""
         found: set[int] = set()
-        done: dict[int, int] = {}
+        until: dict[int, int] = {}
         waiting = [(memory, before)]
         while waiting:
             memory, before = waiting.pop()
-            writers, first = self._writers.get(memory, []), done.get(memory, 0)
-            done[memory] = max(first, before)
+            own = done.get(memory, 0)
+            if own > before:
+                return None
+            writers, first = self._writers.get(memory, []), max(own, until.get(memory, 0))
+            until[memory] = max(first, before)
             for i in writers[bisect_left(writers, first) : bisect_left(writers, before)]:
                 found.add(i)
-                waiting += [(self._memory(place), i) for place in self._calls[i].places()]
+                waiting += [(self.memory(place), i) for place in self.calls[i].places()]
         return sorted(found)
 
-    def _run(self, place: int, needed: Sequence[int], numbers: Sequence[float], there: _There) -> torch.Tensor:
-        last = {memory: i for i in needed for memory in self._used(i)}
-        last[self._memory(place)] = len(self._calls)
-        for i in needed:
-            call, first = self._calls[i], self._firsts[i]
-            made = _made(call, there, (numbers[k] for k in range(first, len(numbers))))
-            for returned, x in zip(call.returns, made, strict=False):
-                there.put(returned, x)
-            for memory in self._used(i):
-                if last[memory] == i:
-                    there.let_go(memory)
-        return there[place]
-
     def _used(self, i: int) -> set[int]:
-        call = self._calls[i]
-        return {self._memory(place) for place in (*call.places(), *call.returns)}
+        call = self.calls[i]
+        return {self.memory(place) for place in (*call.places(), *call.returns)}
+
+
+class Values:
+    """The values that were asked for in one step."""
+
+    def __init__(self) -> None:
+        self._there = _There()
+        self._cones: Cones | None = None
+        """Those of the first value."""
+        self._asked = self._ran = 0
+        self._is_known = True
+        """True as long as the values are those of the first step that has made these calls."""
+
+    def value(self, cones: Cones, place: int, before: int, numbers: Sequence[float], read: Read) -> torch.Tensor:
+        """What is at a place after so many calls, for reading. The calls of before are the first ones of these.
+
+        `read` gives what the step begins with.
+
+        Raises:
+            Uncompiled: too many calls would run once more.
+        """
+        cones.grow(before)
+        cone = self._cone(cones, place, before)
+        self._ran += len(cone.runs)
+        if self._ran > MOST * (before + 64):
+            raise Uncompiled("values are read that depend on most of the step")
+        there = _There() if cone.is_anew else self._there
+        for i, lets_go in cone.runs:
+            _run(cones, i, there, numbers, read)
+            there.let_go(lets_go)
+        found = _tensor(cones, place, there, read)
+        if found.numel() > SMALL:
+            there.let_go([cones.memory(place)])
+        return found
+
+    def _cone(self, cones: Cones, place: int, before: int) -> Cone:
+        self._cones = self._cones or cones
+        self._is_known = self._is_known and cones is self._cones
+        known, k = cones.known, self._asked
+        self._asked += 1
+        if self._is_known and k < len(known) and known[k].of == (place, before):
+            return known[k]
+        found = cones.cone(place, before, self._there.done)
+        self._is_known = self._is_known and k == len(known)
+        if self._is_known:
+            known.append(found)
+        return found
 
 
 class _There:
-    """Tensors by their places, which are read when they are asked for first."""
+    """Tensors by their memory and their places, and after how many calls they are there."""
 
-    def __init__(self, memory: Callable[[int], int], read: Read) -> None:
-        self._memory, self.read = memory, read
-        self._tensors: dict[int, dict[int, torch.Tensor]] = {}
-        """By their memory."""
+    def __init__(self) -> None:
+        self.tensors: dict[int, dict[int, torch.Tensor]] = {}
+        self.done: dict[int, int] = {}
 
-    def __getitem__(self, place: int) -> torch.Tensor:
-        own = self._tensors.setdefault(self._memory(place), {})
-        if place not in own:
-            own[place] = self.read(place)
-        return own[place]
-
-    def put(self, place: int, x: torch.Tensor) -> None:
+    def put(self, memory: int, place: int, x: torch.Tensor) -> None:
         """What a call has made."""
-        self._tensors.setdefault(self._memory(place), {})[place] = x
+        self.tensors.setdefault(memory, {})[place] = x
 
-    def let_go(self, memory: int) -> None:
-        """Nothing needs what has this memory any more."""
-        self._tensors.pop(memory, None)
+    def let_go(self, memories: Sequence[int]) -> None:
+        """Nothing needs what has this memory any more; what is small stays."""
+        for memory in memories:
+            own = self.tensors.get(memory, {})
+            if any(x.numel() > SMALL for x in own.values()):
+                del self.tensors[memory]
+                self.done.pop(memory, None)
 
 
-def _made(call: Call, there: _There, numbers: Iterator[float]) -> Sequence[torch.Tensor]:
+def _run(cones: Cones, i: int, there: _There, numbers: Sequence[float], read: Read) -> None:
+    call = cones.calls[i]
+    made = _made(cones, call, there, _from(numbers, cones.first_number(i)), read)
+    for place, x in zip(call.returns, made, strict=False):
+        there.put(cones.memory(place), place, x)
+    there.done.update(dict.fromkeys(cones.written(call), i + 1))
+
+
+def _made(cones: Cones, call: Call, there: _There, numbers: Iterator[float], read: Read) -> Sequence[torch.Tensor]:
     """What a call makes; in place it returns its argument."""
     if call.rule is MEETS:
-        return [there.read(call.first)]
-    tensors = {place: there[place] for place in call.places()}
+        return [read(call.first)]
+    tensors = {place: _tensor(cones, place, there, read) for place in call.places()}
     args = arguments(call.args, tensors, numbers)
     kwargs = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), tensors, numbers), strict=True))
     out: Any = call.func(*args, **kwargs)
     return [x.detach() if any(x is y for y in args) else x for x in (out if isinstance(out, (list, tuple)) else [out])]
+
+
+def _tensor(cones: Cones, place: int, there: _There, read: Read) -> torch.Tensor:
+    own = there.tensors.setdefault(cones.memory(place), {})
+    if place not in own:
+        own[place] = read(place)
+    return own[place]
+
+
+def _from(numbers: Sequence[float], first: int) -> Iterator[float]:
+    return (numbers[k] for k in range(first, len(numbers)))

@@ -120,7 +120,7 @@ class Copied:
             self._check_elementwise(each.recording)
         self._check_kept(mode, holders, before, left)
         mode.exchange_states(met.exchange_back)
-        return Stepped(Kind(before, named, calls, left, left.named(), planned, reads, [], []), mode.numbers)
+        return Stepped(Kind(before, named, mode.cones, left, left.named(), planned, reads, [], []), mode.numbers)
 
     def _check_elementwise(self, recording: Recording) -> None:
         try:

@@ -31,6 +31,11 @@ class Course:
         return self._followed if self.at == len(self._followed) else self._followed[: self.at]
 
     @property
+    def whole(self) -> list[Call]:
+        """The list that begins with the calls so far, and goes on to be that of this step, or of the one it follows."""
+        return self._own if self._followed is None else self._followed
+
+    @property
     def expected(self) -> Call | None:
         """The next call of the step that is followed."""
         followed = self._followed

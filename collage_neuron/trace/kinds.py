@@ -22,6 +22,7 @@ from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.trace import met
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
+from collage_neuron.trace.cones import Cones
 from collage_neuron.trace.lanes import Lanes, Read
 from collage_neuron.trace.own_code import Asked
 from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
@@ -111,7 +112,7 @@ class Kind:
     before: Before
     named: list[Named]
     """What waits before, with the states that were met later."""
-    calls: list[Call]
+    cones: Cones
     left: Left
     after: list[Named]
     """The same by names."""
@@ -124,6 +125,11 @@ class Kind:
     """How often something in C++ refers to each tensor afterwards."""
     validated: set[Any] = field(default_factory=set)
     """The updates of it that were validated, with their backends."""
+
+    @property
+    def calls(self) -> list[Call]:
+        """What they call."""
+        return self.cones.calls
 
     @cached_property
     def fills(self) -> bool:

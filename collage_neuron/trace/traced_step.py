@@ -98,11 +98,12 @@ class TracedStep:
         traces: Traces,
         launching: Launching,
         due: bool,
-        following: Mapping[str, Recording],
     ) -> None:
-        """With the steps after this one, by the texts of updates, where these do not show what states are for."""
+        """Of an optimizer of a class; it is measured if that is `due`."""
         self.optimizer, self.traces, self._launching, self._due = optimizer, traces, launching, due
-        self._name, self._following = base.__name__, following
+        self._name = base.__name__
+        self.following: Mapping[str, Recording] = {}
+        """The steps after this one, by the texts of updates, where these do not show what states are for."""
         self._mode: Waiting | None = None
         self._began: Began
         self.may_repeat = False
@@ -155,9 +156,9 @@ class TracedStep:
         earlier = [kind for kind in kinds if kind.before == before]
         if not earlier or earlier[0] is not kinds[0]:
             spare = []
-        calls, steady = [k.calls for k in earlier], kinds[0].quick if spare else ()
+        cones, steady = [k.cones for k in earlier], kinds[0].quick if spare else ()
         self._names: dict[int, met.Name] | None = None
-        self._mode = Waiting(tensors, same, calls, spare, steady, self._compute, self._state_of, self._copy_of)
+        self._mode = Waiting(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
         if not presentation.has_shards and (not spare or kinds[0].fills):
             self._mode.see_made()
         on_host = all(p.is_cpu for p in params)
@@ -326,11 +327,12 @@ class TracedStep:
                 return self.traces.add(kind)
         named = with_states(before.named, calls)
         planned, reads = planned_of(before, named, left, mode)
-        planned = [each.followed_by(self._following) for each in planned]
+        planned = [each.followed_by(self.following) for each in planned]
         for each in planned if self._has_parts else ():
             shards.check_elementwise(each.recording)
         quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, mode.tensors)
-        return self.traces.add(Kind(before, named, calls, left, left.named(), planned, reads, quick, users))
+        cones = mode.cones
+        return self.traces.add(Kind(before, named, cones, left, left.named(), planned, reads, quick, users))
 
     def _left(self, mode: Waiting) -> Left:
         params = self._began.params

@@ -103,27 +103,28 @@ class Calls:
 
     @cached_property
     def _bound(self) -> list[Bound]:
-        numbers, found = iter(self.numbers), []
+        numbers, found, places, reads = iter(self.numbers), list[Bound](), _Places(), self._reads()
         for i, call in enumerate(self.kind.calls):
-            places = self._places(i)
+            while reads and reads[-1][0] <= i:
+                _, place, number = reads.pop()
+                places[place] = number
             args = arguments(call.args, places, numbers)
             named = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), places, numbers), strict=True))
             found.append(Bound(call.func, args, named, list(call.returns), call.rule.kind == "view"))
         return found
 
-    def _places(self, i: int) -> _Places:
-        """What stands for tensors in a call: for those of several parameters the numbers that they were then."""
-        reads, places = self.kind.reads, _Places()
+    def _reads(self) -> list[tuple[int, int, Tensor]]:
+        """The numbers of several parameters: after how many calls, the last one first, at which place, and which."""
+        reads = self.kind.reads
         values = self.numbers[len(self.numbers) - len(reads) :]
-        for (place, before), value in sorted(zip(reads, values, strict=True), key=lambda x: x[0].before):
-            if before <= i:
-                places[place] = torch.full(self._shape(place), value, dtype=torch.float32, device="cpu")
-        return places
-
-    def _shape(self, place: int) -> tuple[int, ...]:
-        return next(
-            call.makes[place - call.first].shape for call in self.kind.calls if call.makes and place in call.returns
-        )
+        shapes = {
+            place: x.shape for call in self.kind.calls for place, x in zip(call.returns, call.makes or (), strict=True)
+        }
+        each = sorted(zip(reads, values, strict=True), key=lambda x: x[0].before, reverse=True)
+        return [
+            (before, place, torch.full(shapes[place], value, dtype=torch.float32, device="cpu"))
+            for (place, before), value in each
+        ]
 
 
 def of_recording(job: Job) -> Calls:

@@ -47,7 +47,7 @@ from collage_neuron.trace.calls import (
     without_values,
     written_by,
 )
-from collage_neuron.trace.cones import Cones
+from collage_neuron.trace.cones import Cones, Values
 from collage_neuron.trace.course import Course
 from collage_neuron.trace.placeholders import (
     IN_PROGRESS,
@@ -69,6 +69,9 @@ SHARED = (
 """Why a step is computed that leaves values which nobody could compute later."""
 
 
+EXCHANGED = "step() exchanges what is inside tensors (torch.utils.swap_tensors)"
+
+
 class Exchanged(UnsupportedUpdate):
     """Code has exchanged what is inside tensors, and nobody saw when."""
 
@@ -85,7 +88,7 @@ class Waiting:
         self,
         values: Sequence[torch.Tensor],
         same: Mapping[int, int],
-        earlier: Sequence[list[Call]],
+        earlier: Sequence[Cones],
         spare: Sequence[torch.Tensor],
         steady: Sequence[tuple[Quick | None, Quick | None]],
         compute: Callable[[], None],
@@ -113,7 +116,7 @@ class Waiting:
             self.see_made()
         self._same = dict(same)
         """Places by ids: also of tensors that have been given other data."""
-        self._course = Course(earlier)
+        self._course, self._known = Course([cones.calls for cones in earlier]), list(earlier)
         self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
         self.met: dict[int, torch.Tensor] = {}
         """What is inside tensors that have met values that wait, by their places: with their own values."""
@@ -122,7 +125,7 @@ class Waiting:
         self._just_met: list[int] = []
         """The ids of those of the operation that is under way: torch returns what was inside when it began."""
         self._state_of, self._copy_of = state_of, copy_of
-        self._cones = Cones()
+        self._values = Values()
         self._first = len(values)
         self._inside, self._users = (
             list(map(torch_privates.inside, self.tensors)),
@@ -258,22 +261,36 @@ class Waiting:
     def _looked_at(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operation tells of values, which go on waiting."""
         with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
-            there = [self.value(self._places[id(x)]) if id(x) in self._places else x for x in args]
+            there = [self._value(self._places[id(x)]) if id(x) in self._places else x for x in args]
             return func(*there, **kwargs)
+
+    @property
+    def cones(self) -> Cones:
+        """Those of the values of this step: of an earlier one, if that has made the same calls so far."""
+        calls = self._course.whole
+        found = next((each for each in self._known if each.calls is calls), None)
+        if found is None:
+            found = Cones(calls)
+            self._known.append(found)
+        return found
+
+    def _value(self, place: int, before: int | None = None) -> torch.Tensor:
+        before = self._course.at if before is None else before
+        return self._values.value(self.cones, place, before, self.numbers, self._copied)
 
     def value(self, place: int) -> torch.Tensor:
         """A copy of the value that a tensor has now."""
-        self._check_inside()
-        return self._cones.value(place, self.calls, self.numbers, self._copied)
+        return self._value(place).clone()
 
     def add_values(self, reads: Iterable[tuple[int, int]]) -> None:
         """Adds the values of tensors of one element to the numbers: their places, and after how many calls."""
         with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
             for place, before in reads:
-                found = self._cones.value(place, self.calls, self.numbers, self._copied, before)
-                self.numbers.append(float(found))
+                self.numbers.append(float(self._value(place, before)))
 
     def _copied(self, place: int) -> torch.Tensor:
+        if torch_privates.inside(self.tensors[place]) != self._inside[place]:
+            raise Exchanged(EXCHANGED)
         return met.copied(self.met[place]) if place in self.met else self._copy_of(self.tensors[place])
 
     def _meet(self, x: torch.Tensor) -> int:
@@ -488,7 +505,7 @@ class Waiting:
 
     def _check_inside(self) -> None:
         if list(map(torch_privates.inside, self.tensors)) != self._inside:
-            raise Exchanged("step() exchanges what is inside tensors (torch.utils.swap_tensors)")
+            raise Exchanged(EXCHANGED)
 
     def _run(self, call: Call, numbers: Iterator[float]) -> None:
         if call.rule is MEETS:
