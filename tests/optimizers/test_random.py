@@ -28,6 +28,8 @@ pytestmark = pytest.mark.usefixtures("rejecting")
 aten = torch.ops.aten
 
 COUNT = 200 if WHOLE else 100
+EVERY = 1 if WHOLE else 2
+"""Of the programs that can be rewritten so many are left out: every second one is run."""
 ON_XLA = 4 if WHOLE else 10  # each tenth
 STEPS = 4
 
@@ -53,7 +55,7 @@ REFUSALS = {
 
 @cache
 def drawn() -> tuple[Program, ...]:
-    """COUNT different programs, the same each time."""
+    """Of COUNT different programs, the same each time, those that are refused and one of EVERY other."""
     found: dict[Program, None] = {}
 
     @settings(
@@ -66,7 +68,7 @@ def drawn() -> tuple[Program, ...]:
 
     collect()
     assert len(found) >= COUNT
-    return tuple(found)[:COUNT]
+    return tuple(p for i, p in enumerate(list(found)[:COUNT]) if i % EVERY == 0 or refusal_of(p))
 
 
 def setting_of(program: Program) -> tuple[str, str]:
@@ -102,7 +104,7 @@ def on_reference() -> dict[Program, Agreement | None]:
 @pytest.mark.slow
 def test_programs_agree_with_float64_or_are_refused_for_their_reason() -> None:
     refused = [program for program, found in on_reference().items() if found is None]
-    assert len(on_reference()) == COUNT
+    assert len(on_reference()) >= COUNT // EVERY
     assert COUNT // 40 <= len(refused) <= COUNT // 5
 
 
@@ -118,7 +120,7 @@ def test_they_are_of_many_kinds() -> None:
         (Counter(str(len(p.states)) for p in accepted), 4),
         (Counter(o for p in accepted for o in operations(p)), 20),
     ):
-        assert len([kind for kind, n in kinds.items() if n >= COUNT // 100]) >= least - (not WHOLE), kinds
+        assert len([kind for kind, n in kinds.items() if n >= COUNT // (100 * EVERY)]) >= least - (EVERY > 1), kinds
 
 
 def operations(program: Program) -> list[str]:
@@ -135,7 +137,7 @@ def test_the_bounds_say_something(arithmetic: str) -> None:
     """Where parameters are pairs, a bound is a small part of what the parameter moved in STEPS steps."""
     found = [f for p, f in on_reference().items()
              if f is not None and setting_of(p)[1] == arithmetic and f.formats["param"] == {"bf16x2"}]  # fmt: skip
-    assert len(found) >= COUNT // 7
+    assert len(found) >= COUNT // (7 * EVERY)
     assert median(f.looseness for f in found) < {"fp32": 0.01, "bf16": 0.2}[arithmetic]
     assert sum(f.looseness < 1 for f in found) >= 0.9 * len(found)
     assert sum(f.unbounded > 0.01 for f in found) <= max(1, 0.03 * len(found))
@@ -145,4 +147,4 @@ def test_the_bounds_say_something(arithmetic: str) -> None:
 def test_the_same_on_xla(xla: torch.device) -> None:
     """The same bounds: they leave room for XLA's own division, square root and functions. XLA compiles for seconds."""
     found = {program: check(program, xla) for program in drawn()[::ON_XLA]}
-    assert sum(f is not None for f in found.values()) >= COUNT // ON_XLA * 4 // 5
+    assert sum(f is not None for f in found.values()) >= COUNT // (EVERY * ON_XLA) * 4 // 5
