@@ -190,9 +190,7 @@ def differing(name: str, strategy: StrategyLike, arithmetic: str, monkeypatch: p
     return [k for k, x, y in zip(update.outputs, found, wanted, strict=True) if not torch.equal(bits(x), bits(y))]
 
 
-@pytest.mark.sampled(
-    of=3, each=False
-)  # roundings are compared one by one above, and each strategy's operators are listed below
+@pytest.mark.sampled(of=6, each=False)  # roundings are compared one by one above, operators are listed below
 @pytest.mark.parametrize(("name", "strategy", "arithmetic"), WHOLE)
 def test_a_whole_update_of_every_strategy(
     xla: torch.device, name: str, strategy: StrategyLike, arithmetic: str, monkeypatch: pytest.MonkeyPatch

@@ -74,7 +74,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
                 assert ((value - wanted).abs() <= 2**-19 * wanted.abs()).all()
 
 
-@pytest.mark.sampled(of=2)
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize(
     ("make", "strategy"), [*((m, "full") for m in EVERY), *((Came, s) for s in ("plus", "split433", "stochastic"))]
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from worlds import run_script
 
 import collage_neuron
 from collage_neuron import checkpoint
@@ -139,11 +138,9 @@ def test_the_example_says_what_it_did(module: Any, tmp_path: Path, capsys: pytes
 
 def test_transformers_trainer_trains_there_in_every_form(tmp_path: Path) -> None:
     """In a process of its own, whose transformers may use torch_xla."""
-    lines = (
-        f"import hf_trainer as h; [h.main(['--form', f, '--steps', '3', '--out', {str(tmp_path)!r}]) for f in h.FORMS]"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "USE_TORCH_XLA"} | {"PYTHONPATH": f"{FOLDER}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", lines], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("backend xla") == 3
-    assert done.stdout.count("split433, 12 bytes/parameter") == 3
+    script = f"import sys, warnings\nwarnings.simplefilter('default')\nsys.path.insert(0, {str(FOLDER)!r})\n"
+    script += f"import hf_trainer as h\nout = {str(tmp_path)!r}\n"
+    script += "for form in h.FORMS:\n    h.main(['--form', form, '--steps', '3', '--out', out])\n"
+    printed = run_script(tmp_path, script, environ={"USE_TORCH_XLA": "1"})
+    assert (tmp_path / "stderr.txt").read_text().count("backend xla") == 3
+    assert printed.count("split433, 12 bytes/parameter") == 3

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,59 +153,72 @@ FAULTS = [
 ]  # fmt: skip
 
 
+RUNNER = """
+import os, sys
+import hypothesis, numpy, pytest, torch, torch._dynamo
+from importlib.util import find_spec
+if find_spec("torch_xla"):
+    import torch_xla
+for line in sys.stdin:
+    tests = line.split()
+    if (child := os.fork()) == 0:
+        with open("printed.txt", "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.path.insert(0, os.getcwd())
+        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not mutants", *tests]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs tests, line by line, in processes that are forked off one that has imported torch and nothing of this project."""
+
+
+class Planted(NamedTuple):
+    """A copy of the source beside the tests, and what runs these."""
+
+    place: Path
+    runner: subprocess.Popen[str]
+
+    def failed(self, tests: str) -> str:
+        """What failing tests print; empty if they pass."""
+        assert self.runner.stdin
+        assert self.runner.stdout
+        self.runner.stdin.write(" ".join(f"tests/{test}" for test in tests.split()) + "\n")
+        self.runner.stdin.flush()
+        status, printed = int(self.runner.stdout.readline()), (self.place / "printed.txt").read_text()
+        assert status in (0, 1), printed
+        return printed[-3000:] if status else ""
+
+
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the source beside the tests, in which a fault can be planted."""
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
     place = tmp_path_factory.mktemp("planted")
     for path in ROOT.iterdir():
         if path.name in SOURCES:
             shutil.copytree(path, place / path.name, ignore=shutil.ignore_patterns("__pycache__"))
         elif path.name not in (".git", "build"):
             (place / path.name).symlink_to(path)
-    return place
-
-
-def failed(place: Path, tests: str) -> str:
-    """The failures of some tests on a copy of the source; empty if they pass."""
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        "not mutants",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("WHOLE", None)
-    done = subprocess.run(
-        [*words, *(f"tests/{test}" for test in tests.split())],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return done.stdout[-3000:] if done.returncode else ""
+    own = {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1", "WHOLE": ""}
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNNER], cwd=place, env=os.environ | own, text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as runner:  # fmt: skip
+        yield Planted(place, runner)
+        runner.kill()
 
 
 @pytest.mark.parametrize("tests", dict.fromkeys(fault.test for fault in FAULTS))
-def test_the_tests_pass_without_a_fault(tests: str, copy: Path) -> None:
-    assert not failed(copy, tests)
+def test_the_tests_pass_without_a_fault(tests: str, planted: Planted) -> None:
+    assert not planted.failed(tests)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}: {fault.wrong}")
-def test_a_fault_is_noticed(fault: Fault, copy: Path) -> None:
-    path = copy / fault.file
+def test_a_fault_is_noticed(fault: Fault, planted: Planted) -> None:
+    path = planted.place / fault.file
     text = path.read_text()
-    assert text.count(fault.right) >= 1, "the source has changed: plant the fault anew"
+    assert fault.right in text, "the source has changed: plant the fault anew"
     path.write_text(text.replace(fault.right, fault.wrong, 1))
     try:
-        assert failed(copy, fault.test)
+        assert planted.failed(fault.test)
     finally:
         path.write_text(text)
 

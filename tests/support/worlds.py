@@ -93,7 +93,9 @@ def _run(folder: Path, text: str, words: list[str], environ: dict[str, str]) -> 
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         exec(compile(text, words[0], "exec"), vars(main))
-    except BaseException:  # SystemExit too: no script ends with it
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
         traceback.print_exc()
         status = 1
     atexit._run_exitfuncs()

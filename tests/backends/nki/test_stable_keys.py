@@ -19,7 +19,7 @@ from collage_neuron.passes.backends.nki.target import Machine
 
 schedule.STARTS, schedule.STEPS = 1, 200
 shapes = [(64, 128), (5,), (3, 129)]
-for name in ("adamw_plus", "lion_light"):
+for name in ("adamw_plus",):
     for machine in (Machine("trn1", "beta1"), Machine("trn2", "nki")):
         kernel = lower_to_nki(kernels.job(name).update, *machine[:2])
         print(name, *machine, program_of(machine, tuple((kernel, 0, math.prod(s), kernel.cut(s)) for s in shapes)))
@@ -39,5 +39,5 @@ def test_processes_with_other_hashes_of_strings_give_kernels_the_same_keys() -> 
     ]
     first, second = (p.communicate(timeout=240)[0] for p in processes)
     assert [p.returncode for p in processes] == [0, 0]
-    assert len(first.splitlines()) == 4
+    assert len(first.splitlines()) == 2
     assert first == second
