@@ -169,7 +169,7 @@ for line in sys.stdin:
         os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not mutants", *tests]))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Runs tests, line by line, in processes that are forked off one that has imported torch and nothing of this project."""
+"""Runs tests, line by line, in processes forked off one that has imported torch, and nothing of this project."""
 
 
 class Planted(NamedTuple):

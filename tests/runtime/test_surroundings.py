@@ -91,8 +91,8 @@ def runs() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("setting", FIRST)
 def test_a_setting_that_comes_first_in_a_process_changes_no_bit(setting: str, runs: dict[str, set[str]]) -> None:
-    """Of steps (under bf16 with each strategy), checkpoints, averages and exact values."""
-    assert len(runs[setting]) > 5
+    """Of steps (under bf16 with many strategies), checkpoints, averages and exact values."""
+    assert len(runs[setting]) >= 5
     if setting == "bfloat16":
         assert runs[setting] == runs["none"]
     else:
@@ -101,7 +101,7 @@ def test_a_setting_that_comes_first_in_a_process_changes_no_bit(setting: str, ru
 
 def test_a_default_dtype_that_comes_first_changes_no_bit_on_xla(runs: dict[str, set[str]]) -> None:
     pytest.importorskip("torch_xla")
-    assert len(runs["xla none"]) > 4
+    assert len(runs["xla none"]) >= 4
     assert runs["xla bfloat16"] == runs["xla none"]
 
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from sampling import part
 from torch.nn import Linear, Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -134,9 +135,8 @@ def main(said: str) -> None:
             if device == "xla":
                 import torch_xla  # noqa: F401  # registers the device
             every = device == "cpu" and setting in ("none", "bfloat16")
-            # Between them, the backends have every strategy.
-            names = [*STRATEGIES][backends.index(backend) :: len(backends)] if every else (DEFAULT, "plus")
-            for name in names:
+            names = {DEFAULT, "plus", *part(STRATEGIES, 3, backend)} if every else {DEFAULT}
+            for name in sorted(names):
                 given: dict[str, Any] = {"device": device, "strategy": name, "backend": backend}
                 print(said, backend, name, checksum(resumed(lambda params: AdamW(params, lr=1e-3), **given)))
             given["strategy"] = DEFAULT
