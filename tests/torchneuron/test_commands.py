@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from worlds import run_script
 
 from collage_neuron.cli import builtin_gpt, compare
 from collage_neuron.cli.compare_script import make_of
@@ -25,26 +25,20 @@ def played(tmp_path: Path) -> dict[str, str]:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SUPPORT / "played_neuron.py"}" "$@"\n')
     python.chmod(0o755)
-    path = os.pathsep.join([str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")])  # of what a program starts
+    path = os.pathsep.join([str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")])
     own = {
         "PLAYED_PYTHON": python, "PYTHONPATH": path, "COLLAGE_NEURON_CACHE": tmp_path / "kernels",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    return {name: str(value) for name, value in own.items()}
-
-
-SCRIPT = """
-import os, runpy, sys, warnings
-warnings.simplefilter("default")
-os.chdir(sys.argv[1])
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+    return os.environ | {name: str(value) for name, value in own.items()}
 
 
 def run(played: dict[str, str], folder: Path, *arguments: str) -> str:
-    printed = run_script(folder, SCRIPT, folder, SUPPORT / "played_neuron.py", *arguments, environ=played)
-    return printed + (folder / "stderr.txt").read_text()
+    done = subprocess.run(
+        [played["PLAYED_PYTHON"], *arguments], env=played, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 PRETRAIN = str(ROOT / "examples" / "pretrain.py")
