@@ -199,6 +199,7 @@ def test_a_whole_update_of_every_strategy(
 
 
 @pytest.mark.usefixtures("in_fp32")
+@pytest.mark.sampled(of=2, each=False)  # the same words as above, in another form of the same sums
 @pytest.mark.parametrize("strategy", ["split433", "split311", "stochastic_states", *CODED[1:3]])
 def test_whole_updates_on_a_device_that_adds_integers_in_fp32(
     xla: torch.device, strategy: StrategyLike, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,7 +32,6 @@ aten: Any = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 """torch.compile makes an instance of a function like `Layer` when it captures it."""
 
-Make = Callable[[], nn.Module]
 LANGUAGE = {"gpt": small_gpt, "llama": small_llama}
 LAYERS = {"gpt": 4, "llama": 7}
 
@@ -55,10 +54,18 @@ def calls(model: nn.Module, target: object) -> int:
     return sum(n.target is target for half in graph(model).halves for n in half.plain.module.graph.nodes)
 
 
+@cache
+def captured(name: str) -> tuple[nn.Module, nn.Module]:
+    """A language model, and a copy that is compiled and has had one call, so that it has its graphs and scales."""
+    plain = LANGUAGE[name]()
+    model = compiled(copy.deepcopy(plain))
+    trained(model, tokens())
+    return plain, model
+
+
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_every_linear_layer_but_the_head_and_no_reduction(name: str) -> None:
-    model = compiled(LANGUAGE[name]())
-    trained(model, tokens())
+    _, model = captured(name)
     made = graph(model).plan
     assert made.kept == ["head.weight"]
     assert len(made.products) == 3 * LAYERS[name]
@@ -74,9 +81,7 @@ def _nodes(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_loss_and_gradients_are_those_of_a_plain_implementation(name: str) -> None:
-    plain = LANGUAGE[name]()
-    model = compiled(copy.deepcopy(plain))
-    trained(model, tokens())  # the exponents of gradients are those of the first backward
+    plain, model = captured(name)  # the exponents of gradients are those of the first backward
     other = as_captured(reference(plain, by_layer(model)))
     for seed in range(3):
         (loss, found), (wanted_loss, wanted) = trained(model, tokens(seed)), trained(other, tokens(seed))
@@ -109,11 +114,9 @@ def test_predicted_sizes_are_within_a_binade(name: str) -> None:
     assert max(s.vanished for s in seen.values()) < 2.0**-6
 
 
-def used(make: Make) -> list[Any]:
+def used(name: str) -> list[Any]:
     """The operations of a model that a scale depends on."""
-    model = compiled(make())
-    trained(model, tokens())
-    waiting, found = list(graph(model).plan.operands), set()
+    waiting, found = list(graph(captured(name)[1]).plan.operands), set()
     while waiting:
         node = waiting.pop()
         if node not in found:
@@ -133,7 +136,7 @@ USED = [
 
 def test_the_operations_of_the_gpt() -> None:
     """`detach` is between the two halves of attention, where a rule does not look."""
-    assert set(USED) == set(used(small_gpt)) - {aten.detach}
+    assert set(USED) == set(used("gpt")) - {aten.detach}
 
 
 @pytest.mark.parametrize("operation", [aten.embedding, aten.gelu_backward, aten.t], ids=str)
