@@ -142,32 +142,6 @@ def test_threads_and_pieces_do_not_matter(backend: str, monkeypatch: pytest.Monk
     assert equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_plain_torch_is_loaded_and_training_that_has_begun_is_compiled(dtype: torch.dtype) -> None:
-    theirs = parameters(dtype)
-    plain = Came(theirs)
-    run(plain, 3)
-    optimizer, params = compiled(strategy="fp32")
-    optimizer.load_state_dict(plain.state_dict())
-    with torch.no_grad():
-        for p, q in zip(params, theirs, strict=True):
-            collage_neuron.set_exact_value(optimizer, p, q.float())
-    run(optimizer, 1, first=3)
-    exact = [Parameter(p.detach().double()) for p in theirs]
-    other = Came(exact)
-    other.load_state_dict(plain.state_dict())
-    run(other, 1, first=3)
-    begun = collage_neuron.compile(plain, strategy="fp32", verbose=False) if dtype == torch.bfloat16 else optimizer
-    if begun is not optimizer:
-        run(begun, 1, first=3)
-    assert not bookkeeping(begun).twin
-    for p, b, q in zip(params, theirs if begun is plain else params, exact, strict=True):
-        for name in set(optimizer.state[p]) & {"sq_row", "sq_col", "res_row", "res_col"}:
-            assert optimizer.state[p][name].dtype == torch.float32
-            for found in (optimizer.state[p][name], begun.state[b][name]):
-                assert torch.allclose(found.double(), other.state[q][name], rtol=2**-18, atol=0, equal_nan=True)
-
-
 def test_a_checkpoint_of_another_model_is_rejected() -> None:
     optimizer, _ = compiled(shapes=((40, 24),))
     run(optimizer, 1)
