@@ -5,10 +5,7 @@ What it cannot do is rejected with its own reason, before anything changes.
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,17 @@ import numpy_backend
 import pytest
 import torch
 from numpy_backend import NumPy
+from sampling import part
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch_cases import CASES
+from worlds import run_script
 
 import collage_neuron
 from collage_neuron.cli import doctor
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import sqrt
-from collage_neuron.numerics.strategies import STRATEGIES, possible
+from collage_neuron.numerics.strategies import ARITHMETICS, STRATEGIES, possible
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Update
@@ -34,7 +33,7 @@ from collage_neuron.runtime.rounding_probe import failures
 pytestmark = pytest.mark.usefixtures("rejecting")
 
 CPU = torch.device("cpu")
-TESTS = Path(__file__).parents[1]
+HANDWRITTEN = runpy.run_path(str(Path(__file__).parents[1] / "optimizers" / "test_handwritten.py"))
 SETTINGS = [(s, "fp32") for s in STRATEGIES if "stochastic" not in s and "split" not in s]  # no operations on bits
 SETTINGS += [(s, "bf16") for s, _ in SETTINGS if possible(s, "bf16")]
 
@@ -90,24 +89,13 @@ def test_it_is_short() -> None:
 # What it does
 
 
-def test_the_agreement_suite_runs_on_it_unmodified() -> None:
-    """Every optimizer that was written by hand, beside itself in float64; in a process where it is registered.
-
-    `-p on_numpy` runs the whole of it, and of `test_torch_optim.py`, as well; here a part is enough.
-    """
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "on_numpy", "tests/optimizers/test_handwritten.py"]
-    path = os.pathsep.join([str(TESTS / "support"), *sys.path])
-    found = subprocess.run(
-        [*command, "-k", "full_is_within or trade_places"], cwd=TESTS.parent, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout[-3000:]
-    passed = re.search(r"(\d+) passed", found.stdout)
-    taken = re.search(r"steps on the backend numpy: (\d+)", found.stdout)
-    assert passed, found.stdout[-3000:]
-    assert int(passed[1]) >= 12
-    assert taken
-    assert int(taken[1]) >= 12 * 12  # every comparison takes twelve steps
+def test_the_agreement_suite_runs_on_it_unmodified(numpy: Counted) -> None:
+    """Optimizers that were written by hand, each beside itself in float64."""
+    for name in part(HANDWRITTEN["CASES"], 2):
+        for arithmetic in ARITHMETICS:
+            numpy.steps.clear()
+            HANDWRITTEN["test_full_is_within_the_bound_of_its_float64_run"](name, arithmetic)
+            assert len(numpy.steps) >= 12  # a comparison takes twelve steps
 
 
 @pytest.mark.parametrize(("strategy", "arithmetic"), SETTINGS)
@@ -258,7 +246,7 @@ def test_a_backend_that_is_gone_is_unknown() -> None:
         registry.unregister("numpy")
 
 
-def test_a_step_on_the_cpu_imports_no_other_backend() -> None:
+def test_a_step_on_the_cpu_imports_no_other_backend(tmp_path: Path) -> None:
     """Names are checked, and the CPU is served, without the compilers of the devices that are not there."""
     script = """
 import sys, torch, collage_neuron
@@ -272,12 +260,4 @@ for group["collage_backend"] in ("nki", "xla"):
 others = [name for name in sys.modules if "backends.nki" in name or "backends.xla" in name]
 print([name for name in others if not name.endswith((".nki", ".nki.target"))])  # this tells what a device is
 """
-    path = os.pathsep.join(map(str, sys.path))
-    found = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.strip() == "[]"
+    assert run_script(tmp_path, script) == "[]\n"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from exact import on_xla, update_of
+from worlds import run_script
 
 from collage_neuron.numerics.eft import Value, round_to, split, two_sum
 from collage_neuron.passes.backends.xla.lower import write_hlo
@@ -88,8 +86,7 @@ def test_xla_optimises_a_two_sum_and_still_rounds_every_sum(tmp_path: Path) -> N
     """A process of its own, since XLA reads where to write its modules when it starts."""
     pytest.importorskip("torch_xla")
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path), "PJRT_DEVICE": "CPU"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True)
+    run_script(tmp_path, Path(__file__).read_text(), environ={"XLA_FLAGS": flags})
     (optimised,) = tmp_path.glob("*cpu_after_optimizations.txt")
     instructions = re.findall(r"^ *(?:ROOT )?(%\S+) = .*? ([a-z-]+)\((.*)", optimised.read_text(), re.MULTILINE)
     sums = [name for name, opcode, _ in instructions if opcode in ("add", "subtract")]

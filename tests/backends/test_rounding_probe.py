@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import operator
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.fx as fx
 from exact import edited
+from worlds import run_script
 
 import collage_neuron
 from collage_neuron.errors import UnsafeEnvironment
@@ -231,15 +230,12 @@ def test_the_backend_that_converts_for_steps_as_written_is_probed_too(backend: s
         registry.unregister(name)
 
 
-def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: torch.device) -> None:
+def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: torch.device, tmp_path: Path) -> None:
     """In a process of its own, since torch_xla opens its device once."""
-    environment = {**os.environ, "PJRT_DEVICE": "NOSUCH"}
-    found = subprocess.run(
-        [sys.executable, "-m", "collage_neuron", "doctor"], env=environment, capture_output=True, text=True, check=False
-    )
-    said = found.stdout.splitlines()
+    script = "from collage_neuron.cli.main import main\nprint(main(['doctor']))\n"
+    *said, status = run_script(tmp_path, script, environ={"PJRT_DEVICE": "NOSUCH"}).splitlines()
     (row,) = (line for line in said if line.split()[:2] == ["probes", "xla"])
-    assert (found.returncode, row.split()[2]) == (1, "none")
+    assert (status, row.split()[2]) == ("1", "none")
     assert "cannot run: No PjRtPlugin registered for: NOSUCH" in row
     (why,) = (line for line in said if line.startswith("Not by `xla`: "))
     assert "cannot run: No PjRtPlugin registered for: NOSUCH" in why

@@ -190,9 +190,7 @@ def differing(name: str, strategy: StrategyLike, arithmetic: str, monkeypatch: p
     return [k for k, x, y in zip(update.outputs, found, wanted, strict=True) if not torch.equal(bits(x), bits(y))]
 
 
-@pytest.mark.sampled(
-    of=3, each=False
-)  # roundings are compared one by one above, and each strategy's operators are listed below
+@pytest.mark.sampled(of=6, each=False)  # roundings are compared one by one above, operators are listed below
 @pytest.mark.parametrize(("name", "strategy", "arithmetic"), WHOLE)
 def test_a_whole_update_of_every_strategy(
     xla: torch.device, name: str, strategy: StrategyLike, arithmetic: str, monkeypatch: pytest.MonkeyPatch
@@ -201,6 +199,7 @@ def test_a_whole_update_of_every_strategy(
 
 
 @pytest.mark.usefixtures("in_fp32")
+@pytest.mark.sampled(of=2, each=False)  # the same words as above, in another form of the same sums
 @pytest.mark.parametrize("strategy", ["split433", "split311", "stochastic_states", *CODED[1:3]])
 def test_whole_updates_on_a_device_that_adds_integers_in_fp32(
     xla: torch.device, strategy: StrategyLike, monkeypatch: pytest.MonkeyPatch

@@ -61,15 +61,6 @@ def test_draws_are_those_of_the_graph() -> None:
         assert all(map(torch.equal, on_reference(update, [torch.zeros(SHAPE)], entries), drawn(step)))
 
 
-def in_sequence(step: int) -> Iterator[Tensor]:
-    """A mutation: a random start of each element, plus the step times the golden ratio; in half of them, minus it."""
-    g = torch.Generator().manual_seed(5)
-    start, way = torch.randint(0, BITS, SHAPE, generator=g), torch.rand(SHAPE, generator=g) < 0.5
-    turned = (start + (step * 0x9E3779B9 % 2**32 >> 16)) % BITS
-    other = torch.randint(0, BITS, SHAPE, generator=torch.Generator().manual_seed(step), dtype=torch.int32)
-    return iter((torch.where(way, turned, BITS - 1 - turned).int(), other))
-
-
 class Run(NamedTuple):
     """The error of the sum over a run of what was stored, against float64."""
 
@@ -154,14 +145,6 @@ def test_an_average_moves_at_its_rate(case: str) -> None:
     assert abs(found.errors) < STANDARD_ERRORS, found
 
 
-@pytest.mark.mutants
-@pytest.mark.parametrize("case", ["impulses .95", "impulses .99", "rows .99", "stopped .99", "constant .99"])
-def test_draws_that_depend_on_earlier_ones_are_noticed(case: str) -> None:
-    c = AVERAGES[case]
-    found = run(format_named("i8q8"), in_sequence, c.gradient, c.decay, 1 - c.decay, c.steps, c.since)
-    assert abs(found.errors) > STANDARD_ERRORS, found
-
-
 SECONDS = {
     "average of squares": Case(squares, 0.999, 500),
     "average of constants": Case(constant, 0.999, 500),
@@ -175,21 +158,6 @@ def test_a_second_moment_and_a_sum_are_right_in_expectation(name: str, case: str
     c = SECONDS[case]
     found = run(format_named(name), drawn, c.gradient, c.decay, 1 - c.decay or 1.0, c.steps, c.since)
     assert abs(found.errors) < STANDARD_ERRORS, found
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize("case", SECONDS)
-def test_draws_between_codes_are_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Roots are rounded with the chance of their fraction: what is stored is too large in expectation."""
-
-    def between_codes(curve: object, y: Tensor, u: Tensor, storage: str) -> Tensor:
-        code: Tensor = curve.code(y)  # type: ignore[attr-defined]
-        return code.floor() + (u < code - code.floor())
-
-    c, fmt = SECONDS[case], format_named("u8q16")
-    monkeypatch.setattr("collage_neuron.numerics.root_words.Curve.drawn", between_codes)
-    found = run(fmt, drawn, c.gradient, c.decay, 1 - c.decay or 1.0, c.steps, c.since)
-    assert found.errors > STANDARD_ERRORS, found
 
 
 @pytest.mark.parametrize("decay", [0.995, 0.998])

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact import on_reference, on_xla, ulp, update_of
-from native_mutants import hard
+from exact import hard, on_reference, on_xla, ulp, update_of
 from natively import different, results
 from torch import Tensor
 

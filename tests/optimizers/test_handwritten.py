@@ -6,13 +6,13 @@ The bound of each element is derived operation by operation while the float64 op
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import foreign
 import pytest
 import torch
-from agreement import Make, Twins, compare, gradients, initial
+from agreement import Agreement, Make, Twins, compare, gradients, initial
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
@@ -52,11 +52,17 @@ LOOSEST = {"fp32": 0.05, "bf16": 1.0}
 """The bound says something: at the median element it is below this fraction of the distance moved in 12 steps."""
 
 
+@cache
+def compared(name: str, strategy: str, arithmetic: str = "fp32") -> Agreement:
+    """The agreement of a case, which several tests look at."""
+    return compare(CASES[name].make, strategy, arithmetic)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
 def test_full_is_within_the_bound_of_its_float64_run(name: str, arithmetic: str) -> None:
     case = CASES[name]
-    found = compare(case.make, "full", arithmetic)
+    found = compared(name, "full", arithmetic)
     assert found.states == case.squares | case.others | case.sums
     assert set().union(*found.formats.values()) == {"bf16x2"}
     assert found.looseness < LOOSEST[arithmetic]
@@ -66,7 +72,7 @@ def test_full_is_within_the_bound_of_its_float64_run(name: str, arithmetic: str)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
 def test_plus_is_within_the_bound_of_its_float64_run(name: str, arithmetic: str) -> None:
-    found = compare(CASES[name].make, "plus", arithmetic)
+    found = compared(name, "plus", arithmetic)
     assert found.looseness < LOOSEST[arithmetic]
     assert found.unbounded < 0.02
 
@@ -79,12 +85,12 @@ def test_plus_on_xla_is_within_the_same_bound(xla: torch.device, name: str) -> N
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_has_two_or_three_graphs_so_no_step_compiles_again(name: str) -> None:
-    assert compare(CASES[name].make, "plus").graphs == CASES[name].graphs <= 3
+    assert compared(name, "plus").graphs == CASES[name].graphs <= 3
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_states_that_plus_expands_are_those_a_person_would_name(name: str) -> None:
-    found = compare(CASES[name].make, "plus")
+    found = compared(name, "plus")
     assert found.squares == CASES[name].squares
     assert found.sums == CASES[name].sums
     expanded = {state for state, formats in found.formats.items() if formats == {"bf16x2"}}
@@ -94,12 +100,12 @@ def test_the_states_that_plus_expands_are_those_a_person_would_name(name: str) -
 
 def test_a_running_sum_that_is_no_square_is_expanded_by_plus() -> None:
     """Schedule-free's z is a second copy of the weights: in plain bf16 it stalls as they would."""
-    assert compare(foreign.ScheduleFreeAdamW, "plus").formats["z"] == {"bf16x2"}
+    assert compared("schedule_free", "plus").formats["z"] == {"bf16x2"}
 
 
 def test_a_state_keeps_its_format_through_steps_that_leave_it_alone() -> None:
     """Sophia's curvature changes every fourth step; in between its low word must not be dropped."""
-    assert compare(foreign.Sophia, "plus").formats["hessian"] == {"bf16x2"}
+    assert compared("sophia", "plus").formats["hessian"] == {"bf16x2"}
 
 
 def test_what_draws_is_refused_by_name_and_left_as_it_was() -> None:

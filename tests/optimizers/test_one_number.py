@@ -121,41 +121,6 @@ def test_a_checkpoint_resumes_bit_for_bit() -> None:
         assert bits(again) == bits(other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_plain_torch_is_loaded(dtype: torch.dtype) -> None:
-    """In bf16 training its numbers are bf16: they are read as they are, and kept in fp32 from the next step on."""
-    theirs = parameters(dtype)
-    plain = Novograd(theirs)
-    run(plain, 3)
-    optimizer, params = compiled(strategy="fp32")
-    optimizer.load_state_dict(plain.state_dict())
-    with torch.no_grad():
-        for p, q in zip(params, theirs, strict=True):
-            collage_neuron.set_exact_value(optimizer, p, q.float())
-    run(optimizer, 1, first=3)
-    exact = [Parameter(p.detach().double()) for p in theirs]
-    other = Novograd(exact)
-    other.load_state_dict(plain.state_dict())
-    run(other, 1, first=3)
-    for p, q in zip(params, exact, strict=True):
-        assert optimizer.state[p]["v"].dtype == torch.float32
-        assert torch.allclose(optimizer.state[p]["v"].double(), other.state[q]["v"], rtol=2**-20, atol=0)
-        assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), q, rtol=2**-20, atol=2**-24)
-
-
-def test_training_that_has_begun_is_compiled() -> None:
-    params = parameters()
-    plain = Novograd(params)
-    run(plain, 3)
-    before = [plain.state[p]["v"].float() for p in params]
-    optimizer = collage_neuron.compile(plain, strategy="full", verbose=False)
-    run(optimizer, 1, first=3)
-    assert not bookkeeping(optimizer).twin
-    for p, old in zip(params, before, strict=True):
-        assert p.grad is not None
-        assert torch.allclose(optimizer.state[p]["v"], 0.98 * old + 0.02 * p.grad.float().square().sum(), rtol=2**-20)
-
-
 def test_it_is_explained_measured_and_counted() -> None:
     optimizer, params = compiled()
     monitor = collage_neuron.monitor(optimizer, every=1)

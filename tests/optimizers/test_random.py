@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache, partial
 from statistics import median
 from typing import Any
@@ -24,17 +22,14 @@ from random_optimizers import Program, RandomOptimizer, programs
 from sampling import WHOLE
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics import formats
-from collage_neuron.numerics.eft import narrow, round_to
-from collage_neuron.passes import pipeline
-from collage_neuron.passes.rewrite.rules import RULES
-from collage_neuron.validation import validate
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
 aten = torch.ops.aten
 
 COUNT = 200 if WHOLE else 100
+EVERY = 1 if WHOLE else 2
+"""Of the programs that can be rewritten so many are left out: every second one is run."""
 ON_XLA = 4 if WHOLE else 10  # each tenth
 STEPS = 4
 
@@ -60,7 +55,7 @@ REFUSALS = {
 
 @cache
 def drawn() -> tuple[Program, ...]:
-    """COUNT different programs, the same each time."""
+    """Of COUNT different programs, the same each time, those that are refused and one of EVERY other."""
     found: dict[Program, None] = {}
 
     @settings(
@@ -73,7 +68,7 @@ def drawn() -> tuple[Program, ...]:
 
     collect()
     assert len(found) >= COUNT
-    return tuple(found)[:COUNT]
+    return tuple(p for i, p in enumerate(list(found)[:COUNT]) if i % EVERY == 0 or refusal_of(p))
 
 
 def setting_of(program: Program) -> tuple[str, str]:
@@ -109,7 +104,7 @@ def on_reference() -> dict[Program, Agreement | None]:
 @pytest.mark.slow
 def test_programs_agree_with_float64_or_are_refused_for_their_reason() -> None:
     refused = [program for program, found in on_reference().items() if found is None]
-    assert len(on_reference()) == COUNT
+    assert len(on_reference()) >= COUNT // EVERY
     assert COUNT // 40 <= len(refused) <= COUNT // 5
 
 
@@ -125,7 +120,7 @@ def test_they_are_of_many_kinds() -> None:
         (Counter(str(len(p.states)) for p in accepted), 4),
         (Counter(o for p in accepted for o in operations(p)), 20),
     ):
-        assert len([kind for kind, n in kinds.items() if n >= COUNT // 100]) >= least - (not WHOLE), kinds
+        assert len([kind for kind, n in kinds.items() if n >= COUNT // (100 * EVERY)]) >= least - (EVERY > 1), kinds
 
 
 def operations(program: Program) -> list[str]:
@@ -142,7 +137,7 @@ def test_the_bounds_say_something(arithmetic: str) -> None:
     """Where parameters are pairs, a bound is a small part of what the parameter moved in STEPS steps."""
     found = [f for p, f in on_reference().items()
              if f is not None and setting_of(p)[1] == arithmetic and f.formats["param"] == {"bf16x2"}]  # fmt: skip
-    assert len(found) >= COUNT // 7
+    assert len(found) >= COUNT // (7 * EVERY)
     assert median(f.looseness for f in found) < {"fp32": 0.01, "bf16": 0.2}[arithmetic]
     assert sum(f.looseness < 1 for f in found) >= 0.9 * len(found)
     assert sum(f.unbounded > 0.01 for f in found) <= max(1, 0.03 * len(found))
@@ -152,75 +147,4 @@ def test_the_bounds_say_something(arithmetic: str) -> None:
 def test_the_same_on_xla(xla: torch.device) -> None:
     """The same bounds: they leave room for XLA's own division, square root and functions. XLA compiles for seconds."""
     found = {program: check(program, xla) for program in drawn()[::ON_XLA]}
-    assert sum(f is not None for f in found.values()) >= COUNT // ON_XLA * 4 // 5
-
-
-RIGHT = dict(RULES)
-
-BUGS: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "sub adds": (aten.sub.Tensor, RIGHT[aten.add.Tensor]),
-    "lerp from the other end": (aten.lerp.Scalar, lambda a, x, y, w: RIGHT[aten.lerp.Scalar](a, y, x, w)),
-    "addcmul forgets its value": (
-        aten.addcmul.default,
-        lambda a, x, y, z, value=1: RIGHT[aten.addcmul.default](a, x, y, z),
-    ),
-    "addcdiv multiplies": (aten.addcdiv.default, RIGHT[aten.addcmul.default]),
-    "maximum is minimum": (aten.maximum.default, RIGHT[aten.minimum.default]),
-    "where the other way": (aten.where.self, lambda a, mask, x, y: RIGHT[aten.where.self](a, mask, y, x)),
-    "gt is lt": (aten.gt.Scalar, RIGHT[aten.lt.Scalar]),
-    "sqrt is inexact": (aten.sqrt.default, lambda a, x: RIGHT[aten.sqrt.default](a, x) * (1 + 2**-6)),
-    "copy keeps the old": (aten.copy.default, lambda a, x, source, **_: x),
-    "add rounds to bf16": (
-        aten.add.Tensor,
-        lambda a, x, y, alpha=1: round_to(a.read(RIGHT[aten.add.Tensor](a, x, y, alpha)), "bf16"),
-    ),
-}
-"""Mistakes in one rule each."""
-
-
-def noticed() -> bool:
-    """Whether a program fails its check, by a value that is further off than its bound."""
-    return any("further than" in failure(program) for program in drawn())
-
-
-def failure(program: Program) -> str:
-    try:
-        check(program)
-    except AssertionError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_mistake_in_a_rule_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, wrong = BUGS[bug]
-    monkeypatch.setattr(
-        validate, "check", lambda *_: None
-    )  # which would raise first: tests/validation/test_validate.py
-    monkeypatch.setattr(pipeline, "_updates", {})
-    monkeypatch.setitem(RULES, target, wrong)
-    assert noticed()
-
-
-@pytest.fixture
-def formats_in_order() -> Iterator[None]:
-    """Puts the formats back in their order, by which the format of a saved state is told, after a test took one out."""
-    before = dict(formats.FORMATS)
-    yield
-    formats.FORMATS.clear()
-    formats.FORMATS.update(before)
-
-
-@pytest.mark.mutants
-def test_a_low_word_that_is_always_zero_is_noticed(formats_in_order: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_low_word(x: Any) -> list[Any]:
-        return [narrow(round_to(x, "bf16"), "bf16"), narrow(round_to(x - x, "bf16"), "bf16")]
-
-    monkeypatch.setattr(pipeline, "_updates", {})
-    monkeypatch.setattr(validate, "check", lambda *_: None)
-    broken = replace(formats.FORMATS["bf16x2"], encode=without_low_word)
-    with monkeypatch.context() as inner:
-        inner.delitem(formats.FORMATS, "bf16x2")  # a name does not get another meaning otherwise
-        inner.setitem(formats.FORMATS, "bf16x2", broken)
-        assert noticed()
+    assert sum(f is not None for f in found.values()) >= COUNT // (EVERY * ON_XLA) * 4 // 5

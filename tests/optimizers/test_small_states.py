@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states.bookkeeping import bookkeeping
 
 BACKENDS = ("reference", "native")
 Shapes = Sequence[tuple[int, ...]]
@@ -68,6 +69,38 @@ def test_checkpoints_copies_and_pickles_resume_bit_for_bit(kind: Kind, strategy:
     for one in each:
         run(one, 2, first=3)
     assert all(words(one) == words(optimizer) for one in each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_plain_torch_is_loaded_and_training_that_has_begun_is_compiled(
+    kind: Kind, dtype: torch.dtype
+) -> None:
+    """In bf16 training its numbers are bf16: they are read as they are, and kept in fp32 from the next step on."""
+    theirs = parameters(dtype, kind.shapes)
+    plain = kind.make(theirs)
+    run(plain, 3)
+    loaded, params = kind.compiled("fp32")
+    loaded.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        for p, q in zip(params, theirs, strict=True):
+            collage_neuron.set_exact_value(loaded, p, q.float())
+    exact = [Parameter(p.detach().double()) for p in theirs]
+    other = kind.make(exact)
+    other.load_state_dict(copy.deepcopy(plain.state_dict()))
+    run(loaded, 1, first=3)
+    run(other, 1, first=3)
+    begun = collage_neuron.compile(plain, strategy="fp32", verbose=False) if dtype == torch.bfloat16 else loaded
+    if begun is not loaded:
+        run(begun, 1, first=3)
+    for one in (loaded, begun):
+        assert not bookkeeping(one).twin
+        for p, q in zip(one.param_groups[0]["params"], exact, strict=True):
+            for name in bookkeeping(one).small.intersection(one.state[p]):
+                value, wanted = one.state[p][name], other.state[q][name]
+                assert value.dtype == torch.float32
+                assert torch.allclose(value.double(), wanted, rtol=2**-18, atol=0, equal_nan=True)
+            found = collage_neuron.exact_value(one, p).double()
+            assert torch.allclose(found, q, rtol=2**-18, atol=2**-22, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from exact import on_reference, on_xla
-from native_mutants import hard
+from exact import hard, on_reference, on_xla
 from natively import different, results
 from one_operation import ONE_OP, SLOT, captured
 from torch import Tensor

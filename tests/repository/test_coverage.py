@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from sampling import part
 from torch_cases import CASES, FORMAT_RATIO, REFUSED
 
 from collage_neuron.passes.rewrite.rules import RULES
@@ -28,8 +29,9 @@ PAGE: str = make_coverage.PAGE.read_text()
 MEASURED = [name for name, case in CASES.items() if case.measured]
 
 
-def test_the_page_is_up_to_date() -> None:
-    """All its words, and the numbers of a few cases; `docs/make_coverage.py --check` measures every case."""
+def test_the_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its words, and the numbers of a case; `docs/make_coverage.py --check` measures every case."""
+    monkeypatch.setattr(make_coverage, "QUICK", part(make_coverage.QUICK, 3))
     assert make_coverage.check(quick=True) == []
 
 

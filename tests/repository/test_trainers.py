@@ -126,6 +126,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.sampled(of=2)  # each form is in one of the tests of this file, and each example here
 @pytest.mark.parametrize(("name", "needs", "form"), EXAMPLES)
 def test_an_example_trains_and_takes_the_steps_of_the_optimizer_alone(
     name: str, needs: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -152,6 +153,7 @@ def test_every_form_of_an_example_is_tried() -> None:
 # --- an interrupted run goes on bit for bit ---------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("form", ["optimizers", "optimizer_cls_and_kwargs", "model"])
 def test_the_trainer_goes_on_from_its_checkpoint_bit_for_bit(form: str, tmp_path: Path) -> None:
     hf_trainer = example("hf_trainer", "transformers")
@@ -165,6 +167,7 @@ def test_the_trainer_goes_on_from_its_checkpoint_bit_for_bit(form: str, tmp_path
     assert differences(found, expected) == []
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("form", ["object", "class", "model"])
 def test_accelerate_goes_on_from_its_saved_state_bit_for_bit(form: str, tmp_path: Path) -> None:
     loop = example("accelerate_loop", "accelerate")
@@ -192,6 +195,7 @@ def test_accelerate_goes_on_from_its_saved_state_bit_for_bit(form: str, tmp_path
     assert differences(found, expected) == []
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("form", ["model and optimizer", "class"])
 def test_lightning_goes_on_from_its_checkpoint_bit_for_bit(form: str, tmp_path: Path) -> None:
     module = example("lightning_module", "lightning")
@@ -254,6 +258,7 @@ def test_low_words_follow_a_model_that_accelerate_moves_to_xla(tmp_path: Path) -
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("form", ["before torch.compile", "after torch.compile"])
 def test_a_model_under_torch_compile_trains(form: str) -> None:
     """With the backend that compiles nothing: what Inductor makes of the model is not ours to test."""

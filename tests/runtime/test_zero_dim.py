@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from worlds import run_script
 
 import collage_neuron
 
@@ -180,17 +180,16 @@ print(sorted((k, v.dtype) for k, v in optimizer.state[p].items()))
 
 
 @pytest.mark.parametrize(("name", "strategy"), [("AdamW", "fp32"), ("Adagrad", "plus")])
-def test_in_a_fresh_process(name: str, strategy: str) -> None:
+def test_in_a_fresh_process(name: str, strategy: str, tmp_path: Path) -> None:
     """Nothing that was compiled before in the process is needed to tell states from numbers."""
-    run = subprocess.run([sys.executable, "-c", FRESH, name, strategy], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    printed = run_script(tmp_path, FRESH, name, strategy)
     p = nn.Parameter(torch.tensor(1.5))
     make = getattr(torch.optim, name)
     optimizer = collage_neuron.compile(make([p], lr=0.01), strategy=strategy)
     for _ in range(2):
         p.grad = torch.tensor(0.5).bfloat16()
         optimizer.step()
-    assert run.stdout.strip() == str(sorted((k, v.dtype) for k, v in optimizer.state[p].items()))
+    assert printed.strip() == str(sorted((k, v.dtype) for k, v in optimizer.state[p].items()))
 
 
 class Directed(Optimizer):

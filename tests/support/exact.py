@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -301,3 +302,44 @@ def with_swapped_operands(update: Update) -> Iterator[tuple[str, Update]]:
     for i, node in enumerate(update.graph.graph.nodes):
         if node.target is operator.sub:
             yield node.name, edited(update, i, _swap)
+
+
+@cache
+def hard() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two fp32 vectors: special values and numbers around them, each with each; then random bits, then halves."""
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.exp2(
+        torch.tensor([-149.0, -140, -133, -127, -126, -60, -16, -8, -1, 0, 1, 6, 7, 14, 15, 23, 24, 127])
+    )
+    around = [
+        powers * (1 + k * 2.0**-23)
+        for k in (0, 1, 2**14, 2**15 - 1, 2**15, 2**15 + 1, 2**16, 3 * 2**15, 3 * 2**15 - 1, -1)
+    ]
+    largest = torch.tensor([torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max, 3.3961e38, 127.5, 32767.5])
+    special = torch.tensor([0.0, float("inf"), 0.1, 3.0, 2.5, 1.5])
+    values = torch.cat([*around, largest, special])
+    values = torch.cat([values, -values, torch.tensor([float("nan")])]).unique()
+    values = torch.cat([values, torch.tensor([-0.0, float("nan")])])
+    pairs = torch.cartesian_prod(values, values).unbind(1)
+    bits = [
+        torch.randint(-(2**31), 2**31, (1 << 15,), generator=generator).to(torch.int32).view(torch.float32)
+        for _ in "xy"
+    ]
+    near = torch.randn(1 << 14, generator=generator)
+    halves = (torch.arange(-300, 300) / 2 * 2.0**0).repeat(2)
+    ties = (torch.arange(0, 1 << 14) << 15).to(torch.int32).view(torch.float32)
+    # Random bits that are added to this NaN make it a zero.
+    all_ones = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    x = torch.cat([all_ones, pairs[0], bits[0], near, halves, ties, ties])
+    y = torch.cat(
+        [
+            torch.tensor([100.0, 7.0]),
+            pairs[1],
+            bits[1],
+            near * (1 + 2.0**-20),
+            halves.flip(0),
+            ties.roll(1),
+            ties.roll(7),
+        ]
+    )
+    return x, y

@@ -366,20 +366,6 @@ class Langevin(Optimizer):
                 p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=math.sqrt(2 * group["lr"]))
 
 
-class Skipping(Optimizer):
-    """Looks at the gradient in Python, to skip a step that is not finite."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if torch.isfinite(p.grad).all():
-                    p.add_(p.grad, alpha=-group["lr"])
-
-
 class SharpnessAware(Optimizer):
     """Needs the loss twice a step, and says so."""
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from worlds import run_script as run_script
 
-import collage_neuron
 from collage_neuron.numerics.strategies import ARITHMETICS, STRATEGIES, possible
 
 MODES = [(s, a) for s in STRATEGIES for a in ARITHMETICS if possible(s, a)]
@@ -137,18 +133,6 @@ def set_gradients(params: Sequence[nn.Parameter], seed: int) -> None:
     for i, p in enumerate(params):
         sign = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).sign()
         p.grad = (sign * (1 + torch.rand(p.shape, generator=g) * (1 - 2**-8))).bfloat16().to(p.device, p.dtype)
-
-
-def run_script(folder: Path, text: str, *arguments: object) -> str:
-    """Runs `text` as a script in a new process; returns what it prints."""
-    script = folder / "script.py"
-    script.write_text(text)
-    paths = [str(Path(collage_neuron.__file__).parents[1]), str(Path(__file__).parent)]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-W", "error", str(script), *map(str, arguments)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def equal_states(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:

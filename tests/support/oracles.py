@@ -12,15 +12,17 @@ from typing import NamedTuple
 
 import torch
 from planned import plan_update
+from sampling import WHOLE
 from torch import Tensor
 
 import collage_neuron
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.passes.backends import reference
 from collage_neuron.runtime import plan
+from collage_neuron.trace.followed import Settings, follow
 
 STEPS = 2000
-ELEMENTS = 4096
+ELEMENTS = 4096 if WHOLE else 1024
 
 
 class Moments64(NamedTuple):
@@ -137,17 +139,20 @@ def _plan(strategy: StrategyLike, arithmetic: str, setting: Setting, steps_taken
 
 
 def slots_of(setting: Setting, steps: range) -> list[list[float]]:
-    """The numbers that AdamW's update uses in each of `steps` (counted from 1), as its own code computes them."""
+    """The numbers that AdamW's update uses in each of `steps` (counted from 1).
+
+    Its own code runs once; with other counts, what it has computed is computed again (tests/trace/test_followed.py).
+    """
     p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     p.grad = torch.zeros_like(p)
     optimizer = collage_neuron.compile(torch.optim.AdamW([p], **setting._asdict()))
     optimizer.step()
-    slots = []
-    for t in steps:
-        optimizer.state[p]["step"].fill_(t - 1)
-        job = plan_update(torch.optim.AdamW, optimizer, optimizer.param_groups[0], [p])
-        slots.append(job.recording.slots)
-    return slots
+    (group,) = optimizer.param_groups
+    recording = plan_update(torch.optim.AdamW, optimizer, group, [p]).recording
+    known = follow(torch.optim.AdamW, optimizer, group, p, recording)
+    assert known is not None
+    found = [known.again([*Settings(group).numbers, torch.tensor(float(t - 1))]) for t in steps]
+    return [again.slots for again in found if again]
 
 
 def decay_slots(setting: Setting, steps: int = STEPS) -> list[tuple[list[float], list[float]]]:

@@ -1,11 +1,13 @@
-"""Prints what comes out of compiled runs in this process, which makes a setting first: `surrounded_runs.py bfloat16`.
+"""Prints what comes out of compiled runs in processes that make a setting first: `surrounded_runs.py bfloat16 none`.
 
-One line a run: its name, and a checksum of all bits. Nothing of the package is imported, and no constant is made,
-before the setting.
+One line a run: the setting, the run's name, and a checksum of all bits. `xla bfloat16` is the setting with a parameter
+on XLA's device. Each process is forked off one that has imported torch alone: nothing of the package is imported, and
+no constant is made, before the setting.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 import zlib
@@ -14,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from sampling import part
 from torch.nn import Linear, Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -117,27 +120,40 @@ def checksum(results: Any) -> int:
     return found
 
 
-def main(setting: str, *backends: str) -> None:
+def main(said: str) -> None:
+    setting = said.removeprefix("xla ")
     with surrounding(setting):
         from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
+        from collage_neuron.passes.backends.native.backend import BACKEND
 
+        on_cpu = ["reference"] if BACKEND.missing() else ["reference", "native"]
+        if setting not in ("none", "bfloat16"):
+            on_cpu = on_cpu[-1:]
+        backends = ["xla"] if said != setting else on_cpu
         for backend in backends:
             device = "xla" if backend == "xla" else "cpu"
             if device == "xla":
                 import torch_xla  # noqa: F401  # registers the device
             every = device == "cpu" and setting in ("none", "bfloat16")
-            names = STRATEGIES if every else (DEFAULT, "plus")
-            for name in names:
+            names = {DEFAULT, "plus", *part(STRATEGIES, 3, backend)} if every else {DEFAULT}
+            for name in sorted(names):
                 given: dict[str, Any] = {"device": device, "strategy": name, "backend": backend}
-                print(backend, name, checksum(resumed(lambda params: AdamW(params, lr=1e-3), **given)))
+                print(said, backend, name, checksum(resumed(lambda params: AdamW(params, lr=1e-3), **given)))
             given["strategy"] = DEFAULT
-            print(backend, "captured", checksum(resumed(WithConstants, **given)))
-            print(backend, "copies", checksum(resumed(lambda params: WithConstants(params, odd=True), **given)))
-            print(backend, "momentum", checksum(resumed(lambda ps: SGD(ps, lr=1e-3, momentum=0.9), **given)))
+            print(said, backend, "captured", checksum(resumed(WithConstants, **given)))
+            print(said, backend, "copies", checksum(resumed(lambda params: WithConstants(params, odd=True), **given)))
+            print(said, backend, "momentum", checksum(resumed(lambda ps: SGD(ps, lr=1e-3, momentum=0.9), **given)))
             if device == "cpu":
-                print(backend, "others", checksum(entry_points(backend)))
+                print(said, backend, "others", checksum(entry_points(backend)))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(*sys.argv[1:])
+    for argument in sys.argv[1:]:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            main(argument)
+            sys.stdout.flush()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, argument

@@ -1,17 +1,22 @@
-"""Several processes joined by gloo on this machine, for tests: one call runs a function in each, none can hang.
+"""Processes for tests: several that gloo joins, in each of which a function runs; or one in which a script does.
 
-Processes are forked off a server that has imported torch once and has no threads: a world starts in about a second.
+Processes are forked off a server that has imported torch once and has no threads: a world starts in about a second, a
+script at once. None can hang.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import multiprocessing as mp
 import os
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -40,14 +45,63 @@ def run_world(size: int, folder: Path, body: Body, *arguments: Any) -> list[Any]
     Raises AssertionError with the traceback of the first process that failed, or after TIMEOUT seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = _server()
     args = [(rank, size, folder, body, arguments) for rank in range(size)]
     processes = [context.Process(target=_enter, args=a, daemon=True) for a in args]
     for process in processes:
         process.start()
     _wait(processes, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _server() -> mp.context.ForkServerContext:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def run_script(folder: Path, text: str, *arguments: object, environ: Mapping[str, str] | None = None) -> str:
+    """Runs `text` as a script in a process forked off the server; returns what it prints.
+
+    Modules that the server has imported (PRELOAD: no torch_xla) are there; nothing else is, and nothing was compiled. A
+    warning is an error, as with `python -W error`. What reads a setting when torch is imported, counts threads of
+    native code, or asks for another hash of strings needs a process that Python starts (`subprocess`).
+
+    Raises AssertionError with what it has written to stderr if it fails.
+    """
+    words = [str(folder / "script.py"), *map(str, arguments)]
+    process = _server().Process(target=_run, args=(folder, text, words, {**os.environ, **(environ or {})}))
+    process.start()
+    process.join(5 * TIMEOUT)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, f"exit status {process.exitcode}:\n{(folder / 'stderr.txt').read_text()}"
+    return (folder / "stdout.txt").read_text()
+
+
+def _run(folder: Path, text: str, words: list[str], environ: dict[str, str]) -> None:
+    """The life of the process of a script: at its end, what is to run when Python ends does."""
+    _freeze()
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, name in ((1, "stdout.txt"), (2, "stderr.txt")):
+        with (folder / name).open("wb") as file:
+            os.dup2(file.fileno(), number)
+    sys.argv, status = words, 0
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        exec(compile(text, words[0], "exec"), vars(main))
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _wait(processes: Sequence[BaseProcess], folder: Path) -> None:
@@ -71,13 +125,8 @@ def _wait(processes: Sequence[BaseProcess], folder: Path) -> None:
 
 
 def _enter(rank: int, size: int, folder: Path, body: Body, arguments: tuple[Any, ...]) -> None:
-    """The life of one process.
-
-    What it was forked with is frozen and not counted: `compile`, if told, would list half a million objects each time.
-    """
-    gc.freeze()
-    count, forked = gc.get_freeze_count, gc.get_freeze_count()
-    gc.get_freeze_count = lambda: max(0, count() - forked)
+    """The life of one process."""
+    _freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     log = (folder / f"{rank}.txt").open("w")
@@ -92,6 +141,13 @@ def _enter(rank: int, size: int, folder: Path, body: Body, arguments: tuple[Any,
         log.write(traceback.format_exc())
         log.flush()
         os._exit(1)  # others may wait for this process: no clean end of the group
+
+
+def _freeze() -> None:
+    """Freezes what a process was forked with, uncounted: `compile` would list half a million objects each time."""
+    gc.freeze()
+    count, forked = gc.get_freeze_count, gc.get_freeze_count()
+    gc.get_freeze_count = lambda: max(0, count() - forked)
 
 
 class Traffic(TorchDispatchMode):

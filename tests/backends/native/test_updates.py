@@ -12,7 +12,7 @@ import torch
 from beside import Beside
 from hypothesis import HealthCheck, Phase, given, settings
 from random_optimizers import RandomOptimizer, programs
-from sampling import part
+from sampling import WHOLE, part
 from torch import Tensor
 from torch.optim import Optimizer
 from torch_cases import CASES
@@ -86,7 +86,7 @@ def test_an_optimizer_of_torch_has_all_bits_in_every_strategy(name: str, beside:
     assert len(beside.updates) >= len({(STRATEGIES[strategy].param, arithmetic) for strategy, arithmetic in tried})
 
 
-@settings(max_examples=30, derandomize=True, database=None, phases=[Phase.generate], deadline=None,
+@settings(max_examples=30 if WHOLE else 15, derandomize=True, database=None, phases=[Phase.generate], deadline=None,
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(programs())
 def test_a_random_optimizer_has_all_bits(program: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,6 @@ import nki_standin
 import pytest
 import torch
 from nki_runs import INFINITY, Step, differing, search_less, step_of
-from nki_standin import StandinError
 from torch_cases import CASES
 
 from collage_neuron.cli import kernel_sizes, kernels
@@ -57,21 +55,17 @@ def parameter(n: int, seed: int) -> Step:
     return given._replace(components={k: x.repeat(-(-n // len(x)))[:n][order] for k, x in given.components.items()})
 
 
-def ran(
-    works: Sequence[Work], tmp_path: Path, replaced: tuple[str, str] = ("", ""), cores: int = 1
-) -> list[dict[str, int]]:
+def ran(works: Sequence[Work], tmp_path: Path, cores: int = 1) -> list[dict[str, int]]:
     """What differs from the reference, for each parameter, of the kernel of a step, whose instructions are counted."""
     steps, k = [parameter(work.total, seed) for seed, work in enumerate(works)], kernel()
     text = step_text("collage_step", [k.design], [Call(0, 0, work.total, work.cut) for work in works], "nki")
-    assert replaced[0] in text
     path = tmp_path / "collage_step.py"
-    path.write_text(text.replace(*replaced))
+    path.write_text(text)
     given = [s.components[a.key].clone() for s in steps for a in k.arguments]
     with nki_standin.install("nki", "trn2", INFINITY) as machine:
         results = iter(nki_standin.load(path).collage_step[cores](*given, k.scalar_input(steps[0].vector)))
     found = [{key: next(results) for key in k.outputs} for _ in steps]
-    if not replaced[0]:
-        assert machine.traces[-1].traced == 1 + sum(count_as(k, work.total, work.cut, cores).traced for work in works)
+    assert machine.traces[-1].traced == 1 + sum(count_as(k, work.total, work.cut, cores).traced for work in works)
     return [differing(of_one, s.by_reciprocals().expected()) for of_one, s in zip(found, steps, strict=True)]
 
 
@@ -91,29 +85,6 @@ def test_loops_over_several_parameters_have_the_bits_of_the_reference(tiles: int
     looped = [sorted(members) for members in loops_of(calls)]
     assert [len(members) for members in looped] == ([2] * 8 if tiles == 1 else [2] * 4)  # four in loops of up to three
     assert not any(ran(works(tiles), tmp_path, cores=cores))
-
-
-FAULTS = [
-    ("tile * PARTITIONS,\n", "0,\n"),  # the second tile is the first again
-    ("step=2 * PARTITIONS", "step=PARTITIONS"),
-    ("nl.fori_loop(0, looped", "nl.fori_loop(256, looped"),
-    (", True)", ", False)"),  # what the loop has updated is updated again
-    ("    for tile in range(tiles):\n        _update_tile_0", "    for tile in range(1):\n        _update_tile_0"),
-]
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize(("old", "new"), FAULTS)
-def test_a_wrong_offset_in_a_loop_is_noticed(old: str, new: str, cores: int, tmp_path: Path) -> None:
-    with suppress(StandinError):  # noticed before: it reads or writes what is not there, or another core does
-        assert any(ran(works(2), tmp_path, (old, new), cores))
-
-
-@pytest.mark.mutants
-def test_cores_that_take_the_same_turns_are_noticed(tmp_path: Path) -> None:
-    with pytest.raises(StandinError, match="core 0 would have read what core 1 has written"):
-        ran(works(2), tmp_path, ("    base = _first(lines)\n", "    base = 0\n"), cores=2)
 
 
 # What is chosen

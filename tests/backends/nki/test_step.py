@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from nki_runs import INFINITY, bits, by_reciprocals
 from planned import plan
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
+from worlds import run_script
 
 import collage_neuron
 from collage_neuron import errors
@@ -180,13 +179,11 @@ def test_graphs_are_traced_through_the_operator(kernels: str) -> None:
 
 
 def test_on_xla_a_step_is_one_custom_call_that_takes_the_buffers_of_what_it_updates(
-    golden: Callable[[str, str], None],
+    golden: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     """In a process of its own: no CPU has an implementation of the call, and torch-xla does not forget the failure."""
     pytest.importorskip("torch_xla")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PJRT_DEVICE": "CPU"}
-    script = Path(__file__).parents[2] / "support" / "nki_on_xla.py"
-    out = subprocess.run([sys.executable, script], env=environment, check=True, capture_output=True, text=True).stdout
+    out = run_script(tmp_path, (Path(__file__).parents[2] / "support" / "nki_on_xla.py").read_text())
     golden("nki_step_hlo.txt", out)
     assert out.count("custom-call(") == 1
     assert "4 buffers given to the results" in out  # param and param_lo of two parameters

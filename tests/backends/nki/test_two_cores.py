@@ -6,7 +6,7 @@ writes; and independent interpreter (`nki_reading`), in which such a fault leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -92,50 +92,6 @@ def test_both_readers_get_the_same_bits(target: str, dialect: str, cores: int, s
         once = 1 + 2 * k.plan.draws  # what loads the numbers, and the seed
         trace = found.machine.traces[-1]
         assert (trace.traced, len(trace.records)) == (count.traced + once, count.unrolled + once)
-
-
-FIRST = "lines // nl.num_programs() * nl.program_id(0)"
-FAULTS = [
-    (FIRST, "0"),  # both cores take the first half
-    (FIRST, "(lines // nl.num_programs() - 1) * nl.program_id(0)"),  # they share a line
-    (FIRST, "lines // nl.num_programs() * (1 - nl.program_id(0))"),  # the core that takes more has the first half
-    ("base + tile * PARTITIONS,\n", "tile * PARTITIONS,\n"),
-    ("base + line, None", "line, None"),
-    ("base + whole, None, lines", "whole, None, lines"),
-    ("        lines = param.shape[0] - base\n", "        lines = lines\n"),  # an odd line is left out
-    ("    share = lines // nl.num_programs()\n", "    share = lines\n"),
-]
-
-
-Reader = Callable[[Kernel, dict[str, Tensor], Tensor, Cut, str, Sequence[int]], dict[str, Tensor]]
-READERS: dict[str, Reader] = {
-    "stand-in": lambda k, given, vector, cut, source, order: run(k, given, vector, source=source, cut=cut, cores=2)[0],
-    "second": lambda k, given, vector, cut, source, order: results(k, given, vector, cut, source=source, order=order),
-}
-
-
-def is_noticed(source: str, reader: Reader) -> bool:
-    """Whether a reader notices that the kernel of AdamW does something else on two cores."""
-    s, k = step("plus"), kernel("plus", "trn2")
-    for shape, cut in cuts_of(k):
-        components = dict(zip(s.update.inputs, random_inputs(s.update, shape), strict=True))
-        for order in ORDERS[2]:
-            try:
-                found = reader(k, components, s.vector, cut, source, order)
-            except (StandinError, AssertionError, ValueError):  # of the second reader: a wrong shape, or out of bounds
-                return True
-            if differing(found, s._replace(components=components).expected()):
-                return True
-    return False
-
-
-@pytest.mark.mutants
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize(("old", "new"), FAULTS)
-def test_a_wrong_share_is_noticed(old: str, new: str, reader: str) -> None:
-    source = kernel("plus", "trn2").source
-    assert old in source
-    assert is_noticed(source.replace(old, new), READERS[reader])
 
 
 SHARING = """

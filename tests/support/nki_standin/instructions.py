@@ -16,7 +16,7 @@ from nki_standin import enums
 from nki_standin.alu import WORDS, activate, arithmetic, bitvec, bitvec_scalar, check_bitvec, extreme, step, total
 from nki_standin.dtypes import BFLOAT16, FLOAT32, Array
 from nki_standin.enums import engine
-from nki_standin.errors import require
+from nki_standin.errors import fail, require
 from nki_standin.legality import (
     ENGINES,
     check_distinct,
@@ -66,8 +66,8 @@ def taken(
 ) -> dict[str, Any]:
     """The operands that an implementation knows; of the others only the defaults are in the stand-in."""
     for key, x in operands.items():
-        usual = key in known or key == "name" or x == documented.parameters[key].default
-        require(usual, f"{name}: {key}={x!r} is not in the stand-in")
+        if not (key in known or key == "name" or x == documented.parameters[key].default):
+            fail(f"{name}: {key}={x!r} is not in the stand-in")
     return {key: x for key, x in operands.items() if key in known}
 
 
@@ -99,14 +99,15 @@ class Instructions:
         """Between HBM and SBUF: bytes where the types are equal, else through fp32."""
         for t, what in ((dst, "dma_copy dst"), (src, "dma_copy src")):
             check_tile(t, what, (*HBM, MemoryRegion.sbuf), dma=True)
-        require(dst.size == src.size, f"dma_copy: {src!r} and {dst!r} differ in the number of elements")
+        if dst.size != src.size:
+            fail(f"dma_copy: {src!r} and {dst!r} differ in the number of elements")
         check_distinct(dst)
         check_overlap(dst, src, "dma_copy src")
         for t in (x for x in (dst, src) if x.buffer in HBM):
             last = t.offset + sum((n - 1) * stride for n, stride in zip(t.shape, t.strides, strict=True))
             reached = (last + 1) * t.dtype.size
-            within = reached <= self._m.device.addressed
-            require(within, f"dma_copy reaches byte {reached} of {t!r}, beyond 32 bits of offset")
+            if reached > self._m.device.addressed:
+                fail(f"dma_copy reaches byte {reached} of {t!r}, beyond 32 bits of offset")
         if dst.dtype is src.dtype and dst.bits().dtype == src.bits().dtype:
             self._m.write_bits(dst, self._m.read_bits(src, "dma_copy src"))
         else:

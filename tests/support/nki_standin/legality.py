@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nki_standin.device import FREE, Target
-from nki_standin.errors import require
+from nki_standin.errors import fail, require
 from nki_standin.operators import Operator
 from nki_standin.tensors import ON_CHIP, MemoryRegion, NkiTensor
 
@@ -56,9 +56,10 @@ def check_operator(op: Operator, instruction: str, engine: str, target: Target) 
 
 def check_tile(t: object, what: str, where: Sequence[MemoryRegion] = ON_CHIP, dma: bool = False) -> None:
     """`t` is a tensor in one of `where` that one instruction of an engine, or a DMA, can address."""
-    require(isinstance(t, NkiTensor), f"{what} must be a tensor, got {t!r}")
-    assert isinstance(t, NkiTensor)
-    require(t.buffer in where, f"{what} must be in {' or '.join(w.value for w in where)}, it is {t!r}")
+    if not isinstance(t, NkiTensor):
+        fail(f"{what} must be a tensor, got {t!r}")
+    if t.buffer not in where:
+        fail(f"{what} must be in {' or '.join(w.value for w in where)}, it is {t!r}")
     if dma or not t.on_chip:
         return
     partitions, free = t.elements
@@ -72,8 +73,9 @@ def check_tile(t: object, what: str, where: Sequence[MemoryRegion] = ON_CHIP, dm
 def check_sizes(tiles: dict[str, NkiTensor]) -> None:
     """All have the same partitions and elements a partition: instructions do not broadcast."""
     sizes = {name: t.elements for name, t in tiles.items()}
-    text = ", ".join(f"{name} {list(size)}" for name, size in sizes.items())
-    require(len(set(sizes.values())) == 1, f"operands differ in [partitions, elements a partition]: {text}")
+    if len(set(sizes.values())) != 1:
+        text = ", ".join(f"{name} {list(size)}" for name, size in sizes.items())
+        fail(f"operands differ in [partitions, elements a partition]: {text}")
 
 
 def check_overlap(dst: NkiTensor, src: NkiTensor, what: str) -> None:
@@ -86,8 +88,8 @@ def check_overlap(dst: NkiTensor, src: NkiTensor, what: str) -> None:
 
 def check_distinct(dst: NkiTensor) -> None:
     """No element is written twice by one instruction."""
-    twice = any(s == 0 and n > 1 for s, n in zip(dst.strides, dst.shape, strict=True))
-    require(not twice, f"dst {dst.get_pattern()} writes elements more than once")
+    if any(s == 0 and n > 1 for s, n in zip(dst.strides, dst.shape, strict=True)):
+        fail(f"dst {dst.get_pattern()} writes elements more than once")
 
 
 def check_not_both_psum(a: NkiTensor, b: NkiTensor, text: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from nki_standin.device import Device, Target
 from nki_standin.dtypes import FLOAT32, Array, DType, dtype, narrow, subnormals, widen
-from nki_standin.errors import require
+from nki_standin.errors import fail, require
 from nki_standin.tensors import MemoryRegion, NkiTensor, allocate
 from nki_standin.trace import Trace
 
@@ -38,7 +38,8 @@ class Machine:
 
     def read_bits(self, t: NkiTensor, what: str) -> Array:
         """The stored elements of a tile, all of which must have been written."""
-        require(t.written.all(), f"{what} is read before it was written: {t!r}")
+        if not t.written.all():
+            fail(f"{what} is read before it was written: {t!r}")
         self._used(t, "read")
         return t.bits()
 
@@ -57,7 +58,8 @@ class Machine:
 
     def write_bits(self, dst: NkiTensor, raw: Array) -> None:
         """Stored elements into a tile, as they are."""
-        require(dst.storage.mutable, f"{dst!r} is an input that is not mutable; annotate it nt.mutable_tensor")
+        if not dst.storage.mutable:
+            fail(f"{dst!r} is an input that is not mutable; annotate it nt.mutable_tensor")
         self._used(dst, "written")
         dst.bits()[...] = raw.reshape(dst.shape)
         dst.written[...] = True
@@ -94,9 +96,12 @@ class Machine:
         """An operand that is broadcast along the free dimension: a number, or one fp32 element a partition."""
         if isinstance(x, NkiTensor):
             names = " or ".join(t.name for t in types)
-            require(x.on_chip, f"{what} must be in sbuf or psum, it is {x!r}")
-            require(x.dtype in types, f"{what} must be {names}, got {x!r}")
-            require(x.elements == (data.shape[0], 1), f"{what} must have shape ({data.shape[0]}, 1), got {x!r}")
+            if not x.on_chip:
+                fail(f"{what} must be in sbuf or psum, it is {x!r}")
+            if x.dtype not in types:
+                fail(f"{what} must be {names}, got {x!r}")
+            if x.elements != (data.shape[0], 1):
+                fail(f"{what} must have shape ({data.shape[0]}, 1), got {x!r}")
             return self.read(x, what)
         number = isinstance(x, (int, float, np.floating)) and not isinstance(x, bool)
         require(number, f"{what} must be a number or a tile of one element a partition, got {x!r}")

@@ -190,14 +190,19 @@ class NkiTensor:
         """Itself, if every element it addresses exists (on chip: within the partition it starts in)."""
         free = int(self._free)
         dims = list(zip(self.strides, self.shape, strict=True))
-        text = f"access pattern {self.get_pattern()} at offset {self.offset}"
-        if self.on_chip:
-            require(len(dims) >= 2, f"{text}: an on-chip view has two dimensions or more")
-            require(self.strides[0] == free, f"{text}: the partition stride must be {free}, the storage's free size")
-            require(self.offset % free + _reach(dims[1:]) < free, f"{text} leaves its partition of {free} elements")
         last = self.offset + _reach(dims)
-        require(last < self._flat.size, f"{text} is out of bounds: element {last} of {self._flat.size}")
+        if self.on_chip and len(dims) < 2:
+            fail(f"{self._accessed()}: an on-chip view has two dimensions or more")
+        if self.on_chip and self.strides[0] != free:
+            fail(f"{self._accessed()}: the partition stride must be {free}, the storage's free size")
+        if self.on_chip and self.offset % free + _reach(dims[1:]) >= free:
+            fail(f"{self._accessed()} leaves its partition of {free} elements")
+        if last >= self._flat.size:
+            fail(f"{self._accessed()} is out of bounds: element {last} of {self._flat.size}")
         return self
+
+    def _accessed(self) -> str:
+        return f"access pattern {self.get_pattern()} at offset {self.offset}"
 
     def _same(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Self:
         """A view of the same storage as the same type."""
