@@ -226,6 +226,6 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _rule(_packet.Tensor, _packet.Scalar)(_mask_rule(_name))
 for _target in (
     aten.logical_or.default, aten.bitwise_or.Tensor, aten.logical_not.default, aten.bitwise_not.default,
-    aten.logical_xor.default, aten.bitwise_xor.Tensor, aten.isnan.default, aten.isinf.default,
+    aten.isnan.default, aten.isinf.default,
 ):  # fmt: skip
     _rule(_target)(_mask_rule(str(_target)))
