@@ -11,7 +11,7 @@ import sys
 
 PROGRAM = """
 import math
-from collage_neuron.cli import kernels
+from collage_neuron.cli.kernel_examples import job
 from collage_neuron.passes.backends.nki import schedule
 from collage_neuron.passes.backends.nki.calls import program_of
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
@@ -21,7 +21,7 @@ schedule.STARTS, schedule.STEPS = 1, 200
 shapes = [(64, 128), (5,), (3, 129)]
 for name in ("adamw_plus", "lion_light"):
     for machine in (Machine("trn1", "beta1"), Machine("trn2", "nki")):
-        kernel = lower_to_nki(kernels.job(name).update, *machine[:2])
+        kernel = lower_to_nki(job(name).update, *machine[:2])
         print(name, *machine, program_of(machine, tuple((kernel, 0, math.prod(s), kernel.cut(s)) for s in shapes)))
 """
 
