@@ -186,12 +186,12 @@ def _fill(v: Algebra, x: Any, value: Any) -> Sum:
     return _sum(value)
 
 
-@_rule(aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
+@_rule(aten.zeros_like.default, aten.new_zeros.default)
 def _zeros(v: Algebra, *_: Any, **__: Any) -> Sum:
     return v.atom("fill", name="0")
 
 
-@_rule(aten.ones_like.default, aten.ones.default, aten.new_ones.default)
+@_rule(aten.ones_like.default, aten.new_ones.default)
 def _ones(v: Algebra, *_: Any, **__: Any) -> Sum:
     return v.atom("fill", name="1")
 

@@ -34,8 +34,6 @@ from collage_neuron.passes.capture.functionalize import (
     dimensions,
     fills,
     functional_overload,
-    is_foreach,
-    unrolled,
 )
 from collage_neuron.passes.capture.recorder import Op, Ref
 from collage_neuron.passes.capture.reductions import is_outer, is_reduction
@@ -101,10 +99,6 @@ class MatrixBuilder(Builder):
 
     def add(self, op: Op) -> None:
         """The node of one recorded operation."""
-        if is_foreach(op):
-            for one in unrolled(op):
-                self.add(one)
-            return
         target, written = functional_overload(op.target)
         if len(op.outs) != 1 or op.outs[0] is None:
             raise self._refusal(op)
