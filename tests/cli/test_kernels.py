@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from collage_neuron.cli import kernel_costs, kernels
+from collage_neuron.cli.kernel_examples import KERNELS
 from collage_neuron.cli.main import main
 
 
@@ -30,7 +31,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(
 def test_the_list_says_how_many_examples_and_that_none_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith(f"{len(kernels.KERNELS)} examples, each for trn1, trn1_beta1, trn2, trn3 (trn1_beta1 in")
+    assert said.startswith(f"{len(KERNELS)} examples, each for trn1, trn1_beta1, trn2, trn3 (trn1_beta1 in")
     assert "gets its kernel in its first step, so nothing here is needed to train." in said
 
 
