@@ -13,8 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from collage_neuron import kernels_nki
-from collage_neuron.cli.kernel_examples import FOLDERS, KERNELS, source
-from collage_neuron.cli.kernels import written
+from collage_neuron.cli.kernels import FOLDERS, KERNELS, source, written
 
 FOLDER = Path(kernels_nki.__file__).parent
 

@@ -24,7 +24,7 @@ import torch.fx as fx
 from torch.optim import SGD
 
 from collage_neuron.cli.kernel_costs import MODELS, Shapes, shapes_of, works_of
-from collage_neuron.cli.kernel_examples import FOLDERS, Entry, adamw, adamw_kernel, adamw_update, job_of
+from collage_neuron.cli.kernels import FOLDERS, Entry, adamw, adamw_kernel, adamw_update, job_of
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES

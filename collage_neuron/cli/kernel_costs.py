@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from textwrap import fill
 
-from collage_neuron.cli.kernel_examples import adamw_kernel, adamw_update
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki.bodies import Work, calibrated, time_of, with_bodies
 from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, Estimate
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.ir.update import Update
 
 PARAMETERS = 1e9
 """The parameters on a core for which `summary` has times."""
@@ -51,13 +51,13 @@ docs/kernels.md has tables of engines, a model's step, formats and monitored ste
 what the least certain figures change."""
 
 
-def summary(names: Iterable[str] = STRATEGIES) -> Iterator[str]:
+def summary(update_of: Callable[[str], Update], names: Iterable[str] = STRATEGIES) -> Iterator[str]:
     """Lines for a terminal: the time of a step by strategy and target, where the figures are from, a conclusion."""
     yield HEAD
     yield _line("strategy", "bytes", ("error at 1e-4", "fine-tuning"), TARGETS)
     times: dict[str, list[float]] = {}
     for name in sorted(names, key=bytes_with_adam, reverse=True):
-        found = [calibrated(lower_to_nki(adamw_update(name), target)) for target in TARGETS]
+        found = [calibrated(lower_to_nki(update_of(name), target)) for target in TARGETS]
         times[name] = [_milliseconds(cost) for cost in found]
         yield _line(name, bytes_with_adam(name), ERRORS[name], map(_cell, found))
     measured = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * PARAMETERS / ADAMW_BF16.elements
@@ -98,6 +98,8 @@ def _conclusion(times: Mapping[str, Sequence[float]]) -> str:
 
 
 Shapes = list[tuple[int, ...]]
+KernelOf = Callable[[str, str], Kernel]
+"""The kernel of AdamW under a strategy, for a target."""
 
 
 def llama_7b() -> Shapes:
@@ -146,9 +148,9 @@ TITLED = {"gpt2": "GPT-2", "llama-7b": "Llama-7B"}
 """Names of the presets in a sentence."""
 
 
-def answer(model: str, strategy: str = DEFAULT) -> str:
+def answer(model: str, strategy: str, kernel_of: KernelOf) -> str:
     """The times of a step on one core of each target, in ms: one sentence, beside those of fp32 master weights."""
-    times, masters = (milliseconds(name, shapes_of(model)) for name in (strategy, "fp32"))
+    times, masters = (milliseconds(name, shapes_of(model), kernel_of) for name in (strategy, "fp32"))
     elements = sum(map(math.prod, shapes_of(model)))
     size = f"{elements / 1e6:,.0f} M" if elements >= 1e6 else f"{elements:,} parameters"
     beside = f"; fp32 master weights: {_by_target(masters)}" * (strategy != "fp32")
@@ -162,7 +164,7 @@ def _by_target(times: Mapping[str, float], on: str = " on ") -> str:
     return ", ".join([f"{first:.3g} ms{on}{target}", *(f"{x:.3g} on {other}" for other, x in others)])
 
 
-def milliseconds(strategy: str, shapes: Shapes) -> dict[str, float]:
+def milliseconds(strategy: str, shapes: Shapes, kernel_of: KernelOf) -> dict[str, float]:
     """The estimated time of AdamW's step on one core of each target, in the newer dialect."""
-    kernels = {target: adamw_kernel(strategy, target).in_dialect("nki") for target in TARGETS}
+    kernels = {target: kernel_of(strategy, target).in_dialect("nki") for target in TARGETS}
     return {target: sum(map(time_of, with_bodies(works_of(k, shapes)))) / 1e6 for target, k in kernels.items()}

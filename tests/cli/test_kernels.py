@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collage_neuron.cli import kernel_costs, kernels
-from collage_neuron.cli.kernel_examples import KERNELS
+from collage_neuron.cli.kernels import KERNELS
 from collage_neuron.cli.main import main
 
 
@@ -39,7 +39,7 @@ def test_a_model_is_answered_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = {"plus": {"trn1": 23.09, "trn2": 1.94}, "fp32": {"trn1": 11.0, "trn2": 10.04}}
-    monkeypatch.setattr(kernel_costs, "milliseconds", lambda strategy, shapes: times[strategy])
+    monkeypatch.setattr(kernel_costs, "milliseconds", lambda strategy, shapes, kernel_of: times[strategy])
     assert main(["kernels", "--model", "gpt2", "--strategy", "plus"]) == 0
     assert " ".join(capsys.readouterr().out.split()) == (
         "GPT-2 (124 M), one step of AdamW under plus: 23.1 ms on 1 core of trn1, 1.94 on trn2; fp32 master weights: "

@@ -22,7 +22,7 @@ from nki_standin import StandinError
 from torch_cases import CASES
 
 from collage_neuron.cli.kernel_costs import llama_7b
-from collage_neuron.cli.kernel_examples import adamw_kernel
+from collage_neuron.cli.kernels import adamw_kernel
 from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki import emit
 from collage_neuron.passes.backends.nki.bodies import TILES, Work, calibrated, count_as, time_of, waiting, with_bodies

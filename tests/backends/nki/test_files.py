@@ -17,8 +17,8 @@ import torch
 from kernel_files import FOLDER, HASHES, KEPT
 from nki_runs import Step, differing, run, wild
 
-from collage_neuron.cli import kernel_costs, kernel_examples, kernels
-from collage_neuron.cli.kernel_examples import FOLDERS, KERNELS, adamw_update, job, source
+from collage_neuron.cli import kernel_costs, kernels
+from collage_neuron.cli.kernels import FOLDERS, KERNELS, adamw_update, job, source
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki.lint import lint
@@ -47,7 +47,7 @@ def test_the_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("folder", "name"), KERNELS_OF_FOLDERS)
 def test_a_kernel_is_inside_the_language_and_computes_what_the_reference_does(folder: str, name: str) -> None:
     target, dialect = FOLDERS[folder]
-    kernel, s = kernel_examples.kernel(name, target).in_dialect(dialect), step(name)
+    kernel, s = kernels.kernel(name, target).in_dialect(dialect), step(name)
     assert lint(kernel.source, f"{folder}/{name}.py", dialect) == []
     assert not differing(run(kernel, s.components, s.vector).results, s.by_reciprocals().expected())
 

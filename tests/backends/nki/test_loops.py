@@ -18,7 +18,7 @@ from nki_standin import StandinError
 from torch import Tensor
 from torch_cases import CASES
 
-from collage_neuron.cli import kernel_examples
+from collage_neuron.cli import kernels
 from collage_neuron.cli.kernel_costs import gpt2, llama_7b, shapes_of
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.block_words import BLOCK
@@ -247,7 +247,7 @@ def test_the_sizes_of_a_model(
 ) -> None:
     """One strategy has an entry in the list of kernels."""
     monkeypatch.setattr(kernel_tables, "FOLDERS", {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1")})
-    monkeypatch.setattr(kernel_examples, "kernel", kernel_examples.kernel.__wrapped__)  # its cache outlives the search
+    monkeypatch.setattr(kernels, "kernel", kernels.kernel.__wrapped__)  # its cache outlives the search
     assert kernel_tables.main(["--model", "256x128,128", "--strategy", strategy]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith(f"adamw_{strategy}")]

@@ -11,7 +11,7 @@ import sys
 
 PROGRAM = """
 import math
-from collage_neuron.cli.kernel_examples import job
+from collage_neuron.cli.kernels import job
 from collage_neuron.passes.backends.nki import schedule
 from collage_neuron.passes.backends.nki.calls import program_of
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
