@@ -197,7 +197,7 @@ class Builder:
         if written is None and self._is_view(op):
             return
         args = tuple(map(self._argument, op.args))
-        kwargs = {k: self._argument(x) for k, x in op.kwargs if k != "out"}
+        kwargs = {k: self._argument(x) for k, x in op.kwargs}
         node = self.graph.call_function(target, args, kwargs)
         node.meta["place"] = op.place
         self._bind(op.outs[0], node, op)

@@ -111,7 +111,7 @@ class MatrixBuilder(Builder):
             return
         axes = self._combined(op, out)
         args = tuple(map(self._argument, op.args))
-        kwargs = {k: self._argument(x) for k, x in op.kwargs if k != "out"}
+        kwargs = {k: self._argument(x) for k, x in op.kwargs}
         node = self.graph.call_function(aten.mul.Tensor if is_outer(target) else target, args, kwargs)
         self._keep(op, out, node, axes)
 
@@ -123,7 +123,7 @@ class MatrixBuilder(Builder):
         self.cells[out.storage] = node
 
     def _refs(self, op: Op) -> list[Ref]:
-        return [x for x in (*op.args, *(x for k, x in op.kwargs if k != "out")) if isinstance(x, Ref)]
+        return [x for x in (*op.args, *(x for _, x in op.kwargs)) if isinstance(x, Ref)]
 
     def _axes_of(self, op: Op, ref: Ref) -> Axes:
         if ref not in self._axes:
