@@ -158,10 +158,11 @@ state kept as `hi + lo` is a pair.
   `collage_neuron/numerics/functions.py`. `tests/numerics/test_functions.py` measures it on `reference`, `native` and
   XLA's CPU device. On other XLA devices their errors are up to the device's compiler, and not known.
 * NKI rejects some of them by name: [what is exact](../kernels.md#what-is-exact-and-what-is-not).
-* Without a rule is what no optimizer of torch and of the packages above computes an update with: remainders, whole
-  quotients, trigonometric and hyperbolic functions but `tanh` and `atan2`, logarithms to other bases and of sums, `erf`
-  and other special functions, activations of networks (`silu`, `gelu`, ...), `nextafter`, `frexp`, and operations on
-  integers. A step that uses one runs [as written](../as_written.md)
+* Without a rule is what no optimizer of torch and of the packages above computes an update with: whole numbers
+  (`round`, `floor`), remainders, `copysign` and `signbit`, trigonometric and hyperbolic functions but `atan2`,
+  logarithms but `log`, `expm1`, `erf` and other special functions, `logical_xor`, activations of networks (`silu`,
+  `gelu`, ...), `nextafter`, `frexp`, and operations on integers. A step that uses one runs
+  [as written](../as_written.md)
   (`tests/eager/test_as_written.py::test_functions_without_a_rule_are_those_of_torch_in_fp32`).
 
 {operations}

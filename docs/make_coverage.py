@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -69,8 +68,7 @@ def operations() -> str:
     """The operations of each rule, in the order of passes/rewrite/rules, with its algebra."""
     targets: dict[Any, list[str]] = {}
     for target, rule in RULES.items():
-        name = f"operator.{target.__name__}" if target is operator.getitem else str(target)
-        name = f"{target.__name__} (of rows or columns)" if target in ENDINGS else name
+        name = f"{target.__name__} (of rows or columns)" if target in ENDINGS else str(target)
         targets.setdefault(rule, []).append(f"`{name}`")
     return table(("operation", "what it becomes"), ((", ".join(t), algebra(rule)) for rule, t in targets.items()))
 

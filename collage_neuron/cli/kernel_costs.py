@@ -1,96 +1,17 @@
-"""What steps and random bits cost on Trainium, by strategy and format: estimates, as lines, or all in Markdown."""
+"""What a step of AdamW is estimated to take on Trainium: by strategy, for a billion parameters, and for a model."""
 
 from __future__ import annotations
 
-import operator
-from collections import defaultdict
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from textwrap import fill
 
-import torch.fx as fx
-
-from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
-from collage_neuron.numerics.threefry import Words, threefry
-from collage_neuron.passes.backends.nki.bodies import Work, calibrated, time_of
+from collage_neuron.passes.backends.nki.bodies import Work, calibrated, time_of, with_bodies
 from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, Estimate
-from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
-from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
-from collage_neuron.passes.backends.nki.tiling import Cut
+from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.update import Update
-
-TITLES = (
-    "target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio", "calibrated",
-    "looped",
-)  # fmt: skip
-
-BEGIN, END = "<!-- costs: python -m collage_neuron kernels --costs docs/kernels.md -->", "<!-- end of costs -->"
-"""The lines of a document between which the table stands."""
-
-
-def table(
-    update_of: Callable[[str], Update],
-    names: Iterable[str] = STRATEGIES,
-    targets: Iterable[str] = TARGETS,
-    *,
-    title: str = "strategy",
-) -> str:
-    """The table, with a row for each strategy (or what else `title` says) and target.
-
-    Those that no kernel runs have a row that says why.
-    """
-    rows = (row for name in names for row in _rows(name, update_of(name), tuple(targets)))
-    return markdown((title, *TITLES), rows)
-
-
-def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
-
-
-def _rows(name: str, update: Update, targets: Iterable[str]) -> Iterator[list[str]]:
-    try:
-        reason = reason_against(update)
-        kernels = [] if reason else [lowered(update, t) for t in targets]
-    except UnsupportedUpdate as error:
-        reason, kernels = str(error), []
-    if reason:
-        yield [f"`{name}`", "all", reason, *[""] * (len(TITLES) - 2)]
-    for kernel in kernels:
-        yield [f"`{name}`", kernel.target, *_cells(kernel)]
-
-
-@cache
-def lowered(update: Update, target: str) -> Kernel:
-    """The kernel of an update."""
-    return lower_to_nki(update, target)
-
-
-LONG, TURN = 4096, 16
-"""Tiles of the tensors, and of a turn of the loop over several of them, of which `looped` is."""
-
-
-def looped(kernel: Kernel) -> float:
-    """The calibrated time of long tensors in a loop of the newer dialect, over their DMAs' at documented bandwidth."""
-    columns, total = kernel.tiling.columns, LONG * PARTITIONS * kernel.tiling.columns
-    cut = Cut(columns, kernel.tiling.chunk, columns if kernel.has_blocks else 0)
-    work = Work(kernel.in_dialect("nki"), total, cut, TURN)
-    return time_of(work) / (LONG * columns * kernel.cost.memory)
-
-
-def _cells(kernel: Kernel) -> Iterator[str]:
-    cost, clock = kernel.cost, TARGETS[kernel.target].clock
-    yield f"{cost.read} + {cost.written}"
-    for e in ENGINES:
-        time = cost.times["scalar"] if e == "scalar" else cost.cycles[e] / clock[e]
-        yield f"{cost.instructions[e]}, {time:.1f}"
-    yield f"{cost.memory:.1f}"
-    yield cost.bound
-    yield f"{cost.ratio:.2f}"
-    yield f"{calibrated(kernel).whole:.2f}"
-    yield f"{looped(kernel):.2f}"
-
 
 PARAMETERS = 1e9
 """The parameters on a core for which `summary` has times."""
@@ -126,8 +47,8 @@ From AWS's documentation: clocks, and cycles of each instruction. Inferred: cycl
 Measured by others: bandwidth, on trn1 by a user, on trn2 by AWS with its own AdamW; for trn3 the same share is assumed.
 Assumed: computing and moving overlap fully. The loops of a whole model's step (Llama-7B) add 3 to 10 %, and 40 to 90 %
 where words are shared by blocks (split423 and smaller).
---costs FILE writes every table in Markdown: engines, a model's step, formats, monitored steps. docs/kernels.md has
-them, with the meaning of each column, and what the least certain figures change."""
+docs/kernels.md has tables of engines, a model's step, formats and monitored steps, with the meaning of each column, and
+what the least certain figures change."""
 
 
 def summary(update_of: Callable[[str], Update], names: Iterable[str] = STRATEGIES) -> Iterator[str]:
@@ -136,7 +57,7 @@ def summary(update_of: Callable[[str], Update], names: Iterable[str] = STRATEGIE
     yield _line("strategy", "bytes", ("error at 1e-4", "fine-tuning"), TARGETS)
     times: dict[str, list[float]] = {}
     for name in sorted(names, key=bytes_with_adam, reverse=True):
-        found = [calibrated(lowered(update_of(name), target)) for target in TARGETS]
+        found = [calibrated(lower_to_nki(update_of(name), target)) for target in TARGETS]
         times[name] = [_milliseconds(cost) for cost in found]
         yield _line(name, bytes_with_adam(name), ERRORS[name], map(_cell, found))
     measured = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * PARAMETERS / ADAMW_BF16.elements
@@ -176,60 +97,74 @@ def _conclusion(times: Mapping[str, Sequence[float]]) -> str:
     )
 
 
-def has_marks(path: Path) -> bool:
-    """Returns True for a document into which tables can be put."""
-    return path.is_file() and f"{BEGIN}\n" in path.read_text()
+Shapes = list[tuple[int, ...]]
+KernelOf = Callable[[str, str], Kernel]
+"""The kernel of AdamW under a strategy, for a target."""
 
 
-def put_into(path: Path, table: str) -> str:
-    """Replaces the table in a document; returns what was done."""
-    before, rest = path.read_text().split(f"{BEGIN}\n")
-    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
-    return f"wrote the costs into {path}"
+def llama_7b() -> Shapes:
+    """The parameters of Llama-7B (Touvron et al., 2023): 32 layers of width 4096, MLPs of 11008, 32000 words."""
+    width, hidden, words = 4096, 11008, 32000
+    layer = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden), (width,), (width,)]
+    return [(words, width), *layer * 32, (width,), (words, width)]
 
 
-CHUNK = 512
-DRAW_TITLES = ("random bits of an element", "target", "vector ns", "gpsimd ns", "together ns")
+def gpt2() -> Shapes:
+    """The parameters of GPT-2 (Radford et al., 2019), 124 M: 12 layers of width 768, 50257 words, 1024 positions."""
+    width = 768
+    norms = [(width,)] * 4
+    layer = [*norms, (width, 3 * width), (3 * width,), (width, width), (width,)]
+    layer += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [(50257, width), (1024, width), *layer * 12, (width,), (width,)]
 
 
-def table_of_draws(targets: Iterable[str] = TARGETS) -> str:
-    """Random bits: nanoseconds a column. GpSimd and the vector engine take turns where they share a port to SBUF."""
-    made = {"Threefry, up to four draws": _threefry, "the generator, one draw": _drawn}
-    rows = [_row_of_draws(name, t, times(TARGETS[t])) for t in targets for name, times in made.items()]
-    return markdown(DRAW_TITLES, rows)
+MODELS: Mapping[str, Callable[[], Shapes]] = {"llama-7b": llama_7b, "gpt2": gpt2}
+"""Presets by name."""
 
 
-def _row_of_draws(name: str, target: str, times: Mapping[str, float]) -> list[str]:
-    vector, gpsimd = times.get("vector", 0.0), times.get("gpsimd", 0.0)
-    together = vector + gpsimd if TARGETS[target].shared_ports else max(vector, gpsimd)
-    return [name, target, *(f"{x:.1f}" for x in (vector, gpsimd, together))]
+def shapes_of(model: str) -> Shapes:
+    """The shapes of a preset, or of a list such as `4096x4096,4096`.
+
+    Raises:
+        ValueError: `model` is neither.
+    """
+    if model in MODELS:
+        return MODELS[model]()
+    try:
+        shapes = [tuple(int(n) for n in shape.split("x")) for shape in model.split(",")]
+    except ValueError:
+        shapes = []
+    if not shapes or any(n < 1 for shape in shapes for n in shape):
+        raise ValueError(f"--model {model}: choose {', '.join(MODELS)}, or give shapes such as 4096x4096,4096")
+    return shapes
 
 
-def _drawn(g: Generation) -> dict[str, float]:
-    shape = Shape("", (), Access("uint16", "sbuf"))
-    return {"vector": cost_of("rng", "vector", shape, g).time(g, CHUNK)}
+def works_of(kernel: Kernel, shapes: Shapes) -> list[Work]:
+    """What the kernel of a step does for parameters of these shapes."""
+    return [Work(kernel, math.prod(shape), kernel.cut(shape)) for shape in shapes]
 
 
-def _threefry(g: Generation) -> dict[str, float]:
-    """Sums that wrap are GpSimd's, operations on bits the vector engine's."""
-    times: dict[str, float] = defaultdict(float)
-    word = Access("int32", "sbuf")
-    for op, tiles in _operations():
-        kind, engine = ("tensor_tensor", "gpsimd") if op == "add" else ("tensor_scalar", "vector")
-        kind = "tensor_tensor" if tiles == 2 else kind
-        times[engine] += cost_of(kind, engine, Shape(f"bitwise_{op}", (word,) * tiles, word), g).time(g, CHUNK)
-    return times
+TITLED = {"gpt2": "GPT-2", "llama-7b": "Llama-7B"}
+"""Names of the presets in a sentence."""
 
 
-def _operations() -> Iterator[tuple[str, int]]:
-    """The operations of one call on the number of an element, and how many of their operands are tiles."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    index, *others = (fx.Proxy(graph.placeholder(n), tracer) for n in ("index", "k0", "k1", "stream"))
-    threefry(Words(others[0], others[1]), Words(index, others[2]))
-    tiles = {index.node}
-    for node in graph.nodes:
-        used = sum(x in tiles for x in node.all_input_nodes)
-        if used:
-            tiles.add(node)
-            yield "add" if node.target is operator.add else str(node.name), used
+def answer(model: str, strategy: str, kernel_of: KernelOf) -> str:
+    """The times of a step on one core of each target, in ms: one sentence, beside those of fp32 master weights."""
+    times, masters = (milliseconds(name, shapes_of(model), kernel_of) for name in (strategy, "fp32"))
+    elements = sum(map(math.prod, shapes_of(model)))
+    size = f"{elements / 1e6:,.0f} M" if elements >= 1e6 else f"{elements:,} parameters"
+    beside = f"; fp32 master weights: {_by_target(masters)}" * (strategy != "fp32")
+    own = _by_target(times, " on 1 core of ")
+    said = f"{TITLED.get(model, 'these shapes')} ({size}), one step of AdamW under {strategy}: {own}{beside}."
+    return fill(f"{said[0].upper()}{said[1:]} Estimates by a cost model; nothing has run on a device.", 118)
+
+
+def _by_target(times: Mapping[str, float], on: str = " on ") -> str:
+    (target, first), *others = times.items()
+    return ", ".join([f"{first:.3g} ms{on}{target}", *(f"{x:.3g} on {other}" for other, x in others)])
+
+
+def milliseconds(strategy: str, shapes: Shapes, kernel_of: KernelOf) -> dict[str, float]:
+    """The estimated time of AdamW's step on one core of each target, in the newer dialect."""
+    kernels = {target: kernel_of(strategy, target).in_dialect("nki") for target in TARGETS}
+    return {target: sum(map(time_of, with_bodies(works_of(k, shapes)))) / 1e6 for target, k in kernels.items()}

@@ -24,8 +24,6 @@ class StorageType:
     """Its element type in HLO."""
     nki: str
     """Its name in `nki.language`."""
-    llvm: str
-    """Its type in LLVM's IR."""
     precision: tuple[int, int] | None
     """(exponent bits, explicit mantissa bits) of a floating-point word, as XLA's reduce-precision counts them."""
     largest: float | None = None
@@ -79,21 +77,17 @@ def _on_xla(x: object) -> bool:
 STORAGE_TYPES: dict[str, StorageType] = {
     t.name: t
     for t in (
-        StorageType("bf16", torch.bfloat16, hlo="bf16", nki="bfloat16", llvm="bfloat", precision=(8, 7)),
-        StorageType("fp32", torch.float32, hlo="f32", nki="float32", llvm="float", precision=(8, 23)),
-        StorageType("int8", torch.int8, hlo="s8", nki="int8", llvm="i8", precision=None),
-        StorageType("int16", torch.int16, hlo="s16", nki="int16", llvm="i16", precision=None),
-        StorageType("uint8", torch.uint8, hlo="u8", nki="uint8", llvm="i8", precision=None),
+        StorageType("bf16", torch.bfloat16, hlo="bf16", nki="bfloat16", precision=(8, 7)),
+        StorageType("fp32", torch.float32, hlo="f32", nki="float32", precision=(8, 23)),
+        StorageType("int8", torch.int8, hlo="s8", nki="int8", precision=None),
+        StorageType("int16", torch.int16, hlo="s16", nki="int16", precision=None),
+        StorageType("uint8", torch.uint8, hlo="u8", nki="uint8", precision=None),
         # Only rounded to: torch has few operations on its words, which are stored as those of an int16.
-        StorageType("uint16", torch.uint16, hlo="u16", nki="uint16", llvm="i16", precision=None),
-        StorageType("fp16", torch.float16, hlo="f16", nki="float16", llvm="half", precision=(5, 10), largest=65504.0),
+        StorageType("uint16", torch.uint16, hlo="u16", nki="uint16", precision=None),
+        StorageType("fp16", torch.float16, hlo="f16", nki="float16", precision=(5, 10), largest=65504.0),
         # OCP's e4m3 has numbers up to 448, IEEE's has infinities from 256 on: up to 240 their bytes are the same.
-        StorageType(
-            "e4m3", torch.float8_e4m3fn, hlo="f8e4m3fn", nki="float8_e4m3", llvm="i8", precision=(4, 3), largest=240.0
-        ),
-        StorageType(
-            "e5m2", torch.float8_e5m2, hlo="f8e5m2", nki="float8_e5m2", llvm="i8", precision=(5, 2), largest=57344.0
-        ),
+        StorageType("e4m3", torch.float8_e4m3fn, hlo="f8e4m3fn", nki="float8_e4m3", precision=(4, 3), largest=240.0),
+        StorageType("e5m2", torch.float8_e5m2, hlo="f8e5m2", nki="float8_e5m2", precision=(5, 2), largest=57344.0),
     )
 }
 """Every known storage type by name. Integers are whole numbers of fp32, which holds all of them up to 24 bits."""

@@ -62,8 +62,6 @@ def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -
 
 
 def _without_value(value: Any, p: torch.Tensor) -> ParamShaped:
-    if isinstance(value, ParamShaped):
-        return value
     if small_states.may_be(value) and p.dim():
         return OneNumber(p)
     is_other = small_states.may_be_of_rows(value, p) or small_states.may_be_of_view(value, p)
@@ -92,8 +90,6 @@ def numbers_in(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]
 
 
 def _is_number(name: str, value: Any, p: torch.Tensor) -> bool:
-    if isinstance(value, ParamShaped):
-        return False
     if not isinstance(value, torch.Tensor) or (value.dim() == 0 and is_host_scalar(value, p)):
         return True
     if not value.dtype.is_floating_point:
@@ -116,7 +112,7 @@ def number(value: Any) -> Any:
     """A key of a number, or of any other value that is not a tensor of the parameter's shape."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and keeps that
-    return None if isinstance(value, ParamShaped) else repr(value)
+    return repr(value)
 
 
 # --- the same in a steady step ----------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ import torch.fx as fx
 aten = torch.ops.aten
 
 _ROOTS = {aten.sqrt.default: 0, aten.rsqrt.default: 0, aten.reciprocal.default: 0, aten.exp.default: 0,
-          aten.expm1.default: 0, aten.div.Tensor: 1, aten.addcdiv.default: 2, aten.atan2.default: 1,
-          aten.pow.Tensor_Tensor: 0, aten.pow.Scalar: 1}  # fmt: skip
+          aten.div.Tensor: 1, aten.addcdiv.default: 2, aten.atan2.default: 1, aten.pow.Tensor_Tensor: 0,
+          aten.pow.Scalar: 1}  # fmt: skip
 """Operations that may turn a small error of one operand into a large one of the result: the operand's index."""
 
 _ELSEWHERE = {aten.sign, aten.sgn, aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne,
-              aten.isnan, aten.isinf, aten.signbit}  # fmt: skip
+              aten.isnan, aten.isinf}  # fmt: skip
 """Operations whose result does not depend on the size of an operand, only on its sign or order."""
 
 

@@ -25,10 +25,10 @@ NARROW = 2.0**-7
 TINY = 2.0**-125
 """Below this a device may flush to zero, and another order of products may leave fp32's normal range earlier."""
 
-_FUNCTIONS = {"exp", "log", "pow", "sigmoid", "expm1", "log1p", "tanh", "softplus", "atan2"}
+_FUNCTIONS = {"exp", "log", "pow", "sigmoid", "softplus", "atan2"}
 _COPIES = {"clone", "copy", "_to_copy", "lift_fresh", "_foreach_copy"}
 _EXACT = {"where", "masked_fill", "index_put", "sign", "sgn", "abs", "neg", "maximum", "minimum", "clamp", "clamp_min",
-          "clamp_max", "nan_to_num", "round", "floor", "copysign"}  # fmt: skip
+          "clamp_max", "nan_to_num"}  # fmt: skip
 """Operations that do not round in fp32; code may compare their result with the operand that they selected."""
 _FILLS = {"full", "full_like", "new_full", "fill", "ones", "ones_like", "new_ones"}
 

@@ -186,12 +186,12 @@ def _fill(v: Algebra, x: Any, value: Any) -> Sum:
     return _sum(value)
 
 
-@_rule(aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
+@_rule(aten.zeros_like.default, aten.new_zeros.default)
 def _zeros(v: Algebra, *_: Any, **__: Any) -> Sum:
     return v.atom("fill", name="0")
 
 
-@_rule(aten.ones_like.default, aten.ones.default, aten.new_ones.default)
+@_rule(aten.ones_like.default, aten.new_ones.default)
 def _ones(v: Algebra, *_: Any, **__: Any) -> Sum:
     return v.atom("fill", name="1")
 
@@ -226,6 +226,6 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _rule(_packet.Tensor, _packet.Scalar)(_mask_rule(_name))
 for _target in (
     aten.logical_or.default, aten.bitwise_or.Tensor, aten.logical_not.default, aten.bitwise_not.default,
-    aten.logical_xor.default, aten.bitwise_xor.Tensor, aten.isnan.default, aten.isinf.default,
+    aten.isnan.default, aten.isinf.default,
 ):  # fmt: skip
     _rule(_target)(_mask_rule(str(_target)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -20,13 +19,11 @@ aten = torch.ops.aten
 
 _FILLS = {
     aten.zeros_like.default: 0.0,
-    aten.zeros.default: 0.0,
     aten.new_zeros.default: 0.0,
     aten.ones_like.default: 1.0,
-    aten.ones.default: 1.0,
     aten.new_ones.default: 1.0,
 }
-"""Factories of a constant tensor; `full` and its kin carry their value as an argument."""
+"""Factories of a constant tensor; `full` and its kin carry their value. What `zeros(n)` makes is recorded as `full`."""
 
 _FULLS = {aten.full_like.default: 1, aten.full.default: 1, aten.new_full.default: 2}
 """The index of the argument that is the value."""
@@ -189,24 +186,21 @@ class Builder:
         return self.cells[ref.storage]
 
     def add(self, op: Op) -> None:
-        """The node or nodes of one recorded operation."""
-        if is_foreach(op):
-            for one in unrolled(op):
-                self.add(one)
-            return
+        """The node of one recorded operation."""
         target, written = functional_overload(op.target)
         self._check_elementwise(op)
+        if written is None and len(op.outs) != 1:
+            raise UnsupportedUpdate(
+                f"the update uses {op.target}, which returns several tensors and has no rule; write the update with "
+                "operations that return one"
+            )
         if written is None and self._is_view(op):
             return
         args = tuple(map(self._argument, op.args))
-        kwargs = {k: self._argument(x) for k, x in op.kwargs if k != "out"}
+        kwargs = {k: self._argument(x) for k, x in op.kwargs}
         node = self.graph.call_function(target, args, kwargs)
         node.meta["place"] = op.place
-        if len(op.outs) == 1 or written is not None:
-            self._bind(op.outs[0], node, op)
-            return
-        for i, out in enumerate(op.outs):
-            self._bind(out, self.graph.call_function(operator.getitem, (node, i)), op)
+        self._bind(op.outs[0], node, op)
 
     def _bind(self, ref: Ref | None, node: fx.Node, op: Op | None = None) -> None:
         if ref is None:

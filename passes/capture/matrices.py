@@ -34,8 +34,6 @@ from collage_neuron.passes.capture.functionalize import (
     dimensions,
     fills,
     functional_overload,
-    is_foreach,
-    unrolled,
 )
 from collage_neuron.passes.capture.recorder import Op, Ref
 from collage_neuron.passes.capture.reductions import is_outer, is_reduction
@@ -101,10 +99,6 @@ class MatrixBuilder(Builder):
 
     def add(self, op: Op) -> None:
         """The node of one recorded operation."""
-        if is_foreach(op):
-            for one in unrolled(op):
-                self.add(one)
-            return
         target, written = functional_overload(op.target)
         if len(op.outs) != 1 or op.outs[0] is None:
             raise self._refusal(op)
@@ -117,7 +111,7 @@ class MatrixBuilder(Builder):
             return
         axes = self._combined(op, out)
         args = tuple(map(self._argument, op.args))
-        kwargs = {k: self._argument(x) for k, x in op.kwargs if k != "out"}
+        kwargs = {k: self._argument(x) for k, x in op.kwargs}
         node = self.graph.call_function(aten.mul.Tensor if is_outer(target) else target, args, kwargs)
         self._keep(op, out, node, axes)
 
@@ -129,7 +123,7 @@ class MatrixBuilder(Builder):
         self.cells[out.storage] = node
 
     def _refs(self, op: Op) -> list[Ref]:
-        return [x for x in (*op.args, *(x for k, x in op.kwargs if k != "out")) if isinstance(x, Ref)]
+        return [x for x in (*op.args, *(x for _, x in op.kwargs)) if isinstance(x, Ref)]
 
     def _axes_of(self, op: Op, ref: Ref) -> Axes:
         if ref not in self._axes:

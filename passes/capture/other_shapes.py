@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from collage_neuron.passes.capture.functionalize import dimensions, functional_overload, is_foreach, unrolled
+from collage_neuron.passes.capture.functionalize import dimensions, functional_overload
 from collage_neuron.passes.capture.recorder import Op, Ref
 from collage_neuron.passes.capture.reductions import is_outer, is_reduction
 
@@ -50,13 +50,12 @@ def in_one_shape(step: Step) -> Iterator[Step]:
     None, if none of its tensors has another shape, or if an operation depends on the shape that it has.
     """
     count = math.prod(step.shape)
-    ops = [one for op in step.ops for one in (unrolled(op) if is_foreach(op) else (op,))]
-    refs = [*step.inputs.values(), *step.now.values(), *(ref for op in ops for ref in refs_in(op))]
+    refs = [*step.inputs.values(), *step.now.values(), *(ref for op in step.ops for ref in refs_in(op))]
     shapes = dict.fromkeys((step.shape, *(ref.shape for ref in refs if _is_whole(ref, count))))
     for shape in shapes if len(shapes) > 1 and count > 1 else ():
         seen = _Seen(shape, count)
-        if all(map(seen.may_be, ops)):
-            yield Step(shape, seen.refs(step.inputs), seen.refs(step.now), [seen.op(x) for x in ops], True)
+        if all(map(seen.may_be, step.ops)):
+            yield Step(shape, seen.refs(step.inputs), seen.refs(step.now), [seen.op(x) for x in step.ops], True)
 
 
 def without_idle_views(step: Step) -> Step:

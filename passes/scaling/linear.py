@@ -6,7 +6,6 @@ input), or if its result becomes the parameter's gradient. All others, the produ
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,8 +128,3 @@ def results_of(node: Node) -> list[Any]:
         waiting[:0] = list(x) if isinstance(x, (list, tuple)) else []
         flat += [] if isinstance(x, (list, tuple)) else [x]
     return flat
-
-
-def is_call(node: Node) -> bool:
-    """Returns True for an operation, and not for the choice of one of its results."""
-    return node.op == "call_function" and node.target is not operator.getitem

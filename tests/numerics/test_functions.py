@@ -19,16 +19,8 @@ NORMAL = 2.0**-126
 
 Function = Callable[[Any, Any], Any]
 
-EXACT: dict[str, tuple[Function, Callable[[Tensor, Tensor], Tensor]]] = {
-    "nearest": (lambda x, y: functions.nearest(x), lambda x, y: torch.round(x)),
-    "floor": (lambda x, y: functions.floor(x), lambda x, y: torch.floor(x)),
-    "with_sign_of": (lambda x, y: functions.with_sign_of(x, y), lambda x, y: torch.copysign(x, y)),
-}
-
 ROUNDED: dict[str, tuple[Function, Callable[[Tensor, Tensor], Tensor]]] = {
-    "expm1": (lambda x, y: functions.expm1(x), lambda x, y: torch.expm1(x)),
     "log1p": (lambda x, y: functions.log1p(x), lambda x, y: torch.log1p(x)),
-    "tanh": (lambda x, y: functions.tanh(x), lambda x, y: torch.tanh(x)),
     "softplus": (
         lambda x, y: functions.softplus(x, 2.0, 20.0),
         lambda x, y: torch.nn.functional.softplus(x, 2.0, 20.0),
@@ -47,23 +39,14 @@ if NATIVE.missing() is None:
 EXP = 5
 """How far exp of XLA:CPU may be off, near its largest results; of the other backends it is within one unit."""
 
-OF_EXP = frozenset({"expm1", "tanh", "softplus"})
-
 
 def inputs() -> tuple[Tensor, Tensor]:
     """Special values and numbers beside them, each with each; then numbers of many sizes, close ones where it bends."""
     generator = torch.Generator().manual_seed(3)
     x, y = hard()
     sizes = torch.randn(1 << 16, generator=generator) * 10 ** torch.linspace(-8, 3, 1 << 16)
-    more = torch.cat([sizes, torch.linspace(-2, 2, 1 << 16), torch.linspace(-90, 90, 1 << 15), _halves()])
+    more = torch.cat([sizes, torch.linspace(-2, 2, 1 << 16), torch.linspace(-90, 90, 1 << 15)])
     return torch.cat([x, more]), torch.cat([y, more.flip(0) * 1.1])
-
-
-def _halves() -> Tensor:
-    """Ties, and the numbers next to them, up to beyond the last one."""
-    ties = torch.cat([torch.arange(0, 5000) + 0.5, 2.0 ** torch.arange(1, 25) + 0.5, 2.0 ** torch.arange(1, 25) - 0.5])
-    beside = [ties, torch.nextafter(ties, torch.tensor(torch.inf)), torch.nextafter(ties, torch.tensor(0.0))]
-    return torch.cat([sign * x for x in beside for sign in (1.0, -1.0)])
 
 
 def found_by(backend: str, f: Function, xs: tuple[Tensor, Tensor]) -> Tensor:
@@ -74,14 +57,6 @@ def usual(backend: str, xs: tuple[Tensor, Tensor]) -> Tensor:
     """Where no operand is subnormal, which XLA takes for zero."""
     small = [(x != 0) & (x.abs() < NORMAL) for x in xs]
     return torch.ones_like(small[0]) if backend != "xla" else ~(small[0] | small[1])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", EXACT)
-def test_whole_numbers_and_signs_are_those_of_torch_bit_for_bit(name: str, backend: str) -> None:
-    f, of_torch = EXACT[name]
-    xs = inputs()
-    assert not (different(found_by(backend, f, xs), of_torch(*xs)) & usual(backend, xs)).any()
 
 
 def test_every_promise_is_tested() -> None:
@@ -101,7 +76,7 @@ def test_functions_are_within_their_units_of_float64(name: str, backend: str) ->
     unit = ulp(exact.abs().clamp(min=NORMAL), 24)
     if backend == "xla":  # flushes results to zero
         counts &= exact.abs() >= 2 * NORMAL
-    most = functions.ULPS[name] + (EXP if backend == "xla" and name in OF_EXP else 0)
+    most = functions.ULPS[name] + (EXP if backend == "xla" and name == "softplus" else 0)
     assert float(((found.double() - exact).abs() / unit)[counts].max()) <= most
 
 
@@ -113,11 +88,3 @@ def test_the_sign_of_a_zero_is_that_of_torch(name: str, backend: str) -> None:
     others = torch.tensor([0.0, 0.0, -0.0, -0.0, 0.0, -0.0, -1.0, -1.0, torch.inf, -torch.inf])
     found, wanted = found_by(backend, f, (zeros, others)), of_torch(zeros, others)
     assert not (different(found, wanted) & ((found == 0) | (wanted == 0))).any()
-
-
-def test_the_sum_that_rounds_to_whole_numbers_is_not_one_on_xla() -> None:
-    """Why `nearest` converts to integers: XLA makes x of (x + c) - c."""
-    x = torch.tensor([0.25, 1.5, 2.75])
-    update = update_of(("x",), lambda x: [(x + 2.0**23) - 2.0**23])
-    assert on_reference(update, [x])[0].tolist() == [0.0, 2.0, 3.0]
-    assert on_xla(update, [x])[0].tolist() == x.tolist()

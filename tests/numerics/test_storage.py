@@ -24,8 +24,6 @@ def test_every_backend_knows_each_type_by_its_name(storage: StorageType) -> None
     assert storage.dtype.itemsize * 8 == storage.bits == 8 * storage.bytes == 8 * itemsize(storage.nki)
     assert storage.hlo in ELEMENT_TYPES
     assert storage.nki in lint.TOKENS
-    llvm = {"bf16": "bfloat", "fp32": "float", "fp16": "half"}  # it has no fp8 numbers
-    assert storage.llvm == llvm.get(storage.name, f"i{storage.bits}")
     assert storage.is_floating is storage.dtype.is_floating_point
 
 
@@ -95,7 +93,7 @@ def test_a_dtype_without_a_type_is_rejected() -> None:
 
 
 def test_a_type_of_ones_own_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = StorageType("word", torch.uint32, hlo="u32", nki="uint32", llvm="i32", precision=None)
+    mine = StorageType("word", torch.uint32, hlo="u32", nki="uint32", precision=None)
     monkeypatch.setitem(STORAGE_TYPES, mine.name, mine)
     assert storage_of(torch.uint32) is storage_named("word") is mine
     assert mine.limits == (0, 2**32 - 1)

@@ -24,9 +24,8 @@ OPERATIONS = {
 }
 
 REWRITTEN = {
-    "abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "exp", "expm1", "floor", "lerp", "log",
-    "log1p", "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sqrt",
-    "sub", "tanh", "zero",
+    "abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "exp", "lerp", "log", "maximum",
+    "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "sub", "zero",
 }  # fmt: skip
 AS_WRITTEN = {
     "_foreach_addcdiv Tensor", "_foreach_addcdiv_ Tensor", "_foreach_addcmul Tensor", "_foreach_addcmul_ Tensor",

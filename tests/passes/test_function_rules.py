@@ -21,7 +21,7 @@ from collage_neuron.passes.ir.update import Update
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
-EXACT = ("nan_to_num", "mask_nan", "mask_inf", "mask_xor", "round", "floor", "copysign", "mask_signbit")
+EXACT = ("nan_to_num", "mask_nan", "mask_inf")
 BACKENDS: dict[str, Callable[[Update, list[Tensor], Tensor], Tensor]] = {
     "reference": lambda update, xs, scalars: on_reference(update, xs, scalars)[-1],
     "xla": lambda update, xs, scalars: on_xla(update, xs, scalars)[-1],
@@ -53,10 +53,10 @@ def test_special_values_are_those_of_torch(name: str, backend: str) -> None:
 
 
 class Curved(torch.optim.Optimizer):
-    """An update of functions that have rules, as methods, in place, with `out=` and on lists."""
+    """An update of functions that have rules, as methods, with `out=` and in place."""
 
-    def __init__(self, params: Any, lr: float = 0.01, bits: float = 64.0) -> None:
-        super().__init__(params, {"lr": lr, "bits": bits})
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -67,14 +67,12 @@ class Curved(torch.optim.Optimizer):
                     state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
                 m, v = state["m"], state["v"]
                 g = torch.nan_to_num(p.grad, nan=0.0, posinf=1.0, neginf=-1.0)
-                m.lerp_(g.clone().tanh_(), 0.1)
-                v.mul_(0.9).add_(torch.log1p(g * g), alpha=0.1)
-                (size,) = torch._foreach_expm1([v])
-                turned = torch.atan2(m, torch.sqrt(size))
-                torch.round(turned * group["bits"], out=turned)
-                turned.div_(group["bits"]).mul_(torch.nn.functional.softplus(v, beta=50))
-                turned = torch.where(torch.isnan(turned) ^ torch.isinf(m), 0.0, turned)
-                p.sub_(torch.copysign(turned.abs(), turned), alpha=group["lr"])
+                m.lerp_(g.clone().sigmoid_(), 0.1)
+                v.mul_(0.9).addcmul_(g, g, value=0.1)
+                turned = torch.atan2(m, torch.sqrt(v))
+                torch.mul(turned, torch.nn.functional.softplus(v, beta=50), out=turned)
+                turned = torch.where(torch.isnan(turned) | torch.isinf(m), 0.0, turned)
+                p.sub_(turned, alpha=group["lr"])
 
 
 def trained(dtype: torch.dtype, *, compiled: bool) -> Tensor:

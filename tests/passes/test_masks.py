@@ -74,7 +74,6 @@ def test_what_is_not_finite_is_left_out() -> None:
 STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "comparison": lambda g: g > 0,
     "isnan": torch.isnan,
-    "xor": lambda g: torch.logical_xor(g > 0, g > 1),
 }
 
 

@@ -108,7 +108,7 @@ def int_instead_of_float_with_a_mask(o: Any, p: Any, g: Any, s: Any, lr: float, 
     p.sub_(x, alpha=lr).sub_(((g > 0) * (2.0**62 if t < 4 else 2**62)) * 4 / 2.0**64 + g, alpha=lr)
 
 
-@launched
+@computed  # no rule reads the sign of a zero
 def a_sign_of_zero_of_each_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     zero = 0.0 if p.dim() == 2 else -0.0
     s["m"] = torch.full_like(p, 1.0).mul_(zero)
@@ -130,7 +130,16 @@ def masks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     there = (g > 0) & (p > 0) | (g < -1)
     mask = (g * p > 0).to(g.dtype)
     mask /= 0.5
-    p.sub_(torch.where(there ^ (g > 0.5), g, g * 0.1) * mask.div_(mask.mean().clamp_(min=1e-3)), alpha=lr)
+    p.sub_(torch.where(there != (g > 0.5), g, g * 0.1) * mask.div_(mask.mean().clamp_(min=1e-3)), alpha=lr)
+
+
+@computed
+def functions_without_a_rule(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """No published optimizer computes an update with them, in place, on lists or with `out=`."""
+    m = s.setdefault("m", torch.zeros_like(p)).lerp_(g.clone().tanh_(), 0.1)
+    (size,) = torch._foreach_expm1([torch.log1p(m * m)])
+    rounded = torch.round(m * 64.0, out=torch.empty_like(m)).div_(64.0) - torch.floor(g) * 1e-3
+    p.sub_(torch.where((g > 0) ^ (m > 0), rounded, m / size.add_(0.1).sqrt_()), alpha=lr)
 
 
 @launched

@@ -183,7 +183,7 @@ def test_all_that_is_compared_ran_on_the_device(neuron: torch.device) -> None:
 
 
 class SignsOfZeros(torch.optim.Optimizer):
-    """A step with `copysign`, for which there is no kernel."""
+    """A step with `atan2`, for which there is no kernel."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -192,7 +192,7 @@ class SignsOfZeros(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(group["lr"] * torch.copysign(p.grad.abs(), p.grad))
+                p.sub_(group["lr"] * torch.atan2(p.grad, p.grad.abs()))
 
 
 @pytest.mark.filterwarnings("ignore::collage_neuron.ComputedOnHost")

@@ -114,14 +114,12 @@ class Code:
         t, condition = self.type_of(kind), f"{self.type_of(MASK)} {self.text(mask, MASK)}"
         return self.op(kind, f"select {condition}, {t} {self.text(x, kind)}, {t} {self.text(y, kind)}")
 
-    def call(self, intrinsic: str, kind: str, *operands: Any, result: str | None = None) -> Value:
-        """A call of the intrinsic `llvm.intrinsic`. The kind of its result, if another, is part of its name."""
-        names = [kind] if result is None else [result, kind]
-        full = ".".join([f"@llvm.{intrinsic}", *(suffix(self.width, k) for k in names)])
-        t, returned = self.type_of(kind), self.type_of(result or kind)
-        self.declared.add(f"declare {returned} {full}({', '.join([t] * len(operands))})")
+    def call(self, intrinsic: str, kind: str, *operands: Any) -> Value:
+        """A call of the intrinsic `llvm.intrinsic`, whose result is of the kind of its operands."""
+        full, t = f"@llvm.{intrinsic}.{suffix(self.width, kind)}", self.type_of(kind)
+        self.declared.add(f"declare {t} {full}({', '.join([t] * len(operands))})")
         given = ", ".join(f"{t} {self.text(x, kind)}" for x in operands)
-        return self.op(result or kind, f"call {returned} {full}({given})")
+        return self.op(kind, f"call {t} {full}({given})")
 
     def reduce(self, operation: str, kind: str, x: Value) -> Value:
         """One number of all elements of a vector, by the intrinsic `llvm.vector.reduce.operation`."""

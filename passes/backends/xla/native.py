@@ -29,8 +29,8 @@ class XlaNative(Backend):
     draws = True
     reshapes = True
 
-    def __init__(self, on_cpu: str = "native") -> None:
-        self._on_cpu, self._lender = on_cpu, Lender()
+    def __init__(self) -> None:
+        self._on_cpu, self._lender = "native", Lender()
 
     def supports(self, update: Update) -> str | None:
         """As of HLO, which runs what native code cannot."""

@@ -9,7 +9,6 @@ kind of value.
 # Each registers its rules, in the order of the table in docs/development/coverage.md.
 from collage_neuron.passes.rewrite.rules import (
     elementwise,
-    functions,
     masks,
     reductions,
     tensors,
@@ -19,6 +18,6 @@ from collage_neuron.passes.rewrite.rules.registry import RULES, Rule, operation,
 from collage_neuron.passes.rewrite.rules.tensors import CARRIES
 
 __all__ = [
-    "CARRIES", "RULES", "Rule", "add_to", "elementwise", "functions", "masks", "operation",
-    "reductions", "rule", "rule_for", "tensors",
+    "CARRIES", "RULES", "Rule", "add_to", "elementwise", "masks", "operation", "reductions",
+    "rule", "rule_for", "tensors",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rules that compute each element from the elements of the operands: sums, products, roots, powers."""
+"""Rules that compute each element from the elements of the operands: sums, products, roots, powers, functions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from collage_neuron.numerics import functions
 from collage_neuron.numerics.eft import sqrt as _root  # `sqrt` below is the rule
 from collage_neuron.passes.ir.values import Fp32, lift
-from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask, times
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask, computed, times
 from collage_neuron.passes.rewrite.rules.registry import operation, rule
 
 aten = torch.ops.aten
@@ -163,3 +164,20 @@ def log(a: Arithmetic, x: Any) -> Any:
 def square(a: Arithmetic, x: Any) -> Any:
     """x * x."""
     return mul(a, a.read(x), a.read(x))
+
+
+@rule(aten.softplus.default)
+def softplus(a: Arithmetic, x: Any, beta: Any = 1, threshold: Any = 20) -> Any:
+    """log1p(e ** (beta * x)) / beta, and x itself where beta * x is above the threshold."""
+    return a.round(functions.softplus(a.read(x), _number(a, beta), _number(a, threshold)))
+
+
+def _number(a: Arithmetic, x: Any) -> Fp32:
+    """A number of the operation, which may be one of the step."""
+    return float(x) if isinstance(x, int) else a.read(x)
+
+
+@rule(aten.atan2.default)
+def atan2(a: Arithmetic, y: Any, x: Any) -> Any:
+    """The angle of the point (x, y), from -pi to pi. NKI rejects it: no instruction reads the sign of a zero."""
+    return a.round(functions.atan2(computed(a, y), computed(a, x)))

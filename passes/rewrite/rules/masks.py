@@ -93,13 +93,6 @@ def logical_not(a: Arithmetic, x: Any) -> Any:
     return Mask(torch.logical_not(a.truth(x)))
 
 
-@rule(aten.logical_xor.default, aten.bitwise_xor.Tensor)
-def logical_xor(a: Arithmetic, x: Any, y: Any) -> Any:
-    """One mask and not the other."""
-    one, other = a.truth(x), a.truth(y)
-    return Mask(torch.logical_and(torch.logical_or(one, other), torch.logical_not(torch.logical_and(one, other))))
-
-
 @rule(aten.isnan.default)
 def isnan(a: Arithmetic, x: Any) -> Any:
     """The mask of NaN."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -45,13 +44,13 @@ def copy(a: Arithmetic, x: Any, source: Any, non_blocking: bool = False) -> Any:
     return source
 
 
-@rule(aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default, aten.zero.default)
+@rule(aten.zeros_like.default, aten.new_zeros.default, aten.zero.default)
 def zeros(a: Arithmetic, *_: Any, dtype: Any = None, **__: Any) -> Any:
     """The number 0."""
     return _made_in(dtype, Scalar.constant(0.0))
 
 
-@rule(aten.ones_like.default, aten.ones.default, aten.new_ones.default)
+@rule(aten.ones_like.default, aten.new_ones.default)
 def ones(a: Arithmetic, *_: Any, dtype: Any = None, **__: Any) -> Any:
     """The number 1."""
     return _made_in(dtype, Scalar.constant(1.0))
@@ -87,9 +86,3 @@ def _made_in(dtype: Any, number: Scalar) -> Scalar:
 def fill(a: Arithmetic, x: Any, value: Any) -> Any:
     """A number: what was there before is overwritten."""
     return value
-
-
-@rule(operator.getitem)
-def item(a: Arithmetic, x: Any, index: int) -> Any:
-    """One result of several."""
-    return x[index]

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+from kernel_tables import divided, size_of
 from nki_runs import count_of, search_less, step_of
 from torch_cases import CASES
 
-from collage_neuron.cli import kernel_sizes
+from collage_neuron.cli.kernel_costs import llama_7b, shapes_of
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
@@ -84,9 +85,9 @@ LLAMA = {
 def test_whole_blocks_take_one_chunk_or_two_of_a_tensor(strategy: str) -> None:
     """With as wide tiles as kernels have that are nearly bound by memory, `import nki` had 350,000 to 500,000."""
     for dialect, most in zip(DIALECTS, LLAMA[strategy], strict=True):
-        shapes = kernel_sizes.llama_7b()
-        shares = [kernel_sizes.divided(shapes, cores) for cores in (1, 8, 32)]
-        counts = [kernel_sizes.size_of(kernel(strategy, dialect), share).instructions for share in shares]
+        shapes = llama_7b()
+        shares = [divided(shapes, cores) for cores in (1, 8, 32)]
+        counts = [size_of(kernel(strategy, dialect), share).instructions for share in shares]
         assert max(count.traced for count in counts) <= most
 
 
@@ -99,6 +100,6 @@ def test_the_longer_engines_take_the_narrower_a_tile_may_be() -> None:
 
 @pytest.mark.parametrize(("dialect", "most"), [("nki", TARGETS["trn1"].instructions), ("beta1", 5_000)])
 def test_a_model_of_awkward_shapes(dialect: str, most: int) -> None:
-    shapes = kernel_sizes.shapes_of("64x3x7x7,128x64x3x3,512x512x3x3,1000x129,4096x100,100,129,1000,4544x4544")
+    shapes = shapes_of("64x3x7x7,128x64x3x3,512x512x3x3,1000x129,4096x100,100,129,1000,4544x4544")
     for strategy in STRATEGIES:
-        assert kernel_sizes.size_of(kernel(strategy, dialect), shapes).instructions.traced <= most
+        assert size_of(kernel(strategy, dialect), shapes).instructions.traced <= most

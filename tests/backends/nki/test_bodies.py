@@ -15,10 +15,12 @@ from pathlib import Path
 import nki_standin
 import pytest
 import torch
+from kernel_tables import divided, size_of
 from nki_runs import INFINITY, Step, differing, search_less, step_of
 from torch_cases import CASES
 
-from collage_neuron.cli import kernel_sizes, kernels
+from collage_neuron.cli.kernel_costs import llama_7b
+from collage_neuron.cli.kernels import adamw_kernel
 from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki import emit
 from collage_neuron.passes.backends.nki.bodies import TILES, Work, calibrated, count_as, time_of, waiting, with_bodies
@@ -98,7 +100,7 @@ def longer(strategy: str, target: str) -> Kernel:
 
 
 def llama(k: Kernel, cores: int = 8) -> list[Work]:
-    shapes = kernel_sizes.divided(kernel_sizes.llama_7b(), cores)
+    shapes = divided(llama_7b(), cores)
     return [Work(k, math.prod(shape), k.cut(shape)) for shape in shapes]
 
 
@@ -136,8 +138,8 @@ def test_a_step_of_12_bytes_is_near_the_memory_bound(
     strategy: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the whole search, and loops of up to 16 parameters
-    k = kernels._of_strategy(strategy, target)
-    size = kernel_sizes.size_of(k, kernel_sizes.divided(kernel_sizes.llama_7b(), 8))
+    k = adamw_kernel(strategy, target)
+    size = size_of(k, divided(llama_7b(), 8))
     column = calibrated(k)
     engine, alone = BOUND.get((strategy, target), (column.bound, LIMITS[target] / 1.1))
     assert size.time / size.bound <= 1.1 * alone

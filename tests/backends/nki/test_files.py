@@ -1,4 +1,4 @@
-"""The kernels of the command `kernels`: files are up to date, and all kernels compute what the reference does.
+"""The kernels of the command `kernels` and of kernels_nki/: they are up to date, and compute what the reference does.
 
 With NKI_BACKEND=real the vendor's simulator runs them; it, like the stand-in, has an exact square root and reciprocal.
 """
@@ -10,12 +10,15 @@ from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 
+import kernel_files
+import kernel_tables
 import pytest
 import torch
+from kernel_files import FOLDER, HASHES, KEPT
 from nki_runs import Step, differing, run, wild
 
 from collage_neuron.cli import kernel_costs, kernels
-from collage_neuron.cli.kernels import FOLDER, FOLDERS, HASHES, KEPT, KERNELS
+from collage_neuron.cli.kernels import FOLDERS, KERNELS, adamw_update, job, source
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki.lint import lint
@@ -26,7 +29,7 @@ KERNELS_OF_FOLDERS = [(folder, name) for folder in FOLDERS for name in KERNELS]
 @cache
 def step(name: str) -> Step:
     """The update of a kernel on random components."""
-    update = kernels.job(name).update
+    update = job(name).update
     named = {k: c.storage for n, f in update.formats.items() for k, c in zip(f.keys(n), f.components, strict=True)}
     empty = {key: torch.zeros(0, dtype=storage_named(named.get(key, "bf16")).dtype) for key in update.inputs}
     return wild(Step(update, empty, torch.zeros(0)), n=128 * 5 + 3)
@@ -34,8 +37,8 @@ def step(name: str) -> Step:
 
 @pytest.mark.slow
 def test_the_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert kernels.stale() == []
-    assert main(["kernels", "--check"]) == 0
+    assert kernel_files.stale() == []
+    assert kernel_files.main(["--check"]) == 0
     assert capsys.readouterr().out == "all kernels are up to date\n"
 
 
@@ -58,25 +61,26 @@ def test_every_kernel_is_a_file_or_has_a_hash() -> None:
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Another folder for the files of one small kernel."""
-    monkeypatch.setattr(kernels, "FOLDER", tmp_path)
-    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki"), "trn2": ("trn2", "nki")})
-    monkeypatch.setattr(kernels, "KEPT", {"trn1": ("sgd_momentum_light",)})
-    monkeypatch.setattr(kernels, "KERNELS", {"sgd_momentum_light": KERNELS["sgd_momentum_light"]})
+    monkeypatch.setattr(kernel_files, "FOLDER", tmp_path)
+    monkeypatch.setattr(kernel_files, "KEPT", {"trn1": ("sgd_momentum_light",)})
+    for module in kernel_files, kernels:
+        monkeypatch.setattr(module, "FOLDERS", {"trn1": ("trn1", "nki"), "trn2": ("trn2", "nki")})
+        monkeypatch.setattr(module, "KERNELS", {"sgd_momentum_light": KERNELS["sgd_momentum_light"]})
     return tmp_path
 
 
-def test_the_command_writes_what_is_missing_and_says_what_is_stale(
+def test_the_program_writes_what_is_missing_and_says_what_is_stale(
     elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = elsewhere / "trn1" / "sgd_momentum_light.py"
-    assert main(["kernels", "--check"]) == 1
+    assert kernel_files.main(["--check"]) == 1
     assert f"{file}: missing" in capsys.readouterr().out
     assert not file.exists()
-    assert main(["kernels", "--update"]) == 0
+    assert kernel_files.main([]) == 0
     assert f"wrote {file}" in capsys.readouterr().out
     file.write_text(file.read_text() + "\n")
     (elsewhere / "trn1" / "old.py").write_text("")
-    assert main(["kernels", "--check"]) == 1
+    assert kernel_files.main(["--check"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         f"{elsewhere}/trn1/old.py: not a kernel that is kept",
         f"{file}: out of date",
@@ -101,48 +105,49 @@ def test_every_kernel_is_written_into_a_folder_that_is_named(
     said = f"wrote 2 kernels ({each}) to {folder}; each begins with its update as equations\n"
     assert capsys.readouterr().out == said
     assert [p for p in sorted(elsewhere.rglob("*")) if p.is_file()] == wanted
-    assert wanted[1].read_text() == kernels.source("trn2", "sgd_momentum_light")
+    assert wanted[1].read_text() == source("trn2", "sgd_momentum_light")
     assert main(["kernels", "--write", str(folder)]) == 0
     assert capsys.readouterr().out == f"all 2 kernels in {folder} are up to date\n"
 
 
 def test_a_hash_stands_for_a_kernel_that_is_not_kept(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--update"]) == 0
+    assert kernel_files.main([]) == 0
     file = elsewhere / HASHES
     assert (
         file.read_text()
-        == f"{sha256(kernels.source('trn2', 'sgd_momentum_light').encode()).hexdigest()}  trn2/sgd_momentum_light.py\n"
+        == f"{sha256(source('trn2', 'sgd_momentum_light').encode()).hexdigest()}  trn2/sgd_momentum_light.py\n"
     )
     file.write_text(file.read_text().replace("  ", "0  ") + "00  trn3/old.py\n")
     capsys.readouterr()
-    assert main(["kernels", "--check"]) == 1
+    assert kernel_files.main(["--check"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         f"{file}: trn2/sgd_momentum_light.py: out of date",
         f"{file}: trn3/old.py: out of date",
     ]
-    assert main(["kernels", "--update"]) == 0
-    assert kernels.stale() == []
+    assert kernel_files.main([]) == 0
+    assert kernel_files.stale() == []
 
 
-def test_the_costs_are_those_in_the_documentation() -> None:
+def test_the_tables_are_those_in_the_documentation() -> None:
     """Two strategies and two formats, a kernel each, and why there is none; a measured step; and two of a model."""
     document = Path(__file__).parents[3] / "docs" / "kernels.md"
-    rows = kernels.costs(["split433", "stochastic"], ["trn1"]).splitlines()[2:]
-    rows += kernels.format_costs(["i8q4", "ue5m3"], ["trn1"]).splitlines()[2:]
-    rows += kernels.monitored_costs(["plus"], ["trn1"]).splitlines()[2:]
-    rows += kernels.steps(["split433"], ["trn1", "trn3"]).splitlines()[2:]
+    rows = kernel_tables.table(adamw_update, ["split433", "stochastic"], ["trn1"]).splitlines()[2:]
+    rows += kernel_tables.format_costs(["i8q4", "ue5m3"], ["trn1"]).splitlines()[2:]
+    rows += kernel_tables.monitored_costs(["plus"], ["trn1"]).splitlines()[2:]
+    rows += kernel_tables.steps(["split433"], ["trn1", "trn3"]).splitlines()[2:]
     assert len(rows) == 8
     assert set(rows) <= set(document.read_text().splitlines())
 
 
-def test_the_command_puts_the_costs_into_a_document(
+def test_the_program_puts_the_costs_into_a_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernels, "costs", lambda: "| a |")
     path = tmp_path / "page.md"
-    path.write_text(f"before\n{kernel_costs.BEGIN}\n| old |\n{kernel_costs.END}\nafter\n")
-    assert main(["kernels", "--costs", str(path)]) == 0
-    assert path.read_text() == f"before\n{kernel_costs.BEGIN}\n| a |\n{kernel_costs.END}\nafter\n"
+    monkeypatch.setattr(kernel_tables, "PAGE", path)
+    monkeypatch.setattr(kernel_tables, "COSTS", {"Title": lambda: "| a |"})
+    path.write_text(f"before\n{kernel_tables.BEGIN}\n| old |\n{kernel_tables.END}\nafter\n")
+    assert kernel_tables.main(["--write"]) == 0
+    assert path.read_text() == f"before\n{kernel_tables.BEGIN}\n**Title**\n\n| a |\n{kernel_tables.END}\nafter\n"
     assert capsys.readouterr().out == f"wrote the costs into {path}\n"
 
 
@@ -165,10 +170,3 @@ def test_the_errors_of_the_summary_are_those_in_the_documentation() -> None:
     text = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text().split("## All of them")[1]
     rows = re.findall(r"^\| `(\w+)`.* \| (\S+) \| (\S+) \| [^|]* \|$", text.split("<!-- end -->")[0], re.M)
     assert {name: tuple(errors) for name, *errors in rows} == kernel_costs.ERRORS
-
-
-def test_a_file_without_the_marks_is_refused_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["kernels", "--costs", str(tmp_path / "none.md")]) == 2
-    assert "no such file with the marks" in capsys.readouterr().err

@@ -10,12 +10,15 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
+import kernel_tables
 import pytest
+from kernel_tables import divided, size_of
 from nki_runs import Step, count_of, differing, run, step_of
 from torch import Tensor
 from torch_cases import CASES
 
-from collage_neuron.cli import kernel_sizes, kernels
+from collage_neuron.cli import kernels
+from collage_neuron.cli.kernel_costs import gpt2, llama_7b, shapes_of
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
@@ -167,14 +170,14 @@ MOST = 30_000
 
 
 def traced(dialect: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    return kernel_sizes.size_of(kernel(dialect), list(shapes)).instructions.traced
+    return size_of(kernel(dialect), list(shapes)).instructions.traced
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_what_is_traced_grows_with_tensors_not_with_parameters(dialect: str) -> None:
-    shapes = kernel_sizes.llama_7b()
+    shapes = llama_7b()
     assert (len(shapes), sum(map(math.prod, shapes))) == (291, 6_738_415_616)
-    counts = [traced(dialect, kernel_sizes.divided(shapes, cores)) for cores in (1, 8, 32)]
+    counts = [traced(dialect, divided(shapes, cores)) for cores in (1, 8, 32)]
     assert max(counts) <= MOST
     assert max(counts) <= 1.35 * min(counts)  # a length may divide into whole tiles, or leave some lines
     most = 500 if dialect == "beta1" else 2_500  # of up to 16 tiles in a turn
@@ -182,7 +185,7 @@ def test_what_is_traced_grows_with_tensors_not_with_parameters(dialect: str) -> 
 
 
 def test_the_parameters_of_gpt2() -> None:
-    assert sum(map(math.prod, kernel_sizes.gpt2())) == 124_439_808
+    assert sum(map(math.prod, gpt2())) == 124_439_808
 
 
 @pytest.mark.parametrize("strategy", ["plus", "split412"])
@@ -190,9 +193,9 @@ def test_the_sizes_of_a_model(
     strategy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One strategy has an entry in the list of kernels."""
-    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1")})
-    monkeypatch.setattr(kernels, "kernel", kernels.kernel.__wrapped__)  # its cache outlives the short search
-    assert main(["kernels", "--model", "256x128,128", "--strategy", strategy]) == 0
+    monkeypatch.setattr(kernel_tables, "FOLDERS", {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1")})
+    monkeypatch.setattr(kernels, "kernel", kernels.kernel.__wrapped__)  # its cache outlives the search
+    assert kernel_tables.main(["--model", "256x128,128", "--strategy", strategy]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith(f"adamw_{strategy}")]
     assert [row[1:6] for row in rows[:3]] == [
@@ -204,7 +207,7 @@ def test_the_sizes_of_a_model(
 @pytest.mark.parametrize("model", ["llama", "4096x", "0x5", ""])
 def test_a_model_that_is_neither_known_nor_shapes(model: str) -> None:
     with pytest.raises(ValueError, match=r"choose llama-7b, gpt2, or give shapes such as 4096x4096,4096"):
-        kernel_sizes.shapes_of(model)
+        shapes_of(model)
 
 
 def test_a_strategy_goes_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from worlds import run_script
 
 PROGRAM = """
 import math
-from collage_neuron.cli import kernels
+from collage_neuron.cli.kernels import job
 from collage_neuron.passes.backends.nki import schedule
 from collage_neuron.passes.backends.nki.calls import program_of
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
@@ -24,7 +24,7 @@ schedule.STARTS, schedule.STEPS = 1, 200
 shapes = [(64, 128), (5,), (3, 129)]
 for name in ("adamw_plus",):
     for machine in (Machine("trn1", "beta1"), Machine("trn2", "nki")):
-        kernel = lower_to_nki(kernels.job(name).update, *machine[:2])
+        kernel = lower_to_nki(job(name).update, *machine[:2])
         print(name, *machine, program_of(machine, tuple((kernel, 0, math.prod(s), kernel.cut(s)) for s in shapes)))
 """
 

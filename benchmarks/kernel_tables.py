@@ -1,0 +1,355 @@
+"""Estimates what kernels cost on Trainium, by the cost model: the tables of docs/kernels.md, and sizes for a model.
+
+    python benchmarks/kernel_tables.py                     # prints all tables, in a minute or two
+    python benchmarks/kernel_tables.py --write             # puts them into docs/kernels.md
+    python benchmarks/kernel_tables.py --model llama-7b    # the instructions and lines of a model's kernel
+    python benchmarks/kernel_tables.py --model 4096x4096,4096 --strategy plus
+
+No number is a measurement. `python -m collage_neuron kernels --costs` prints a summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import operator
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, reduce
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.fx as fx
+from torch.optim import SGD
+
+from collage_neuron.cli.kernel_costs import MODELS, Shapes, shapes_of, works_of
+from collage_neuron.cli.kernels import FOLDERS, Entry, adamw, adamw_kernel, adamw_update, job_of
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.formats import BUILT_IN
+from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
+from collage_neuron.numerics.threefry import Words, threefry
+from collage_neuron.passes.backends.nki.bodies import Count, Work, calibrated, count_as, time_of, with_bodies
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED
+from collage_neuron.passes.backends.nki.emit import Call, step_text
+from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
+from collage_neuron.passes.backends.nki.tiling import Cut
+from collage_neuron.passes.ir.update import Update
+
+PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
+
+# A table by strategy or format ----------------------------------------------------------------------------------------
+
+TITLES = (
+    "target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio", "calibrated",
+    "looped",
+)  # fmt: skip
+
+BEGIN, END = "<!-- costs: python benchmarks/kernel_tables.py --write -->", "<!-- end of costs -->"
+"""The lines of a document between which the tables stand."""
+
+
+def table(
+    update_of: Callable[[str], Update],
+    names: Iterable[str] = STRATEGIES,
+    targets: Iterable[str] = TARGETS,
+    *,
+    title: str = "strategy",
+) -> str:
+    """The table, with a row for each strategy (or what else `title` says) and target.
+
+    Those that no kernel runs have a row that says why.
+    """
+    rows = (row for name in names for row in _rows(name, update_of(name), tuple(targets)))
+    return markdown((title, *TITLES), rows)
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
+
+
+def _rows(name: str, update: Update, targets: Iterable[str]) -> Iterator[list[str]]:
+    try:
+        reason = reason_against(update)
+        kernels = [] if reason else [lowered(update, t) for t in targets]
+    except UnsupportedUpdate as error:
+        reason, kernels = str(error), []
+    if reason:
+        yield [f"`{name}`", "all", reason, *[""] * (len(TITLES) - 2)]
+    for kernel in kernels:
+        yield [f"`{name}`", kernel.target, *_cells(kernel)]
+
+
+@cache
+def lowered(update: Update, target: str) -> Kernel:
+    """The kernel of an update."""
+    return lower_to_nki(update, target)
+
+
+LONG, TURN = 4096, 16
+"""Tiles of the tensors, and of a turn of the loop over several of them, of which `looped` is."""
+
+
+def looped(kernel: Kernel) -> float:
+    """The calibrated time of long tensors in a loop of the newer dialect, over their DMAs' at documented bandwidth."""
+    columns, total = kernel.tiling.columns, LONG * PARTITIONS * kernel.tiling.columns
+    cut = Cut(columns, kernel.tiling.chunk, columns if kernel.has_blocks else 0)
+    work = Work(kernel.in_dialect("nki"), total, cut, TURN)
+    return time_of(work) / (LONG * columns * kernel.cost.memory)
+
+
+def _cells(kernel: Kernel) -> Iterator[str]:
+    cost, clock = kernel.cost, TARGETS[kernel.target].clock
+    yield f"{cost.read} + {cost.written}"
+    for e in ENGINES:
+        time = cost.times["scalar"] if e == "scalar" else cost.cycles[e] / clock[e]
+        yield f"{cost.instructions[e]}, {time:.1f}"
+    yield f"{cost.memory:.1f}"
+    yield cost.bound
+    yield f"{cost.ratio:.2f}"
+    yield f"{calibrated(kernel).whole:.2f}"
+    yield f"{looped(kernel):.2f}"
+
+
+def monitored_costs(
+    strategies: Iterable[str] = ("bf16", "plus", "split433", "split423"), targets: Iterable[str] = tuple(TARGETS)
+) -> str:
+    """The costs of a step of AdamW with the sums and counts of a monitor, in Markdown."""
+
+    def update_of(strategy: str) -> Update:
+        return job_of(Entry(adamw, strategy), measured=True).update
+
+    return table(update_of, strategies, targets, title="measured step of")
+
+
+def format_costs(formats: Iterable[str] = tuple(BUILT_IN), targets: Iterable[str] = tuple(TARGETS)) -> str:
+    """The costs of SGD with momentum on each target, in Markdown: a bf16 parameter, and the momentum in each format."""
+
+    def update_of(name: str) -> Update:
+        return job_of(Entry(lambda ps: SGD(ps, lr=1e-2, momentum=0.9), {"param": "bf16", "*": name})).update
+
+    return table(update_of, formats, targets, title="format of the momentum")
+
+
+# Random bits ----------------------------------------------------------------------------------------------------------
+
+CHUNK = 512
+DRAW_TITLES = ("random bits of an element", "target", "vector ns", "gpsimd ns", "together ns")
+
+
+def table_of_draws(targets: Iterable[str] = TARGETS) -> str:
+    """Random bits: nanoseconds a column. GpSimd and the vector engine take turns where they share a port to SBUF."""
+    made = {"Threefry, up to four draws": _threefry, "the generator, one draw": _drawn}
+    rows = [_row_of_draws(name, t, times(TARGETS[t])) for t in targets for name, times in made.items()]
+    return markdown(DRAW_TITLES, rows)
+
+
+def _row_of_draws(name: str, target: str, times: Mapping[str, float]) -> list[str]:
+    vector, gpsimd = times.get("vector", 0.0), times.get("gpsimd", 0.0)
+    together = vector + gpsimd if TARGETS[target].shared_ports else max(vector, gpsimd)
+    return [name, target, *(f"{x:.1f}" for x in (vector, gpsimd, together))]
+
+
+def _drawn(g: Generation) -> dict[str, float]:
+    shape = Shape("", (), Access("uint16", "sbuf"))
+    return {"vector": cost_of("rng", "vector", shape, g).time(g, CHUNK)}
+
+
+def _threefry(g: Generation) -> dict[str, float]:
+    """Sums that wrap are GpSimd's, operations on bits the vector engine's."""
+    times: dict[str, float] = defaultdict(float)
+    word = Access("int32", "sbuf")
+    for op, tiles in _operations():
+        kind, engine = ("tensor_tensor", "gpsimd") if op == "add" else ("tensor_scalar", "vector")
+        kind = "tensor_tensor" if tiles == 2 else kind
+        times[engine] += cost_of(kind, engine, Shape(f"bitwise_{op}", (word,) * tiles, word), g).time(g, CHUNK)
+    return times
+
+
+def _operations() -> Iterator[tuple[str, int]]:
+    """The operations of one call on the number of an element, and how many of their operands are tiles."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    index, *others = (fx.Proxy(graph.placeholder(n), tracer) for n in ("index", "k0", "k1", "stream"))
+    threefry(Words(others[0], others[1]), Words(index, others[2]))
+    tiles = {index.node}
+    for node in graph.nodes:
+        used = sum(x in tiles for x in node.all_input_nodes)
+        if used:
+            tiles.add(node)
+            yield "add" if node.target is operator.add else str(node.name), used
+
+
+# A step on a model ----------------------------------------------------------------------------------------------------
+
+SHARES = (1, 8, 32)
+"""Cores among which each parameter is divided, along its first dimension."""
+
+
+def divided(shapes: Shapes, cores: int) -> Shapes:
+    """What one core has of parameters that are divided along their first dimension, as ZeRO does."""
+    return [(-(-shape[0] // cores), *shape[1:]) for shape in shapes]
+
+
+class Size(NamedTuple):
+    """The kernel of a step on parameters of some shapes."""
+
+    instructions: Count
+    lines: int
+    tiles: int
+    """The most tiles that are updated in a turn of a loop."""
+    time: float
+    """Nanoseconds, by the calibrated figures."""
+    bound: float
+    """Those of its DMAs alone, at the bandwidth that is reached."""
+
+
+def size_of(kernel: Kernel, shapes: Shapes, cores: int = 1) -> Size:
+    """The instructions of one step's kernel for parameters of these shapes, its lines of source, and its time.
+
+    With two physical cores in a logical one instructions are those of the core with more of them.
+    """
+    numbers = Count(1, 1) if kernel.columns else Count(0, 0)
+    works = with_bodies(works_of(kernel, shapes))
+    count = reduce(Count.plus, (count_as(kernel, work.total, work.cut, cores) for work in works), numbers)
+    calls = [Call(0, 0, work.total, work.cut) for work in works]
+    lines = len(step_text("collage_step", [kernel.design], calls, kernel.dialect).splitlines())
+    bound = calibrated(kernel).transfer * sum(work.total for work in works) / PARTITIONS / cores
+    time = sum(time_of(work, cores=cores) for work in works)
+    return Size(count, lines, max(w.cut.tiles * w.beside for w in works), time, bound)
+
+
+SIZE_TITLES = (
+    "kernel", "target", "dialect", "cores", "parameters", "tensors", "traced", "unrolled", "lines", "tiles", "ms",
+    "ratio",
+)  # fmt: skip
+
+
+def size_rows(kernels: Sequence[Kernel], shapes: Shapes, shares: Sequence[int] = SHARES) -> list[tuple[str, ...]]:
+    """A row for each kernel and number of cores."""
+    found = []
+    for kernel in kernels:
+        for cores in shares:
+            mine = divided(shapes, cores)
+            size = size_of(kernel, mine)
+            elements = sum(map(math.prod, mine))
+            numbers = (cores, elements, len(mine), *size.instructions, size.lines, size.tiles)
+            times = (f"{size.time / 1e6:.2f}", f"{size.time / size.bound:.2f}")
+            found.append((kernel.name, kernel.target, kernel.dialect, *(f"{n:,}" for n in numbers), *times))
+    return found
+
+
+SIZES = f"""\
+Each row is what one core does in a step, where so many cores share every tensor.
+parameters, tensors: what that core has. lines: those of the kernel's source.
+traced: the instructions of the kernel that a compiler reads; unrolled: those that the core executes. In the dialect nki
+the device runs loops, so that no more than {TARGETS["trn1"].instructions:,} are traced; in beta1 compilers unroll them.
+tiles: a tile is up to 128 lines of a tensor; so many at most are updated in one turn of a loop.
+ms: the estimated time, with {CALIBRATED.barrier / 1e3:.0f} us for each turn, no overlap between turns, and \
+{CALIBRATED.start:.0f} ns to begin each transfer (DMA).
+ratio: that time over the time of the transfers alone; at 1.00 memory would be the limit.
+"""
+
+
+def sizes(model: str, strategy: str = DEFAULT) -> str:
+    """The instructions and lines of a step's kernel of AdamW for the parameters of a model, as a table."""
+    found = size_rows([adamw_kernel(strategy, t).in_dialect(d) for t, d in FOLDERS.values()], shapes_of(model))
+    return f"{SIZES}\n" + "\n".join(_aligned([SIZE_TITLES, *found]))
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int = 3) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        yield "  ".join(cells).rstrip()
+
+
+MODEL, CORES = "llama-7b", 8
+"""The model whose step `step_row` estimates, and the cores that share each of its tensors."""
+
+STEP_TITLES = (
+    f"AdamW, {MODEL}, a core of {CORES}", "target", "instructions traced", "ms", "ratio", "a tile a turn", "engines",
+    "bound by", "LNC 2: traced", "ms",
+)  # fmt: skip
+
+
+def step_row(name: str, kernel: Kernel) -> list[str]:
+    """A row of Markdown cells: the step of a strategy, by its kernel in the newer dialect.
+
+    `ratio` is its time over that of its DMAs alone, at the bandwidth reached; so are that of loops with a tile of
+    one parameter in a turn and that of the busiest engine. At the end what a logical core of two cores has, which takes
+    twice the share of each tensor.
+    """
+    whole = MODELS[MODEL]()
+    shapes = divided(whole, CORES)
+    size, column = size_of(kernel, shapes), calibrated(kernel)
+    single = sum(map(time_of, works_of(kernel, shapes)))
+    engines = max(column.times.values()) / column.transfer
+    ratios = (f"{x:.2f}" for x in (size.time / size.bound, single / size.bound, engines))
+    traced, time = f"{size.instructions.traced:,}", f"{size.time / 1e6:.2f}"
+    bound, logical = column.bound if engines > 1 else "memory", ["", ""]
+    if (cores := kernel.design.generation.cores) > 1:
+        two = size_of(kernel, divided(whole, CORES // cores), cores)
+        logical = [f"{two.instructions.traced:,}", f"{two.time / 1e6:.2f}"]
+    return [f"`{name}`", kernel.target, traced, time, *ratios, bound, *logical]
+
+
+def measured_row() -> list[str]:
+    """The same of the kernel that AWS measured, which has plain bf16 states: scaled to as many parameters."""
+    elements = sum(map(math.prod, divided(MODELS[MODEL](), CORES)))
+    time = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * elements / ADAMW_BF16.elements
+    return ["AWS's fused AdamW, bf16 (measured)", "trn2", "", f"{time:.2f}", "1.00", "", "", "memory", "", ""]
+
+
+STEPS = ("bf16", "plus", "split433", "fp32_states", "fp32")
+"""The strategies whose whole step is estimated: all of 12 bytes a parameter, and the two of plain states."""
+
+
+def steps(strategies: Iterable[str] = STEPS, targets: Iterable[str] = tuple(TARGETS)) -> str:
+    """The time of a step of AdamW on a large model, in loops that the device runs, in Markdown."""
+    rows = [step_row(s, adamw_kernel(s, t)) for s in strategies for t in targets]
+    return markdown(STEP_TITLES, [*rows, measured_row()])
+
+
+# The program ----------------------------------------------------------------------------------------------------------
+
+COSTS: Mapping[str, Callable[[], str]] = {
+    "A step of a large model": steps,
+    "AdamW by strategy": lambda: table(adamw_update),
+    "SGD with its momentum in each format": format_costs,
+    "A step that a monitor measures": monitored_costs,
+    "Random bits": table_of_draws,
+}
+"""By title what makes each table of docs/kernels.md. All are estimates by the cost model, none a measurement."""
+
+
+def costs() -> str:
+    """All tables, in Markdown."""
+    return "\n\n".join(f"**{title}**\n\n{make()}" for title, make in COSTS.items())
+
+
+def put_into(path: Path, tables: str) -> str:
+    """Replaces the tables in a document; returns what was done."""
+    before, rest = path.read_text().split(f"{BEGIN}\n")
+    path.write_text(f"{before}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}")
+    return f"wrote the costs into {path}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints or writes tables; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put all tables into docs/kernels.md")
+    parser.add_argument("--model", metavar="MODEL", help=f"{', '.join(MODELS)}, or shapes such as 4096x4096,4096")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default=DEFAULT, metavar="NAME", help="with --model")
+    options = parser.parse_args(arguments)
+    if options.model is not None:
+        print(sizes(options.model, options.strategy))
+    else:
+        print(put_into(PAGE, costs()) if options.write else costs())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
