@@ -96,7 +96,7 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
 def _planned(optimizer: Optimizer) -> tuple[list[tuple[int, plan.Job]], str]:
     """The plans of all groups; none, and why, where steps run as written, as far as is known."""
     require_compiled(optimizer)
-    if bookkeeping(optimizer).twin:
+    if bookkeeping(optimizer).as_written:
         return [], why(optimizer)
     try:
         return list(_jobs(optimizer)), ""

@@ -131,7 +131,7 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
         step()
     finally:
         log.setLevel(level)
-    if bookkeeping(made).twin:
+    if bookkeeping(made).as_written:
         reason = why(made).partition(" (at ")[0].replace(" of a tensor of shape [2, 2]", "")
         return (
             f"{optimizer} has no passes: {reason}, so it runs as written on fp32 values, which exist during a step; "

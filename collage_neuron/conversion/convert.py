@@ -132,7 +132,7 @@ def _compile(
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
     exchanged.remember(optimizer)
     group_changes.note(optimizer)
-    bookkeeping(optimizer).twin = ""
+    bookkeeping(optimizer).as_written = ""
     bookkeeping(optimizer).told -= {first_step.SAID, told.SAID}
     if refusal is not None and shape_of_part(optimizer) is None:  # of parts it is not known yet
         told.note(base, optimizer, refusal)
@@ -150,7 +150,7 @@ def _tell(
 ) -> None:
     """Warns of what is lost: by a change of strategy, by words that are too short, and by steps that are too small."""
     if isinstance(optimizer, Compiled):
-        if not bookkeeping(optimizer).twin:
+        if not bookkeeping(optimizer).as_written:
             _tell_of_change(base, optimizer, [of_group for _, of_group in plans], records)
     else:
         loaded_before.tell(optimizer, settings, chosen)

@@ -26,7 +26,7 @@ ADVICE = re.compile(
 
 def why(optimizer: Optimizer) -> str:
     """Why the update is not captured, with its line, and without advice for optimizers that are rejected."""
-    return reason_of(bookkeeping(optimizer).twin)
+    return reason_of(bookkeeping(optimizer).as_written)
 
 
 def reason_of(refusal: str) -> str:
@@ -37,7 +37,7 @@ def reason_of(refusal: str) -> str:
 def note(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
     """Notes that the next step is not known to be compiled, and says so unless it may be when it is taken."""
     if isinstance(refusal, UnknownUpdate):
-        bookkeeping(optimizer).twin = str(refusal)
+        bookkeeping(optimizer).as_written = str(refusal)
     else:
         tell(base, optimizer, refusal)
 
@@ -45,7 +45,7 @@ def note(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate
 def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
     """Notes that the steps of `optimizer` run as written from now on, and says so once in one line."""
     ours = bookkeeping(optimizer)
-    ours.twin = str(refusal)
+    ours.as_written = str(refusal)
     if SAID in ours.told:
         return
     ours.told.add(SAID)

@@ -412,7 +412,7 @@ class TracedStep:
         for t, value in outliving:
             give(t, value)
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
-        bookkeeping(optimizer).twin = ""
+        bookkeeping(optimizer).as_written = ""
         presentation.let_go()
         return measured
 

@@ -47,7 +47,7 @@ def test_under_the_strategy_fp32_each_is_that_of_fp32_bit_for_bit_if_it_runs_as_
     optimizer, params = compiled(make, "fp32")
     run(optimizer, 8)
     found, exact = values(optimizer, params), in_fp32(make, 8)
-    assert bool(bookkeeping(optimizer).twin) == (make not in LAUNCHED)
+    assert bool(bookkeeping(optimizer).as_written) == (make not in LAUNCHED)
     assert near(found, exact, 8) if make in LAUNCHED else equal(found, exact)
     assert all(p.dtype == torch.bfloat16 and torch.equal(p, v.bfloat16()) for p, v in
                zip(params, values(optimizer, params), strict=True))  # fmt: skip
@@ -65,7 +65,7 @@ class WithoutRules(Written):
 def test_functions_without_a_rule_are_those_of_torch_in_fp32() -> None:
     optimizer, params = compiled(WithoutRules, "fp32")
     run(optimizer, 8)
-    assert bookkeeping(optimizer).twin
+    assert bookkeeping(optimizer).as_written
     assert equal(values(optimizer, params), in_fp32(WithoutRules, 8))
     optimizer, params = compiled(WithoutRules, "full")
     run(optimizer, 8)
@@ -241,10 +241,10 @@ class LaterNorm(Written):
 def test_a_step_that_can_no_longer_be_captured_goes_on_as_written(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, params = compiled(LaterNorm, "split444")
     run(optimizer, 4)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     assert not caplog.records
     run(optimizer, 4, first=4)
-    assert bookkeeping(optimizer).twin
+    assert bookkeeping(optimizer).as_written
     assert len(caplog.records) == 1
     assert error(values(optimizer, params), in_fp32(LaterNorm, 8)) < 8 * 2**-20
 
@@ -389,7 +389,7 @@ def test_an_optimizer_in_evaluation_mode_is_captured_when_it_trains() -> None:
         run(optimizer, 1)
     optimizer.train()
     run(optimizer, 1)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
 
 
 def test_states_of_another_type_stay_what_they_are() -> None:

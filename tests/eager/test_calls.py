@@ -150,7 +150,7 @@ def test_each_call_gives_what_it_gives_in_fp32_with_as_many_evaluations(make: An
         assert len(own[2]) == len(plain[2]), i
     params, others = ([p for group in x[0].param_groups for p in group["params"]] for x in (own, plain))
     found, wanted = values(own[0], params), [p.detach() for p in others]
-    assert equal(found, wanted) or not bookkeeping(own[0]).twin
+    assert equal(found, wanted) or not bookkeeping(own[0]).as_written
     for x, y in zip(found, wanted, strict=True):  # what is launched rounds in another order
         torch.testing.assert_close(x, y, rtol=2**-20, atol=2**-22)
 

@@ -65,7 +65,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     shapes = shapes_for(make)
     optimizer, params = compiled(make, "fp32", shapes)
     run(optimizer, 6)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     exact = parameters(torch.float64, shapes)
     plain = make(exact)
     run(plain, 6)
@@ -92,7 +92,7 @@ def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
     for backend in BACKENDS:
         optimizer, _ = compiled(make, strategy, (*shapes_for(make), (64, 40)), backend=backend)
         run(optimizer, 2)
-        assert not bookkeeping(optimizer).twin
+        assert not bookkeeping(optimizer).as_written
         found.append(bits(optimizer))
     assert found[0] == found[1]
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_plain_torch_is_loaded(make: Any, dtype: torch.dtype) ->
         fmt = FORMATS[kept_formats.of(optimizer, p)["m"]]
         assert ((moment(optimizer, p) - value).abs() <= rounding(fmt, value.abs())).all()
     run(optimizer, 1, first=2)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
 
 
 @pytest.mark.parametrize("strategy", ["full", "bf16"])
@@ -179,7 +179,7 @@ def test_a_run_goes_on_as_written_and_back(strategy: str, monkeypatch: pytest.Mo
     with torch.no_grad():
         r.copy_(q)
     run(back, 1, first=3)
-    assert not bookkeeping(back).twin
+    assert not bookkeeping(back).as_written
     assert r.isfinite().all()
 
 

@@ -54,7 +54,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     """Within 2**-18 of a step, six steps long: some thirty roundings of 2**-24, of which few add up."""
     optimizer, params = compiled(make, "fp32")
     run(optimizer, 6)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     exact = in_dtype(make, 6, torch.float64)
     for ours, theirs, start in zip(values(optimizer, params), exact, parameters(torch.float64), strict=True):
         stores = 6 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
@@ -98,7 +98,7 @@ def test_both_outcomes_of_adafactor_are_as_near_as_fp32(size: float) -> None:
     make = partial(Adafactor, lr=0.05, d=1.5, eps=(1e-12, 1e-3), maximize=True)
     optimizer, params = compiled(make, "fp32", size)
     run(optimizer, 4)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     for ours, theirs, start in zip(
         values(optimizer, params),
         in_dtype(make, 4, torch.float64, size),
@@ -276,7 +276,7 @@ class Sorted(Written):
 def test_other_functions_that_compare_are_understood_too() -> None:
     optimizer, params = compiled(Sorted, "fp32")
     run(optimizer, 3)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     assert near(values(optimizer, params), in_dtype(Sorted, 3, torch.float32))
 
 

@@ -62,7 +62,7 @@ def test_each_element_is_within_its_bound(make: Any) -> None:
 def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     optimizer, params = compiled(make, "fp32")
     run(optimizer, 10)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     exact = parameters(torch.float64)
     plain = make(exact)
     run(plain, 10)
@@ -150,7 +150,7 @@ def test_training_that_has_begun_is_compiled() -> None:
     before = [plain.state[p]["v"].float() for p in params]
     optimizer = collage_neuron.compile(plain, strategy="full", verbose=False)
     run(optimizer, 1, first=3)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     for p, old in zip(params, before, strict=True):
         assert p.grad is not None
         assert torch.allclose(optimizer.state[p]["v"], 0.98 * old + 0.02 * p.grad.float().square().sum(), rtol=2**-20)

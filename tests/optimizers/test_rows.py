@@ -59,7 +59,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     shapes = [s for s in SHAPES if math.prod(s)]
     optimizer, params = compiled(make, "fp32", shapes)
     run(optimizer, 10)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     exact = parameters(torch.float64, shapes)
     plain = make(exact)
     run(plain, 10)
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_plain_torch_is_loaded_and_training_that_has_begun_is_co
     begun = collage_neuron.compile(plain, strategy="fp32", verbose=False) if dtype == torch.bfloat16 else optimizer
     if begun is not optimizer:
         run(begun, 1, first=3)
-    assert not bookkeeping(begun).twin
+    assert not bookkeeping(begun).as_written
     for p, b, q in zip(params, theirs if begun is plain else params, exact, strict=True):
         for name in set(optimizer.state[p]) & {"sq_row", "sq_col", "res_row", "res_col"}:
             assert optimizer.state[p][name].dtype == torch.float32
@@ -265,7 +265,7 @@ def test_validation_notices_a_wrong_mean(monkeypatch: pytest.MonkeyPatch, steps:
 def test_large_parameters_are_validated_in_a_corner() -> None:
     optimizer, _ = compiled(shapes=((200, 300), (5, 90, 80)))
     run(optimizer, 3)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
 
 
 def test_the_strategy_changes_in_training() -> None:
@@ -276,7 +276,7 @@ def test_the_strategy_changes_in_training() -> None:
         optimizer = collage_neuron.compile(optimizer, strategy="split433", verbose=False)
     assert equal(before, [optimizer.state[p]["sq_row"] for p in params])
     run(optimizer, 2, first=2)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
 
 
 # --- what is rejected -------------------------------------------------------------------------------------------------

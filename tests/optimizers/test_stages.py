@@ -38,7 +38,7 @@ def test_parameters_of_all_shapes_are_as_near_to_fp32_as_roundings_are(make: Any
     """In fp32 the sums of torch and ours differ by roundings: 2**-20 of a step, in ten steps."""
     optimizer, params = compiled(make)
     run(optimizer, 10)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     start = [p.detach().float() for p in parameters(torch.bfloat16)]
     for ours, theirs, before in zip(values(optimizer, params), in_fp32(make, 10), start, strict=True):
         assert (ours - theirs).abs().max() <= 10 * 2**-20 * (theirs - before).abs().max() + 2**-23 * before.abs().max()
