@@ -42,7 +42,7 @@ def plain(elements: int, strategy: str) -> Any:
 
 def compiled(make: Callable[[Any], Any], elements: int, strategy: str) -> Any:
     own = make(model(elements, torch.bfloat16).to(torch_xla.device()).parameters())
-    return collage_neuron.compile(own, strategy=strategy, verbose=False, unsupported="error")
+    return collage_neuron.compile(own, strategy=strategy, verbose=False)
 
 
 def step(optimizer: Any) -> float:

@@ -101,8 +101,7 @@ def _planned(optimizer: Optimizer) -> tuple[list[tuple[int, plan.Job]], str]:
     try:
         return list(_jobs(optimizer)), ""
     except UnsupportedUpdate as error:
-        settings = list(map(Settings.of, optimizer.param_groups))
-        may_run_as_written = all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in settings)
+        may_run_as_written = all(Settings.of(group).arithmetic == "fp32" for group in optimizer.param_groups)
         if may_run_as_written or isinstance(error, UnknownUpdate):
             return [], reason_of(str(error))
         raise

@@ -64,7 +64,7 @@ def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dic
 
 def _deciding(settings: Settings) -> tuple[object, ...]:
     """The settings that decide whether steps run as written."""
-    return settings.strategy, settings.arithmetic, settings.backend, settings.unsupported
+    return settings.strategy, settings.arithmetic, settings.backend
 
 
 def put_back(optimizer: Optimizer, saved: Mapping[str, Any], plain: Sequence[bool]) -> None:

@@ -54,7 +54,7 @@ def test_gradients_are_the_same_by_every_name(buffer: bool) -> None:
         if buffer:
             optimizer.flat = named
         if dtype == torch.bfloat16:
-            optimizer = collage_neuron.compile(optimizer, strategy="fp32", unsupported="twin")
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32")
         for _ in range(3):
             optimizer.step()
         grads = [p.grad.float() for p in params if p.grad is not None]

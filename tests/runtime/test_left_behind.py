@@ -124,7 +124,7 @@ def test_the_gradient_of_an_fp32_parameter_is_written_in_fp32() -> None:
 
 
 def test_an_expanded_gradient_is_exchanged() -> None:
-    p, optimizer = made(Halves, unsupported="twin")
+    p, optimizer = made(Halves)
     p.grad = torch.ones(1, dtype=p.dtype).expand(3, 4)
     optimizer.step()
     assert torch.equal(p.grad, torch.full((3, 4), 0.5).bfloat16())
@@ -135,7 +135,7 @@ def test_a_gradient_that_the_step_clears_or_exchanges() -> None:
     given(p)
     optimizer.step()
     assert p.grad is None
-    p, optimizer = made(Exchanges, unsupported="twin")
+    p, optimizer = made(Exchanges)
     given(p)
     optimizer.step()
     assert torch.equal(p.grad, torch.full((3, 4), 0.25).bfloat16())  # type: ignore[arg-type]  # it is there
