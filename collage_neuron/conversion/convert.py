@@ -132,7 +132,7 @@ def _compile(
     exchanged.remember(optimizer)
     group_changes.note(optimizer)
     bookkeeping(optimizer).as_written = ""
-    bookkeeping(optimizer).told -= {first_step.SAID}
+    bookkeeping(optimizer).told -= {first_step.SAID, group_changes.BYTES}
     if refusal is not None and shape_of_part(optimizer) is None:  # of parts it is not known yet
         bookkeeping(optimizer).as_written = str(refusal)
     return settings

@@ -228,6 +228,8 @@ class Context:
 
         That `new` states get formats is the end of a step.
         """
+        self.presentation.gradients.check_written()
+        self.presentation.gradients.check_given(self.presentation.params(), self.presentation.dtypes)
         storing = Storing(self.presentation, self.presentation.leave(), new)
         changes = changes_of(storing) if due else []
         self.has_stored = self.has_stored or storing.writes
@@ -246,6 +248,7 @@ class Context:
     @torch.no_grad()
     def conclude(self, due: bool) -> None:
         """Stores or launches what the step has done."""
+        self.presentation.gradients.check_written()
         measured = None if self._trace is None else self._trace.finish()
         if measured is None:
             self.store(due, new=True)
@@ -370,8 +373,8 @@ def presented(
         if isinstance(error, UnsupportedUpdate):
             is_complete = " cannot be compiled: " in str(error)
             said = str(error) if is_complete else f"{base.__name__} cannot run as written: {error}"
-            kind = RunsAsWritten if isinstance(error, RunsAsWritten) else UnsupportedUpdate
-            raise kind(f"{said}; nothing was updated") from error
+            of_type = RunsAsWritten if isinstance(error, RunsAsWritten) else UnsupportedUpdate
+            raise of_type(f"{said}; nothing was updated") from error
         raise
     finally:
         ours.presented = outer

@@ -205,7 +205,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
 
 
 def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
-    """Warns of states that turn out to need more bits than their formats have."""
+    """Warns of states that turn out to need more bits than their formats have, or than the user asked for."""
+    group_changes.tell_of_bytes(optimizer, jobs)
     for job in jobs:
         if job.imprecise:
             imprecise.tell(base, optimizer, job.recording.captured.graph, job.settings, job.update.formats)
