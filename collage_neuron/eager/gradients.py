@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states.sharding import ORDINARY, gradient, is_sharded, local, version, writable_gradient
+from collage_neuron.states.sharding import ORDINARY, gradient, is_sharded, local, writable_gradient
 from collage_neuron.states.shared_memory import first_shared
 
 Left = dict[int, torch.Tensor | None]
@@ -74,8 +74,10 @@ class Gradients:
     """
     _in_buffers: Collection[int] = ()
     """The ids of gradients that lie there."""
-    _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """What has the memory that each gradient had before, and its version when they were presented."""
+    _before: list[torch.Tensor] = field(default_factory=list)
+    """What has the memory that each gradient had before."""
+    _versions: list[int] = field(default_factory=list)
+    """Their versions when gradients were presented."""
 
     def plan(
         self,
@@ -123,7 +125,7 @@ class Gradients:
 
     def let_go(self) -> None:
         """Keeps no gradient."""
-        self.of, self.pairs = {}, []
+        self.of, self.pairs, self._before, self._versions = {}, [], [], []
 
     def exchanged(self) -> list[Gradient]:
         """Those whose objects present fp32 tensors too."""
@@ -205,7 +207,8 @@ class Gradients:
         self.pairs = done
         inside = {id(own): other for own, other in done}
         before = [inside.get(id(g.owner), g.owner) for g in self.of.values()]
-        self._versions = list(zip(before, map(version, before), strict=True))
+        self._before = [x if type(x) in ORDINARY else local(x) for x in before]
+        self._versions = list(map(torch_privates.version, self._before))
         if waiting is not None:
             waiting.present(done)
 
@@ -231,7 +234,7 @@ class Gradients:
 
         What the optimizer holds of that memory presents fp32 too. What only somebody else holds of it does not.
         """
-        if any(version(t) != before for t, before in self._versions):
+        if list(map(torch_privates.version, self._before)) != self._versions:
             raise UnsupportedUpdate(
                 "step() writes to the memory of a gradient by another name than p.grad, which does not see it (a "
                 "flat buffer that another object holds); write to p.grad, or let an attribute of the optimizer hold it"
@@ -300,7 +303,7 @@ class Gradients:
 
     def keep(self) -> None:
         """Keeps fp32 tensors of which something has the memory, for as long as their gradients are there."""
-        self.pairs = []
+        self.pairs, self._before, self._versions = [], [], []
         known = pool(self.optimizer).wide
         for g in self.of.values():
             if id(g.owner) not in self._in_buffers and not is_alone(g.wide):
@@ -322,10 +325,8 @@ def _meet(grads: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
 
 def _is_part_of_held(g: torch.Tensor) -> bool:
     """Returns True for a part of a larger tensor whose object somebody has."""
-    bases = [g._base]
-    if bases[0] is None or bases[0].numel() == g.numel():
-        return False
-    return torch_privates.references(bases)[0] > 2  # that of the list, and that of the call
+    larger = [x for x in (g._base,) if x is not None and x.numel() > g.numel()]
+    return any(n > 2 for n in torch_privates.references(larger))  # two are the list's and the call's
 
 
 def _is_shared(g: torch.Tensor) -> bool:

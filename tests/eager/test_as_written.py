@@ -334,7 +334,8 @@ def test_groups_checkpoints_and_pickles_that_have_it_lose_it() -> None:
     optimizer = collage_neuron.compile(SGD([group], lr=0.1))
     run(optimizer, 1)
     optimizer.add_param_group({"params": parameters(torch.bfloat16), key: "twin"})
-    made = collage_neuron.compile(SGD)([dict(group)], lr=0.1, **{key: "error"})
+    cls: Any = collage_neuron.compile(SGD)
+    made = cls([dict(group)], lr=0.1, collage_unsupported="error")
     saved = optimizer.state_dict()
     for each in saved["param_groups"]:
         each[key] = "error"
