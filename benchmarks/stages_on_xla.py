@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ def plain(elements: int, strategy: str) -> Any:
 
 
 def compiled(make: Callable[[Any], Any], elements: int, strategy: str) -> Any:
+    warnings.simplefilter("error", collage_neuron.RunsAsWritten)
     own = make(model(elements, torch.bfloat16).to(torch_xla.device()).parameters())
-    return collage_neuron.compile(own, strategy=strategy, verbose=False, unsupported="error")
+    return collage_neuron.compile(own, strategy=strategy, verbose=False)
 
 
 def step(optimizer: Any) -> float:

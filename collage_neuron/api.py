@@ -18,6 +18,7 @@ from collage_neuron.conversion.keep_fp32 import Choice, chosen
 from collage_neuron.conversion.loaded_weights import watch_models_of
 from collage_neuron.conversion.models import check_model, check_together
 from collage_neuron.conversion.override import overridden
+from collage_neuron.errors import warn_user
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
 from collage_neuron.numerics.strategies import StrategyLike, default_strategy
 from collage_neuron.optimizer.compiled import Compiled, base_of, compiled_class
@@ -45,7 +46,7 @@ def compile(
     buffers: str = ...,
     keep_fp32: Choice | Iterable[Choice] | None = ...,
     validate: str = ...,
-    unsupported: str = ...,
+    unsupported: str | None = ...,
     verbose: bool = ...,
     matmul: str | None = ...,
     keep: Iterable[str] | None = ...,
@@ -65,7 +66,7 @@ def compile(
     buffers: str = ...,
     keep_fp32: Choice | Iterable[Choice] | None = ...,
     validate: str = ...,
-    unsupported: str = ...,
+    unsupported: str | None = ...,
     verbose: bool = ...,
     matmul: str | None = ...,
     keep: Iterable[str] | None = ...,
@@ -83,7 +84,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     validate: str = ...,
-    unsupported: str = ...,
+    unsupported: str | None = ...,
     verbose: bool = ...,
 ) -> Opt: ...
 @overload
@@ -97,7 +98,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     validate: str = ...,
-    unsupported: str = ...,
+    unsupported: str | None = ...,
     verbose: bool = ...,
 ) -> type[Opt]: ...
 
@@ -116,7 +117,7 @@ def compile(
     buffers: str = "auto",
     keep_fp32: Choice | Iterable[Choice] | None = None,
     validate: str = "on",
-    unsupported: str = "twin",
+    unsupported: str | None = None,
     verbose: bool = True,
     matmul: str | None = None,
     keep: Iterable[str] | None = None,
@@ -171,11 +172,10 @@ def compile(
         validate: ``on`` checks the rewritten update before steps 1, 2, 4, 8, ... and whenever the update changes. The
             optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
             TranslationError is raised before anything is changed. ``off`` skips this (docs/development/validation.md).
-        unsupported: what becomes of an optimizer whose update cannot be captured (norms, matrix products, values read
-            by Python). ``twin`` runs its ``step()`` as it is written, on fp32 values of all parameters and states that
-            exist for the duration of a step; these are stored in the strategy's formats, states of other shapes stay
-            as the optimizer made them, and one line in the log ``collage_neuron`` says so. ``error`` rejects it. See
-            docs/as_written.md.
+        unsupported: deprecated, without effect. An update that cannot be compiled (matrix products, tensors in lists)
+            runs its ``step()`` as it is written, on fp32 values of all parameters and states that exist for the
+            duration of a step; these are stored in the strategy's formats, states of other shapes stay as the optimizer
+            made them, and one warning (`RunsAsWritten`) says so. See docs/as_written.md.
         verbose: after its first step the optimizer says in one line what was compiled, for how many parameters, under
             which strategy, with how many bytes, by which backend. It is a record of level INFO in the log
             ``collage_neuron``, or a line on stderr if the program has not configured logging; of several processes
@@ -194,13 +194,20 @@ def compile(
             devices; a learning rate that is not finite; an optimizer that holds no parameter of the model; fp32
             parameters held by a wrapper that keeps copies of them; `matmul` without a model, or of a model whose
             forward cannot be captured.
-        UnsupportedUpdate: the optimizer's update cannot be captured, and cannot run as written either, or
-            ``unsupported="error"`` is given.
+        UnsupportedUpdate: the optimizer's update cannot be compiled, and cannot run as written either, or a filter of
+            ``warnings`` makes `RunsAsWritten` an error.
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
+    if unsupported is not None:
+        warn_user(
+            "compile(unsupported=...) has no effect any more and will be removed: what cannot be compiled runs as "
+            "written in fp32, and is warned of once (collage_neuron.RunsAsWritten). In place of unsupported='error' "
+            "use warnings.simplefilter('error', collage_neuron.RunsAsWritten)",
+            DeprecationWarning,
+        )
     strategy, budget = overridden(strategy, bytes)
     chosen_or_default = default_strategy(arithmetic) if strategy is None else strategy
-    settings = Settings(chosen_or_default, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose)
+    settings = Settings(chosen_or_default, arithmetic, backend, nonfinite, seed, validate, verbose)
     _check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))
@@ -209,7 +216,7 @@ def compile(
     check_environment()
     named = chosen(target, keep_fp32)
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
-        check_class(base_of(target) if issubclass(target, Compiled) else target, settings)
+        check_class(base_of(target) if issubclass(target, Compiled) else target)
         return compiled_class(target, settings)
     if isinstance(target, Optimizer) and optimizer is None:
         with wrappers.followed(optimizer=target):

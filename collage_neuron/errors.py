@@ -17,6 +17,10 @@ class UnknownUpdate(UnsupportedUpdate):
     """What the next step does is not known before it is taken: it may be compiled then."""
 
 
+class RunsAsWritten(UnsupportedUpdate, UserWarning):
+    """Steps run as written, since they cannot be compiled. As an error it is raised before anything changes."""
+
+
 class UnsupportedModel(RuntimeError):
     """The forward of a model cannot run its matmuls in fp8; the message has torch's reason and a remedy."""
 

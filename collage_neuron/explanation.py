@@ -96,13 +96,12 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
 def _planned(optimizer: Optimizer) -> tuple[list[tuple[int, plan.Job]], str]:
     """The plans of all groups; none, and why, where steps run as written, as far as is known."""
     require_compiled(optimizer)
-    if bookkeeping(optimizer).twin:
+    if bookkeeping(optimizer).as_written:
         return [], why(optimizer)
     try:
         return list(_jobs(optimizer)), ""
     except UnsupportedUpdate as error:
-        settings = list(map(Settings.of, optimizer.param_groups))
-        may_run_as_written = all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in settings)
+        may_run_as_written = all(Settings.of(group).arithmetic == "fp32" for group in optimizer.param_groups)
         if may_run_as_written or isinstance(error, UnknownUpdate):
             return [], reason_of(str(error))
         raise

@@ -11,6 +11,7 @@ from collage_neuron.errors import (
     Fp32Products,
     RoundedAverage,
     RoundedWeights,
+    RunsAsWritten,
     StepInterrupted,
     StrategyChanged,
     TranslationError,
@@ -35,8 +36,8 @@ from collage_neuron.validation.validate import StandsStill
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "ClampedDivisor", "Compiled", "ComputedOnHost", "Effect", "Format",
     "Fp32Products", "ImpreciseState", "JsonLog", "Live", "MLflow", "Measures", "Monitor", "Record",
-    "RoundedAverage", "RoundedBuffers", "RoundedWeights", "SmallSteps", "StandsStill", "StepInterrupted",
-    "Strategy", "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment", "UnsupportedModel",
-    "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32", "bytes_per_parameter", "checkpoint", "compile",
-    "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
+    "RoundedAverage", "RoundedBuffers", "RoundedWeights", "RunsAsWritten", "SmallSteps", "StandsStill",
+    "StepInterrupted", "Strategy", "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment",
+    "UnsupportedModel", "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32", "bytes_per_parameter",
+    "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from collage_neuron.passes.backends.registry import check_name
 
 KEYS = (
     "collage_strategy", "collage_arithmetic", "collage_backend", "collage_nonfinite", "collage_seed",
-    "collage_validate", "collage_unsupported",
+    "collage_validate",
 )  # fmt: skip
 """Keys of the settings in `param_groups`."""
 
@@ -25,7 +25,10 @@ SKIPPED = "collage_skipped"
 FORMATS_KEPT = "collage_formats"
 """Key of the formats of the states of a group, where their keys do not tell them (`states/kept_formats.py`)."""
 
-OURS = (*KEYS, DRAWN, SKIPPED, FORMATS_KEPT)
+UNSUPPORTED = "collage_unsupported"
+"""Key of a setting that version 0.3.0 had: groups, checkpoints and pickles may have it, and it is dropped."""
+
+OURS = (*KEYS, DRAWN, SKIPPED, FORMATS_KEPT, UNSUPPORTED)
 """Every key of ours in `param_groups`."""
 
 CHOICES = ("pass", "skip")
@@ -40,7 +43,7 @@ def check_choice(choice: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Strategy, arithmetic, backend, treatment of gradients that are not finite, seed, validation, what else runs."""
+    """Strategy, arithmetic, backend, treatment of gradients that are not finite, seed, validation."""
 
     strategy: StrategyLike = DEFAULT
     arithmetic: str = "fp32"
@@ -48,7 +51,6 @@ class Settings:
     nonfinite: str = "pass"
     seed: int = 0
     validate: str = "on"
-    unsupported: str = "twin"
     verbose: bool = True
     """Of an optimizer and its class, not of a group: whether its first step is told of (`optimizer/first_step.py`)."""
 
@@ -58,8 +60,6 @@ class Settings:
         check_choice(self.nonfinite)
         if self.validate not in ("on", "off"):
             raise ValueError(f"unknown validate {self.validate!r}; choose on or off")
-        if self.unsupported not in ("twin", "error"):
-            raise ValueError(f"unknown unsupported {self.unsupported!r}; choose twin or error")
         if not isinstance(self.verbose, bool):
             raise ValueError(f"verbose is {self.verbose!r}; give True or False")
         seed: object = self.seed  # a user's: anything
@@ -68,7 +68,7 @@ class Settings:
 
     def __hash__(self) -> int:
         # Without the strategy, which may be a dict. Every step asks, for each group.
-        return hash((self.arithmetic, self.backend, self.nonfinite, self.seed, self.validate, self.unsupported))
+        return hash((self.arithmetic, self.backend, self.nonfinite, self.seed, self.validate))
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Settings:
@@ -86,7 +86,7 @@ class Settings:
     def as_group(self) -> dict[str, Any]:
         """The settings as entries of a parameter group."""
         values = (self.strategy, self.arithmetic, self.backend, self.nonfinite, self.seed, self.validate)
-        return dict(zip(KEYS, (*values, self.unsupported), strict=True))
+        return dict(zip(KEYS, values, strict=True))
 
 
 _DEFAULTS = Settings().as_group()

@@ -90,9 +90,9 @@ def tried(cls: Any) -> dict[str, Any]:
     found = values(optimizer, params)
     off = max(float((x - y).abs().max()) for x, y in zip(found, plain, strict=True))
     largest = max(float(y.abs().max()) for y in plain)
-    if twin := bookkeeping(optimizer).twin:
+    if why := bookkeeping(optimizer).as_written:
         equal = all(map(torch.equal, found, plain))
-        return {"runs": WAYS[1] if equal else "wrong", "reason": twin.partition(";")[0]}
+        return {"runs": WAYS[1] if equal else "wrong", "reason": why.partition(";")[0]}
     return {"runs": "compiled", "off": off / largest}
 
 

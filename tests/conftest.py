@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from running import compiled_only
+
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ["USE_TORCH_XLA"] = (
     "0"  # read when accelerate is imported, by whichever test comes first: it stays on the CPU
@@ -92,13 +94,10 @@ def _memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def rejecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be captured is rejected, as with `unsupported="error"`, and does not run as written."""
-    import collage_neuron
-
-    defaults = collage_neuron.compile.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "unsupported", "error")
+def rejecting() -> Iterator[None]:
+    """What cannot be compiled is rejected, and does not run as written."""
+    with compiled_only():
+        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
-import logging
 import re
 import sys
 import textwrap
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.api import compile
 from collage_neuron.eager.told import why
+from collage_neuron.errors import RunsAsWritten
 from collage_neuron.explanation import explain, explain_measured
 from collage_neuron.numerics import eft, matrix_sums, reductions, tensor_sums
 from collage_neuron.numerics.strategies import ARITHMETICS, DEFAULT, STRATEGIES, bytes_with_adam, default_strategy
@@ -123,15 +123,11 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
     if needs_one(made):
         return f"{optimizer} has no passes to show: its step() needs a closure, and what it does depends on the losses"
     # `auto` would run sums of rows and columns (Adafactor's) as written, since of so few elements that is faster.
-    log = logging.getLogger("collage_neuron")
-    level = log.level
-    log.setLevel(logging.ERROR)  # that steps run as written is said below, without the bytes of this small tensor
-    try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RunsAsWritten)  # it is said below, without the bytes of this small tensor
         step: Any = compile(made, strategy=strategy, arithmetic=arithmetic, backend="reference", verbose=False).step
         step()
-    finally:
-        log.setLevel(level)
-    if bookkeeping(made).twin:
+    if bookkeeping(made).as_written:
         reason = why(made).partition(" (at ")[0].replace(" of a tensor of shape [2, 2]", "")
         return (
             f"{optimizer} has no passes: {reason}, so it runs as written on fp32 values, which exist during a step; "

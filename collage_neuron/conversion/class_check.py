@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from typing import Any
 
@@ -10,35 +9,28 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.eager import limits
-from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime.bucketing import naming
-from collage_neuron.runtime.closures import check_arguments
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
-from collage_neuron.settings import Settings
-from collage_neuron.torch_privates import unhooked_step
 from collage_neuron.trace import dry_run
 from collage_neuron.trace.undone import undone
 
 
-def check_class(base: Any, settings: Settings) -> None:
+def check_class(base: Any) -> None:
     """Raises UnsupportedUpdate for a class whose update, with its default settings, cannot be rewritten.
 
     Accepts a class that cannot be built from a list of parameters alone, and one whose step raises an error of its own,
-    since it may need a preparation: such classes are rejected at their first step if necessary. So are those that may
-    run as written (`eager`) by their `settings`.
+    since it may need a preparation: such classes are rejected at their first step if necessary.
     """
     check_stepper(base)
-    if settings.unsupported != "twin":
-        check_arguments(base)
-        _check_closure(base)
     with undone([base]):  # constructors count, draw and register too
-        _try(base, settings)
+        _try(base)
 
 
-def _try(base: Any, settings: Settings) -> None:
+def _try(base: Any) -> None:
     optimizer = _made(base)
     if optimizer is None:
         return
@@ -55,21 +47,7 @@ def _try(base: Any, settings: Settings) -> None:
                 f"{base.__name__} takes sparse gradients only, and updates the rows that these have; only "
                 "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
             ) from refusal
-        if settings.unsupported == "twin" or isinstance(refusal, UnknownUpdate):
-            limits.check_class(base, optimizer, refusal)
-        elif refusal.__cause__ is None or isinstance(refusal.__cause__, UnsupportedUpdate):
-            raise UnsupportedUpdate(
-                f"{refusal}. This is with its default settings; if other settings would work, compile the optimizer "
-                "object, or a subclass that has them as its defaults"
-            ) from refusal
-
-
-def _check_closure(base: Any) -> None:
-    required = [p.name for p in inspect.signature(unhooked_step(base)).parameters.values() if p.default is p.empty]
-    if "closure" in required[1:]:
-        raise UnsupportedUpdate(
-            f"{base.__name__} cannot be compiled without a closure, which its step() calls itself; leave it uncompiled"
-        )
+        limits.check_class(base, optimizer, refusal)
 
 
 def _made(base: Any) -> Optimizer | None:

@@ -29,12 +29,11 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import recorded_formats
 from collage_neuron.runtime.bucketing import naming
-from collage_neuron.runtime.closures import check_arguments
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
-from collage_neuron.settings import Settings, filled
+from collage_neuron.settings import UNSUPPORTED, Settings, filled
 from collage_neuron.states import (
     exchanged,
     imprecise,
@@ -102,14 +101,13 @@ def _compile(
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
-    if settings.unsupported != "twin":
-        check_arguments(base)
     if not compiled:
         held.check(base, optimizer)
     known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
     chosen = _chosen(optimizer, settings)
+    bookkeeping(optimizer).told -= {told.SAID}
     plans, refusal = _plans(base, optimizer, chosen, known)
     if compiled:
         low_words.drop_stale(optimizer)
@@ -124,6 +122,7 @@ def _compile(
     narrow_counts.widen(optimizer)
     for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
         group.update(own.as_group())
+        group.pop(UNSUPPORTED, None)
         for p in group["params"]:
             formats = of_group if recording is not None else _as_written(optimizer, p, own)
             _adopt(optimizer, p, dict.fromkeys(formats, FP32) if stays.get(p) else formats, compiled)
@@ -132,10 +131,10 @@ def _compile(
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
     exchanged.remember(optimizer)
     group_changes.note(optimizer)
-    bookkeeping(optimizer).twin = ""
-    bookkeeping(optimizer).told -= {first_step.SAID, told.SAID}
+    bookkeeping(optimizer).as_written = ""
+    bookkeeping(optimizer).told -= {first_step.SAID, group_changes.BYTES}
     if refusal is not None and shape_of_part(optimizer) is None:  # of parts it is not known yet
-        told.note(base, optimizer, refusal)
+        bookkeeping(optimizer).as_written = str(refusal)
     return settings
 
 
@@ -150,7 +149,7 @@ def _tell(
 ) -> None:
     """Warns of what is lost: by a change of strategy, by words that are too short, and by steps that are too small."""
     if isinstance(optimizer, Compiled):
-        if not bookkeeping(optimizer).twin:
+        if not bookkeeping(optimizer).as_written:
             _tell_of_change(base, optimizer, [of_group for _, of_group in plans], records)
     else:
         loaded_before.tell(optimizer, settings, chosen)
@@ -194,6 +193,8 @@ def _plans(
         limits.check(base, optimizer, refusal, chosen, is_known=known is None)
         check_sound(optimizer, chosen)
         limits.check_states(optimizer)
+        if shape_of_part(optimizer) is None:  # of parts it is not known yet
+            told.warn(base, optimizer, refusal)
         return [(None, {})] * len(chosen), refusal
     return plans, None
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.sharding import ORDINARY, gradient, is_sharded, local, writable_gradient
 from collage_neuron.states.shared_memory import first_shared
 
@@ -73,6 +74,10 @@ class Gradients:
     """
     _in_buffers: Collection[int] = ()
     """The ids of gradients that lie there."""
+    _before: list[torch.Tensor] = field(default_factory=list)
+    """What has the memory that each gradient had before."""
+    _versions: list[int] = field(default_factory=list)
+    """Their versions when gradients were presented."""
 
     def plan(
         self,
@@ -120,7 +125,7 @@ class Gradients:
 
     def let_go(self) -> None:
         """Keeps no gradient."""
-        self.of, self.pairs = {}, []
+        self.of, self.pairs, self._before, self._versions = {}, [], [], []
 
     def exchanged(self) -> list[Gradient]:
         """Those whose objects present fp32 tensors too."""
@@ -197,6 +202,10 @@ class Gradients:
                 continue
             done.append((own, other))
         self.pairs = done
+        inside = {id(own): other for own, other in done}
+        before = [inside.get(id(g.owner), g.owner) for g in self.of.values()]
+        self._before = [x if type(x) in ORDINARY else local(x) for x in before]
+        self._versions = list(map(torch_privates.version, self._before))
         if waiting is not None:
             waiting.present(done)
 
@@ -216,6 +225,32 @@ class Gradients:
                 vars(found.wide).update(torch_privates.attributes(found.owner))
             if p.grad is not wide:
                 p.grad = wide
+
+    def check_written(self) -> None:
+        """Raises UnsupportedUpdate if the step has written the memory that a gradient had before.
+
+        What the optimizer holds of that memory presents fp32 too. What only somebody else holds of it does not.
+        """
+        if list(map(torch_privates.version, self._before)) != self._versions:
+            raise UnsupportedUpdate(
+                "step() writes to the memory of a gradient by another name than p.grad, which does not see it (a "
+                "flat buffer that another object holds); write to p.grad, or let an attribute of the optimizer hold it"
+            )
+
+    def check_given(self, params: Iterable[Any], dtypes: Mapping[int, torch.dtype]) -> None:
+        """Raises UnsupportedUpdate if the step gives a parameter a part of a tensor that somebody holds.
+
+        After the step the gradient is one of another type, in memory of its own. `dtypes` are those of the parameters
+        between steps.
+        """
+        for p in params:
+            own, g = self.of.get(id(p)), p.grad
+            is_new = g is not None and (own is None or g is not own.wide) and dtypes[id(p)] != torch.float32
+            if is_new and _is_part_of_held(g):
+                raise UnsupportedUpdate(
+                    "step() gives a parameter a gradient that is a part of a tensor which something holds, and would "
+                    "be in other memory after the step; do so before the step, or clone() the gradient"
+                )
 
     def are_presented(self, params: Iterable[Any]) -> bool:
         """Returns True if no other object is `p.grad`."""
@@ -265,7 +300,7 @@ class Gradients:
 
     def keep(self) -> None:
         """Keeps fp32 tensors of which something has the memory, for as long as their gradients are there."""
-        self.pairs = []
+        self.pairs, self._before, self._versions = [], [], []
         known = pool(self.optimizer).wide
         for g in self.of.values():
             if id(g.owner) not in self._in_buffers and not is_alone(g.wide):
@@ -283,6 +318,12 @@ def _meet(grads: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
     """Returns True if gradients have elements in common, or if one is in the memory of other tensors."""
     memories = set(map(memory_of, grads))
     return any(memory_of(x) in memories for x in others) or first_shared(grads) is not None
+
+
+def _is_part_of_held(g: torch.Tensor) -> bool:
+    """Returns True for a part of a larger tensor whose object somebody has."""
+    larger = [x for x in (g._base,) if x is not None and x.numel() > g.numel()]
+    return any(n > 2 for n in torch_privates.references(larger))  # two are the list's and the call's
 
 
 def _is_shared(g: torch.Tensor) -> bool:

@@ -40,8 +40,6 @@ def check(
     parameters, of which it is not known yet that it has to run as written.
     """
     may_compile = may_compile or isinstance(refusal, UnknownUpdate)
-    if not may_compile and any(own.unsupported != "twin" for own in settings):
-        raise refusal
     check_class(base, optimizer, refusal)
     for reason in (*_of_groups(optimizer, settings, may_compile), *_of_params(optimizer, may_compile or not is_known)):
         raise _neither(refusal, reason) from refusal
@@ -57,7 +55,7 @@ def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: Unsupporte
 
 
 def _neither(refusal: UnsupportedUpdate, reason: str) -> UnsupportedUpdate:
-    return UnsupportedUpdate(f"{refusal}. Nor can step() run as written (unsupported='twin'): {reason}")
+    return UnsupportedUpdate(f"{refusal}. Nor can step() run as written: {reason}")
 
 
 def check_inner(optimizer: Optimizer) -> None:

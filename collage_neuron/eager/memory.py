@@ -168,6 +168,8 @@ class Pool:
             made, region = self._made(torch_privates.part(like))
             return torch_privates.sharded_like(made, like), region
         length = -(-4 * like.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
+        if has_gaps(like):
+            return torch.empty_strided(like.shape, like.stride(), dtype=torch.float32, device=like.device), None
         if not IS_KNOWN or length < LEAST or not like.is_cpu:
             return torch.empty_like(like, dtype=torch.float32, requires_grad=False), None
         region = (self._free.get(length) or [Region.of(length)]).pop()
@@ -203,7 +205,21 @@ def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:
 
 
 def _strides(like: torch.Tensor) -> tuple[int, ...]:
-    return like.stride() if like.is_contiguous() else torch.empty_like(like, device="meta").stride()
+    if like.is_contiguous() or has_gaps(like):
+        return like.stride()
+    return torch.empty_like(like, device="meta").stride()
+
+
+def has_gaps(t: torch.Tensor) -> bool:
+    """Returns True for a tensor of which each element has its own place, and which leaves out places in between."""
+    if t.is_contiguous() or not t.numel():
+        return False
+    reach = 1
+    for stride, n in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
+        if stride < reach:
+            return False
+        reach = stride * (n - 1) + reach
+    return reach > t.numel()
 
 
 def pool(optimizer: Optimizer) -> Pool:

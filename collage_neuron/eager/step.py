@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager import limits
+from collage_neuron.eager import limits, told
 from collage_neuron.eager.codec import converter
 from collage_neuron.eager.gradients import MakesPlaceholders
 from collage_neuron.eager.held import Held
@@ -23,8 +23,7 @@ from collage_neuron.eager.measures import changes_of
 from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.storing import Storing
-from collage_neuron.eager.told import tell
-from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
+from collage_neuron.errors import RunsAsWritten, StepInterrupted, UnsupportedUpdate
 from collage_neuron.runtime import same_steps
 from collage_neuron.runtime.closures import Call, Once
 from collage_neuron.runtime.measured import Measured
@@ -123,26 +122,40 @@ def take(
     mask = finite()
     if mask is not None and not bool(mask):
         return Taken([], call.loss)
+    if trace is None:
+        told.warn(base, optimizer, refusal)
     try:
         measured, returned = _run(base, optimizer, call, due, trace)
     except StepInterrupted:  # what it has written is lost: it cannot be repeated
         raise
-    except Exception:
+    except Exception as error:
         if trace is None or not trace.may_repeat:
             raise
-        measured, returned = _run(base, optimizer, call, due, None)
+        said = f"with values that wait, step() raises {type(error).__name__}: {error}"
+        refusal = UnsupportedUpdate(f"{base.__name__} cannot be compiled: {said}")
+        measured, returned = _run(base, optimizer, call, due, None, refusal)
     if trace is None or trace.given_up:
-        tell(base, optimizer, UnsupportedUpdate(trace.given_up) if trace else refusal)
+        bookkeeping(optimizer).as_written = str(refusal) if trace is None else trace.given_up
     bookkeeping(optimizer).seen = steady.of(optimizer) or steady.look(optimizer)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
     return Taken(measured, returned)
 
 
-def _run(base: type[Optimizer], optimizer: Optimizer, call: Call, due: bool, trace: Trace | None) -> Taken:
+def _run(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    call: Call,
+    due: bool,
+    trace: Trace | None,
+    refusal: UnsupportedUpdate | None = None,
+) -> Taken:
+    """Runs `step()`; one that is repeated for a `refusal` is warned of when it has not raised once more."""
     with presented(base, optimizer, "step", due, trace) as context:
         args, kwargs = context.given(call.args), context.given(call.kwargs)
         returned = context.run(lambda: torch_privates.unhooked_step(base)(optimizer, *args, **kwargs))
+        if refusal is not None:
+            told.warn(base, optimizer, refusal)
     return Taken(context.measured, returned)
 
 
@@ -215,6 +228,8 @@ class Context:
 
         That `new` states get formats is the end of a step.
         """
+        self.presentation.gradients.check_written()
+        self.presentation.gradients.check_given(self.presentation.params(), self.presentation.dtypes)
         storing = Storing(self.presentation, self.presentation.leave(), new)
         changes = changes_of(storing) if due else []
         self.has_stored = self.has_stored or storing.writes
@@ -233,6 +248,7 @@ class Context:
     @torch.no_grad()
     def conclude(self, due: bool) -> None:
         """Stores or launches what the step has done."""
+        self.presentation.gradients.check_written()
         measured = None if self._trace is None else self._trace.finish()
         if measured is None:
             self.store(due, new=True)
@@ -357,7 +373,8 @@ def presented(
         if isinstance(error, UnsupportedUpdate):
             is_complete = " cannot be compiled: " in str(error)
             said = str(error) if is_complete else f"{base.__name__} cannot run as written: {error}"
-            raise UnsupportedUpdate(f"{said}; nothing was updated") from error
+            of_type = RunsAsWritten if isinstance(error, RunsAsWritten) else UnsupportedUpdate
+            raise of_type(f"{said}; nothing was updated") from error
         raise
     finally:
         ours.presented = outer

@@ -1,19 +1,16 @@
-"""Says once that the steps of an optimizer run as written."""
+"""Warns once that the steps of an optimizer run as written."""
 
 from __future__ import annotations
 
-import logging
 import re
 
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
+from collage_neuron.errors import RunsAsWritten, UnknownUpdate, UnsupportedUpdate, warn_user
 from collage_neuron.states.bookkeeping import bookkeeping
 
 SAID = "as written"
-"""In `Bookkeeping.told` once the line was written."""
-
-log = logging.getLogger("collage_neuron")
+"""In `Bookkeeping.told` once it was warned of."""
 
 
 ADVICE = re.compile(
@@ -26,7 +23,7 @@ ADVICE = re.compile(
 
 def why(optimizer: Optimizer) -> str:
     """Why the update is not captured, with its line, and without advice for optimizers that are rejected."""
-    return reason_of(bookkeeping(optimizer).twin)
+    return reason_of(bookkeeping(optimizer).as_written)
 
 
 def reason_of(refusal: str) -> str:
@@ -35,29 +32,33 @@ def reason_of(refusal: str) -> str:
 
 
 def note(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
-    """Notes that the next step is not known to be compiled, and says so unless it may be when it is taken."""
-    if isinstance(refusal, UnknownUpdate):
-        bookkeeping(optimizer).twin = str(refusal)
-    else:
-        tell(base, optimizer, refusal)
+    """Notes that the next step is not known to be compiled; warns of it unless it may be when it is taken."""
+    warn(base, optimizer, refusal)
+    bookkeeping(optimizer).as_written = str(refusal)
 
 
-def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
-    """Notes that the steps of `optimizer` run as written from now on, and says so once in one line."""
-    ours = bookkeeping(optimizer)
-    ours.twin = str(refusal)
-    if SAID in ours.told:
+def warn(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
+    """Warns, once, that a step of `optimizer` runs as written; not where it is not known yet.
+
+    Raises:
+        RunsAsWritten: the filters of `warnings` make it an error. So it is called before anything is changed.
+    """
+    told = bookkeeping(optimizer).told
+    if SAID in told or isinstance(refusal, UnknownUpdate):
         return
-    ours.told.add(SAID)
-    elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    groups = len(optimizer.param_groups)
-    log.warning(
-        "%s: step() of %s runs as written on fp32 values of parameters and states, which are stored in their formats "
-        "afterwards; a step needs %.3g MB for that, and %.3g MB for each state of the parameters' shape. Why: %s. "
-        "unsupported='error' rejects such optimizers",
-        base.__name__,
-        "its only group" if groups == 1 else f"all {groups} groups",
-        8e-6 * elements,
-        4e-6 * elements,
-        why(optimizer),
+    try:
+        warn_user(_sentence(base, optimizer, refusal), RunsAsWritten)
+    except RunsAsWritten as error:
+        raise RunsAsWritten(str(refusal)) from refusal.__cause__ or error  # with advice, and again in the next step
+    told.add(SAID)
+
+
+def _sentence(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> str:
+    groups, elements = optimizer.param_groups, sum(p.numel() for g in optimizer.param_groups for p in g["params"])
+    return (
+        f"{base.__name__} cannot be compiled: {reason_of(str(refusal))}. So step() of "
+        f"{'its only group' if len(groups) == 1 else f'all {len(groups)} groups'} runs as written, on fp32 values of "
+        "parameters and states, which are stored in their formats afterwards; a step needs "
+        f"{8e-6 * elements:.3g} MB for that, and {4e-6 * elements:.3g} MB for each state of the parameters' shape. "
+        "warnings.simplefilter('error', collage_neuron.RunsAsWritten) makes it an error before anything is changed"
     )

@@ -20,7 +20,7 @@ from collage_neuron import torch_privates
 from collage_neuron.optimizer import bypass, frozen, load_state, methods, step
 from collage_neuron.runtime import amp, closures, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
-from collage_neuron.settings import KEYS, Settings, filled
+from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
 from collage_neuron.states import cleared, exchanged, kept_formats, low_words, pending, saved_values, small_steps
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
@@ -52,6 +52,7 @@ class Compiled(Optimizer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop(UNSUPPORTED, None)
         given = {key: kwargs.pop(key) for key in KEYS if key in kwargs}
         self._collage_defaults = filled(given, settings_of(type(self)).as_group())
         check_environment()  # once more: a trainer may set up the process after the class was compiled
@@ -78,8 +79,6 @@ class Compiled(Optimizer):
 
     def _take_step(self, base: type[Optimizer], call: closures.Call) -> Any:
         skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
-        if call.problem and any(Settings.of(group).unsupported != "twin" for group in self.param_groups):
-            raise TypeError(call.problem)
         is_evaluated = call.closure is not None and (skips or step.may_be_recorded(base, self, call))
         if is_evaluated:
             call = call.evaluated()
@@ -97,6 +96,7 @@ class Compiled(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; it takes the optimizer's strategy unless it names its own (`collage_strategy`, ...)."""
+        param_group.pop(UNSUPPORTED, None)
         param_group.update(filled(param_group, self._settings_for_new_groups()))
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
@@ -143,6 +143,8 @@ class Compiled(Optimizer):
 
         A parameter before its first step may have only its low word; such states are hidden from torch's code.
         """
+        for settings in (*state["param_groups"], state.get("defaults", {})):
+            settings.pop(UNSUPPORTED, None)
         whole = state["state"]
         idle = {p: s for p, s in whole.items() if is_idle(s)}
         started = defaultdict(dict, {p: s for p, s in whole.items() if p not in idle})

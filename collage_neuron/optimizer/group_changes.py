@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import StrategyChanged
+from collage_neuron.errors import StrategyChanged, warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states import imprecise, small_steps
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.strategy_change import describe, rounding_of
+from collage_neuron.states.words import bytes_of
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
@@ -55,6 +56,31 @@ def tell(optimizer: Optimizer, noted: Noted, jobs: Sequence[Job], formats_of: Fo
             if strategy is not None and strategy != _strategy(group):
                 _tell_of_strategy(optimizer, i, own[0], strategy, formats_of)
             noted[i] = _strategy(group), _rate(group), settled
+
+
+def tell_of_bytes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
+    """Warns once of a step that needs more bytes than its strategy was chosen by (`compile(bytes=N)`).
+
+    A number of the group has changed, so that a state needs more words, or the step has made another state.
+    """
+    ours = bookkeeping(optimizer)
+    if ours.budget is None or BYTES in ours.told:
+        return
+    for job in _narrow(jobs):
+        size = bytes_of(job.update.formats) + torch.bfloat16.itemsize  # its gradient's
+        if job.settings.strategy == ours.budgeted and size > ours.budget:
+            ours.told.add(BYTES)
+            warn_user(
+                f"the strategy {ours.budgeted!r} was chosen by bytes={ours.budget}, and this step of "
+                f"{type(optimizer).__name__} needs {size} bytes per parameter: a number of its group has changed, or "
+                "it has more states than when it was compiled; compile(optimizer, bytes=...) chooses again",
+                UserWarning,
+            )
+            return
+
+
+BYTES = "bytes"
+"""In `Bookkeeping.told` once it was warned of."""
 
 
 def _strategy(group: Mapping[str, Any]) -> Any:

@@ -39,9 +39,9 @@ def runs_as_written(
     except ValueError:  # which is said of the group when it is loaded
         settings = own
     alike = list(map(_deciding, own)) == list(map(_deciding, settings))
-    if alike and (ours.twin or (ours.steps and known is None)):
-        return bool(ours.twin)
-    ours.twin = ""
+    if alike and (ours.as_written or (ours.steps and known is None)):
+        return bool(ours.as_written)
+    ours.as_written = ""
     for _, recording in () if known is None else known.of_groups(optimizer):
         small.learn(ours, recording.captured)
     try:
@@ -54,7 +54,7 @@ def runs_as_written(
             # One that has modes may have raised an error of its own because it is in evaluation mode.
             if refusal.__cause__ is None or not hasattr(optimizer, "train"):
                 note(base, optimizer, refusal)
-    return bool(ours.twin)
+    return bool(ours.as_written)
 
 
 def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
@@ -64,7 +64,7 @@ def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dic
 
 def _deciding(settings: Settings) -> tuple[object, ...]:
     """The settings that decide whether steps run as written."""
-    return settings.strategy, settings.arithmetic, settings.backend, settings.unsupported
+    return settings.strategy, settings.arithmetic, settings.backend
 
 
 def put_back(optimizer: Optimizer, saved: Mapping[str, Any], plain: Sequence[bool]) -> None:

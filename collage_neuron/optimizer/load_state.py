@@ -45,7 +45,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
     ours = bookkeeping(optimizer)
-    formats, twin = dict(ours.formats), ours.twin
+    formats, why = dict(ours.formats), ours.as_written
     seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
@@ -55,7 +55,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         of_torch(dict(state_dict))
-        as_written = bool(bookkeeping(optimizer).twin)
+        as_written = bool(bookkeeping(optimizer).as_written)
         drop_placeholders(optimizer.state.values())
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
@@ -72,7 +72,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
         kept_formats.put_back(optimizer, formats)
-        ours.twin = twin
+        ours.as_written = why
         if isinstance(error, KeyError) and seen:
             _refuse_missing(base, error.args[0], seen[0], before[1])
         raise

@@ -97,23 +97,23 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
 def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> bool:
     """Returns False if the next step runs as written, as far as is known, or is traced."""
     ours = bookkeeping(optimizer)
-    if is_traced(base, optimizer) or (call.closure is not None and ours.twin):
+    if is_traced(base, optimizer) or (call.closure is not None and ours.as_written):
         return False  # to try would evaluate the closure once more
     is_first = not (ours.steps or optimizer.state) and any(map(_has_gradient, optimizer.param_groups))
-    return not ours.twin or is_first
+    return not ours.as_written or is_first
 
 
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a recorded step, a traced one, or one as written, and measures it if that is `due`."""
     tracing, why = _tracing(base, optimizer, call, ours, due)
-    refusal = UnsupportedUpdate(call.problem or ours.twin or why)
+    refusal = UnsupportedUpdate(call.problem or ours.as_written or why)
     if tracing is None and not call.problem and may_be_recorded(base, optimizer, call):
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
         except UnsupportedUpdate as error:
             refusal = error
         else:
-            ours.twin = ""
+            ours.as_written = ""
             return eager_step.Taken(measured, call.loss)
     return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
 
@@ -145,7 +145,7 @@ def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -
     _tell(base, optimizer, jobs)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, jobs, None, written)
-    bookkeeping(optimizer).twin = ""
+    bookkeeping(optimizer).as_written = ""
     first_step.tell(base, optimizer, jobs)
     return measured
 
@@ -208,7 +208,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
 
 
 def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
-    """Warns of states that turn out to need more bits than their formats have."""
+    """Warns of states that turn out to need more bits than their formats have, or than the user asked for."""
+    group_changes.tell_of_bytes(optimizer, jobs)
     for job in jobs:
         if job.imprecise:
             imprecise.tell(base, optimizer, job.recording.captured.graph, job.settings, job.update.formats)

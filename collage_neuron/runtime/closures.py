@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.torch_privates import unhooked_step
 
 
@@ -63,17 +62,6 @@ def call_of(base: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, A
 # --- the arguments of step --------------------------------------------------------------------------------------------
 
 
-def check_arguments(base: type[Optimizer]) -> None:
-    """Raises UnsupportedUpdate for a class whose `step` requires other arguments than a closure."""
-    required = [p.name for p in _parameters(base) if p.default is p.empty and p.kind not in _VARIABLE]
-    other = [name for name in required if name != "closure"]
-    if other:
-        raise UnsupportedUpdate(
-            f"{base.__name__}.step() requires the argument {other[0]!r}, and a compiled step takes a closure only; "
-            f"let step() read it from param_groups or from an attribute of the optimizer (self.{other[0]})"
-        )
-
-
 def needs_one(optimizer: Optimizer) -> bool:
     """Returns True if `step()` cannot be called without a closure."""
     given = inspect.signature(optimizer.step).parameters.get("closure")
@@ -94,8 +82,7 @@ def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[st
         if key != name or not (value is None or callable(value)):
             raise TypeError(
                 f"step() of a compiled {base.__name__} takes a closure only, got {key}={value!r}; put it into "
-                f"param_groups (group[{key!r}] = ...) or an attribute of the optimizer, and let step() read it there; "
-                "nothing was updated"
+                f"param_groups (group[{key!r}] = ...) or an attribute of the optimizer, and let step() read it there"
             )
     return next((value for _, value in (*named, *kwargs.items()) if value is not None), None)
 

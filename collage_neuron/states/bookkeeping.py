@@ -70,8 +70,8 @@ class Bookkeeping:
     """Of parameters that other code writes: some elements after the last step (`rewritten`)."""
     told_of_writes: bool = False
     """True if the user was warned of it."""
-    twin: str = ""
-    """Not empty if steps run as written (`eager`): why they are not captured."""
+    as_written: str = ""
+    """Not empty if steps run as written (`eager`): why they are not compiled."""
     copies: Any = None
     """Copies of the model that are watched, a list of `other_averages.Copy`; a copy of the optimizer has others."""
     watched_until: int = 0
@@ -137,7 +137,10 @@ class Bookkeeping:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Marks the copies of parameters anew; one that was written in the original still counts as written."""
-        vars(self).update(vars(Bookkeeping()) | state | {"marks": Marks()})
+        own = dict(state)
+        if "twin" in own:  # as version 0.3.0 called it
+            own["as_written"] = own.pop("twin")
+        vars(self).update(vars(Bookkeeping()) | own | {"marks": Marks()})
         self.marks.params.update({p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]})
 
     def of_copy(self) -> Bookkeeping:

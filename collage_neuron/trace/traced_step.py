@@ -20,7 +20,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.eager import told
+from collage_neuron.errors import RunsAsWritten, UnsupportedUpdate
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
@@ -101,7 +102,7 @@ class TracedStep:
     ) -> None:
         """Of an optimizer of a class; it is measured if that is `due`."""
         self.optimizer, self.traces, self._launching, self._due = optimizer, traces, launching, due
-        self._name = base.__name__
+        self._base, self._name = base, base.__name__
         self.following: Mapping[str, Recording] = {}
         """The steps after this one, by the texts of updates, where these do not show what states are for."""
         self._mode: Waiting | None = None
@@ -109,6 +110,8 @@ class TracedStep:
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
         self._has_raised = self._has_agreed = False
+        self._is_forbidden = False
+        """True if a filter of `warnings` makes it an error to run as written."""
         self._of_part = wrappers.shape_of_part(optimizer, steady.of(optimizer))
         """The shape of a parameter that is a part of one, if nobody knows who has the others."""
 
@@ -221,7 +224,7 @@ class TracedStep:
         self.traces.temporaries = []  # the error's traceback has them
         self._has_raised = True
         mode = None if self._has_agreed else self._mode
-        if mode is not None and (mode.failed is not None or _is_of_torch(error)):
+        if mode is not None and not self._is_forbidden and (mode.failed is not None or _is_of_torch(error)):
             self.may_repeat = self.may_run_as_written
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
         if isinstance(error, Exception) and not self.may_repeat:
@@ -236,14 +239,18 @@ class TracedStep:
                 self.traces.missed(why)
             said = why if self._of_part is None else shards.without_whole(why, self._of_part)
             raise UnsupportedUpdate(f"{self._name} cannot be compiled: {said}")
+        try:
+            told.warn(self._base, self.optimizer, UnsupportedUpdate(f"{self._name} cannot be compiled: {why}"))
+        except RunsAsWritten:
+            self._is_forbidden = True
+            raise
 
     @property
     def may_run_as_written(self) -> bool:
         """Returns True if a step that cannot be launched may run as written."""
-        if self._of_part is not None:
+        if self._is_forbidden or self._of_part is not None:
             return False
-        groups = self.optimizer.param_groups
-        return all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in map(Settings.of, groups))
+        return all(Settings.of(group).arithmetic == "fp32" for group in self.optimizer.param_groups)
 
     @property
     def _has_parts(self) -> bool:
@@ -424,7 +431,7 @@ class TracedStep:
         for t, value in outliving:
             give(t, value)
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
-        bookkeeping(optimizer).twin = ""
+        bookkeeping(optimizer).as_written = ""
         presentation.let_go()
         return measured
 

@@ -174,6 +174,10 @@ class MatrixBuilder(Builder):
         given = dict(zip([a.name for a in schema(op.target).arguments], op.args, strict=False)) | dict(op.kwargs)
         if given.get("ord", 2) != 2 or given.get("dtype") not in (None, torch.float32, torch.float64):
             raise self._refusal(op)
+        if out.shape == x.shape and _REDUCED[op.target] is not norm_to:  # each of one element: the second moment of a
+            # matrix with one row is kept for each of its elements, and is recognised as that of a vector is
+            self._axes[out], self.cells[out.storage] = axes, self.value_of(x)
+            return
         kept = len(out.shape) == count
         left = tuple((None if i in gone else a) for i, a in enumerate(axes) if kept or i not in gone)
         self._keep(op, out, self.graph.call_function(_REDUCED[op.target], (self.value_of(x), left)), left)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from running import compiled_only
 from torch import Tensor
 from updates import random_inputs, whole_update
 
@@ -306,11 +307,12 @@ def test_the_kind_of_the_devices_chooses(xla: torch.device, monkeypatch: pytest.
     assert Xla(XLA).compiler == XLA
 
 
+@compiled_only()
 def test_words_that_neuronx_cc_rejects_are_rejected_with_a_remedy(for_neuron: str, xla: torch.device) -> None:
     p = torch.nn.Parameter(torch.zeros(3, 130).bfloat16().to(xla))
     strategy = {"param": "bf16", "exp_avg": "e4m3", "*": "bf16"}
     with pytest.raises(UnsupportedUpdate, match=r"no words of e4m3 .*neuronx-cc rejects float8_e4m3fn"):
-        collage_neuron.compile(torch.optim.AdamW([p]), strategy=strategy, backend=for_neuron, unsupported="error")
+        collage_neuron.compile(torch.optim.AdamW([p]), strategy=strategy, backend=for_neuron)
 
 
 def test_advice_to_take_xla_says_on_a_trainium_that_it_is_unproven(

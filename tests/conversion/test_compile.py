@@ -183,7 +183,6 @@ def test_the_settings_live_in_the_groups() -> None:
         "collage_nonfinite": "pass",
         "collage_seed": 0,
         "collage_validate": "on",
-        "collage_unsupported": "twin",
     }
 
 

@@ -18,7 +18,7 @@ from worlds import run_script
 pytest.importorskip("torch_xla")
 
 SCRIPT = """
-import os, sys
+import os, sys, warnings
 # Without AVX2 there is no fused multiply-add, which XLA on the CPU puts where its fusions happen to end.
 flags = f"--xla_dump_to={sys.argv[1]}/hlo --xla_cpu_max_isa=AVX --xla_backend_optimization_level=0"
 os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_FLAGS": flags}
@@ -141,14 +141,16 @@ for make in (Mini, Vectors):
         if sharded:
             shard(p, 0)
         try:
-            optimizer = collage_neuron.compile(make([p]), strategy="full", unsupported="error")
-            train(optimizer, range(2), False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", collage_neuron.RunsAsWritten)
+                optimizer = collage_neuron.compile(make([p]), strategy="full")
+                train(optimizer, range(2), False)
             heads[make.__name__, sharded] = values(optimizer)
         except collage_neuron.UnsupportedUpdate as error:
             heads[make.__name__, sharded] = str(error)
 p = torch.nn.Parameter(torch.randn(8, 6).to(device))
 shard(p, 0)
-optimizer = collage_neuron.compile(Mini([p]), strategy="full", unsupported="twin")
+optimizer = collage_neuron.compile(Mini([p]), strategy="full")
 train(optimizer, range(2), True)
 heads["copies"] = optimizer.state[p]["m"].shape, p.isfinite().all().item()
 told = {"memory": memory, "found": found, "before": sorted(before), "control": control, "updates": updates, "cut": cut}

@@ -6,7 +6,6 @@ Those that turn out to be launched give it within what arithmetic in another ord
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import re
 from collections import defaultdict
@@ -35,10 +34,12 @@ from as_written import (
     run,
     values,
 )
+from running import compiled_only
+from torch.optim import SGD
 
 import collage_neuron
 from collage_neuron import checkpoint
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import RunsAsWritten
 from collage_neuron.states.bookkeeping import bookkeeping
 
 
@@ -47,7 +48,7 @@ def test_under_the_strategy_fp32_each_is_that_of_fp32_bit_for_bit_if_it_runs_as_
     optimizer, params = compiled(make, "fp32")
     run(optimizer, 8)
     found, exact = values(optimizer, params), in_fp32(make, 8)
-    assert bool(bookkeeping(optimizer).twin) == (make not in LAUNCHED)
+    assert bool(bookkeeping(optimizer).as_written) == (make not in LAUNCHED)
     assert near(found, exact, 8) if make in LAUNCHED else equal(found, exact)
     assert all(p.dtype == torch.bfloat16 and torch.equal(p, v.bfloat16()) for p, v in
                zip(params, values(optimizer, params), strict=True))  # fmt: skip
@@ -65,7 +66,7 @@ class WithoutRules(Written):
 def test_functions_without_a_rule_are_those_of_torch_in_fp32() -> None:
     optimizer, params = compiled(WithoutRules, "fp32")
     run(optimizer, 8)
-    assert bookkeeping(optimizer).twin
+    assert bookkeeping(optimizer).as_written
     assert equal(values(optimizer, params), in_fp32(WithoutRules, 8))
     optimizer, params = compiled(WithoutRules, "full")
     run(optimizer, 8)
@@ -229,6 +230,20 @@ def test_a_checkpoint_is_loaded_into_a_class_before_its_first_step() -> None:
     assert everything(resumed)[:2] == everything(whole)[:2]
 
 
+class LooksInside(Written):
+    """Asks for the memory of a value, which nobody knows before the step is taken."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"] * (1 if g.numpy().size else 2))
+
+
+class Repeated(Written):
+    """Raises an error of torch's while its values wait."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"] * (1 if torch.Tensor.tolist(g) else 2))
+
+
 class LaterNorm(Written):
     """Elementwise until its fifth step."""
 
@@ -238,27 +253,31 @@ class LaterNorm(Written):
         p.sub_(state["m"] if state["step"] < 5 else state["m"] / (1e-3 + state["m"].norm(3)), alpha=group["lr"])
 
 
-def test_a_step_that_can_no_longer_be_captured_goes_on_as_written(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_can_no_longer_be_captured_goes_on_as_written() -> None:
     optimizer, params = compiled(LaterNorm, "split444")
-    run(optimizer, 4)
-    assert not bookkeeping(optimizer).twin
-    assert not caplog.records
-    run(optimizer, 4, first=4)
-    assert bookkeeping(optimizer).twin
-    assert len(caplog.records) == 1
+    with compiled_only():
+        run(optimizer, 4)
+    assert not bookkeeping(optimizer).as_written
+    with pytest.warns(RunsAsWritten) as told:
+        run(optimizer, 4, first=4)
+    assert bookkeeping(optimizer).as_written
+    assert len(told) == 1
     assert error(values(optimizer, params), in_fp32(LaterNorm, 8)) < 8 * 2**-20
 
 
-def test_it_is_said_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer, _ = compiled(Muon)
-    run(optimizer, 3)
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("collage_neuron", logging.WARNING)
-    message = record.getMessage()
+def test_it_is_said_once_in_one_line() -> None:
+    with pytest.warns(RunsAsWritten) as told:
+        optimizer, _ = compiled(Muon)
+    (record,) = told
+    with compiled_only():  # which would raise another one
+        run(optimizer, 3)
+    assert record.filename.endswith("as_written.py")
+    message = str(record.message)
     assert "\n" not in message
-    assert "Muon: step() of its only group runs as written on fp32 values" in message
+    assert message.startswith("Muon cannot be compiled: ")
+    assert "step() of its only group runs as written, on fp32 values" in message
     assert "aten.permute" in message
-    assert "unsupported='error' rejects such optimizers" in message
+    assert "collage_neuron.RunsAsWritten" in message
     text = collage_neuron.explain(optimizer)
     assert "momentum_buffer    fp32" in text
     assert "step() as written on fp32 values" in text
@@ -276,16 +295,59 @@ def test_bytes_count_what_is_there() -> None:
     assert collage_neuron.bytes_per_parameter(optimizer) == (10 * (whole - single) + 10 + 6) / whole
 
 
-def test_error_rejects_as_before() -> None:
-    params = parameters(torch.bfloat16)
-    optimizer = Muon(params)
-    with pytest.raises(UnsupportedUpdate, match="not elementwise"):
-        collage_neuron.compile(optimizer, unsupported="error")
+@compiled_only()
+def test_a_filter_makes_it_an_error_before_anything_is_changed() -> None:
+    optimizer = Muon(params := parameters(torch.float32))
+    for _ in range(2):
+        with pytest.raises(RunsAsWritten, match="not elementwise"):
+            collage_neuron.compile(optimizer)
     assert type(optimizer) is Muon
-    with pytest.raises(UnsupportedUpdate, match="not elementwise"):
-        collage_neuron.compile(Muon, unsupported="error")
-    with pytest.raises(ValueError, match="unknown unsupported 'never'; choose twin or error"):
-        collage_neuron.compile(optimizer, unsupported="never")
+    assert {p.dtype for p in params} == {torch.float32}
+
+
+@pytest.mark.parametrize("make", [Muon, LooksInside, Repeated])
+def test_so_it_does_in_a_step_of_which_nothing_was_known(make: type[Written]) -> None:
+    """In each, however many there are; where the filter is gone it runs."""
+    optimizer = collage_neuron.compile(make)(params := parameters(torch.bfloat16))
+    before = everything(optimizer)
+    with compiled_only():
+        for _ in range(6):
+            with pytest.raises(RunsAsWritten, match=f"{make.__name__} cannot be compiled: "):
+                run(optimizer, 1)
+            assert everything(optimizer) == before
+    with pytest.warns(RunsAsWritten, match=f"{make.__name__} cannot be compiled: "):
+        run(optimizer, 1)
+    assert error(values(optimizer, params), in_fp32(make, 1)) < 2**-7
+
+
+@pytest.mark.parametrize("unsupported", ["twin", "error"])
+def test_the_setting_of_before_is_accepted_and_has_no_effect(unsupported: str) -> None:
+    with pytest.warns(DeprecationWarning, match=r"simplefilter\('error', collage_neuron.RunsAsWritten\)") as told:
+        optimizer = collage_neuron.compile(Muon(parameters(torch.bfloat16)), unsupported=unsupported)
+    assert {record.filename for record in told} == {__file__}
+    run(optimizer, 1)
+
+
+def test_groups_checkpoints_and_pickles_that_have_it_lose_it() -> None:
+    key = "collage_unsupported"
+    group: dict[str, Any] = {"params": parameters(torch.bfloat16), key: "error"}
+    optimizer = collage_neuron.compile(SGD([group], lr=0.1))
+    run(optimizer, 1)
+    optimizer.add_param_group({"params": parameters(torch.bfloat16), key: "twin"})
+    cls: Any = collage_neuron.compile(SGD)
+    made = cls([dict(group)], lr=0.1, collage_unsupported="error")
+    saved = optimizer.state_dict()
+    for each in saved["param_groups"]:
+        each[key] = "error"
+    loaded = collage_neuron.compile(SGD([{"params": parameters(torch.bfloat16)} for _ in range(2)], lr=0.1))
+    loaded.load_state_dict(saved)
+    state = optimizer.__getstate__()
+    state["defaults"] = optimizer.defaults | {key: "twin"}
+    pickled = copy.copy(optimizer)
+    pickled.__setstate__(state)
+    for each in (optimizer, made, loaded, pickled):
+        assert key not in each.defaults
+        assert all(key not in group for group in each.param_groups)
 
 
 def test_schedulers_hooks_and_a_state_of_no_parameter() -> None:
@@ -389,7 +451,7 @@ def test_an_optimizer_in_evaluation_mode_is_captured_when_it_trains() -> None:
         run(optimizer, 1)
     optimizer.train()
     run(optimizer, 1)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
 
 
 def test_states_of_another_type_stay_what_they_are() -> None:

@@ -31,7 +31,7 @@ class ByView(Written):
 def test_a_state_found_by_a_number_is_kept_as_it_is_made() -> None:
     optimizer, params = compiled(ByView)
     run(optimizer, 4)
-    assert bookkeeping(optimizer).twin
+    assert bookkeeping(optimizer).as_written
     assert equal(values(optimizer, params), in_fp32(ByView, 4))
     assert optimizer.state[params[0]][0]["exp_avg"].dtype == torch.float32
     assert "0                  as made" in collage_neuron.explain(optimizer)

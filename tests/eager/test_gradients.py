@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
 
 
 class Scaled(Written):
@@ -54,7 +55,7 @@ def test_gradients_are_the_same_by_every_name(buffer: bool) -> None:
         if buffer:
             optimizer.flat = named
         if dtype == torch.bfloat16:
-            optimizer = collage_neuron.compile(optimizer, strategy="fp32", unsupported="twin")
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32")
         for _ in range(3):
             optimizer.step()
         grads = [p.grad.float() for p in params if p.grad is not None]
@@ -63,6 +64,86 @@ def test_gradients_are_the_same_by_every_name(buffer: bool) -> None:
     (found, grads), (exact, expected) = left(torch.bfloat16), left(torch.float32)
     assert all(torch.allclose(x, y, rtol=2**-7) for x, y in zip(grads, expected, strict=True))
     assert all(torch.allclose(x, y, atol=2e-4) for x, y in zip(found, exact, strict=True))
+
+
+# --- names that are not followed --------------------------------------------------------------------------------------
+
+HELD: dict[str, Tensor] = {}
+"""Flat buffers of gradients that no optimizer holds."""
+
+
+def _nothing_to(params: list[Parameter]) -> None:
+    pass
+
+
+class OfAGlobal(Written):
+    """Steps, and uses a flat buffer of gradients before or after that."""
+
+    def __init__(self, params: Any, before: Any, after: Any, looks: bool) -> None:
+        super().__init__(params)
+        self.before, self.after, self.looks = before, after, looks
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = self.param_groups[0]["params"]
+        if self.looks:  # so that it runs as written
+            params[0].grad.numpy()
+        self.before(params)
+        for p in params:
+            p.sub_(p.grad, alpha=0.1)
+        self.after(params)
+
+
+def _parts(params: list[Parameter], flat: Tensor) -> None:
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+
+
+def _put(params: list[Parameter]) -> None:
+    if "own" not in HELD:
+        HELD["own"] = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
+        _parts(params, HELD["own"])
+    HELD["own"].mul_(0.5)
+
+
+NOT_FOLLOWED: dict[str, tuple[Any, Any, str]] = {
+    "a buffer, before": (lambda ps: HELD["flat"].mul_(0.5), _nothing_to, "writes to the memory of a gradient"),
+    "a buffer, after": (_nothing_to, lambda ps: HELD["flat"].zero_(), "writes to the memory of a gradient"),
+    "a part, after": (_nothing_to, lambda ps: HELD["part"].zero_(), "writes to the memory of a gradient"),
+    "a buffer of its own": (_put, _nothing_to, "gives a parameter a gradient that is a part of a tensor"),
+}
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_a_name_of_a_gradient_that_is_not_followed_is_rejected(name: str, looks: bool) -> None:
+    """Parameters would miss what is written to it, or see what is written after them."""
+    before, after, message = NOT_FOLLOWED[name]
+    params = [Parameter(torch.ones(n, 3).bfloat16()) for n in (4, 1)]
+    HELD.clear()
+    HELD["flat"] = torch.ones(15).bfloat16()
+    HELD["part"] = HELD["flat"][:6]
+    _parts(params, HELD["flat"])
+    optimizer: Any = collage_neuron.compile(OfAGlobal(params, before, after, looks), strategy="plus", verbose=False)
+    with pytest.raises(UnsupportedUpdate, match=f"{message}.*; nothing was updated"):
+        optimizer.step()
+    assert all(torch.equal(p, torch.ones_like(p)) for p in params)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_gradients_may_be_parts_of_a_buffer_that_nobody_keeps(looks: bool) -> None:
+    def put(params: list[Parameter]) -> None:
+        _parts(params, torch.cat([p.grad.flatten() for p in params if p.grad is not None]).mul_(0.5))
+
+    params = [Parameter(torch.ones(n, 3).bfloat16()) for n in (4, 1)]
+    optimizer: Any = OfAGlobal(params, put, _nothing_to, looks)
+    optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert all(p.grad is not None and torch.equal(p.grad, torch.full_like(p, 0.5)) for p in params)
+    assert all(torch.allclose(x, torch.tensor(0.9)) for x in values(optimizer, params))
 
 
 # --- memory that is shared, or kept -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from as_written import Written, compiled, equal, everything, in_fp32, run, values
+from running import compiled_only
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -304,12 +305,11 @@ def of_fp32() -> list[Parameter]:
 
 
 @pytest.mark.parametrize("hold", VIEWS)
-@pytest.mark.parametrize("unsupported", ["twin", "error"])
-def test_a_view_of_a_parameter_that_compile_moves_is_rejected(hold: str, unsupported: str) -> None:
+def test_a_view_of_a_parameter_that_compile_moves_is_rejected(hold: str) -> None:
     params = of_fp32()
     optimizer = Normed(params, VIEWS[hold])
     with pytest.raises(UnsupportedUpdate, match=r"Normed cannot be compiled: it holds a view of a float32 parameter"):
-        collage_neuron.compile(optimizer, unsupported=unsupported)
+        collage_neuron.compile(optimizer)
     assert type(optimizer) is Normed
     assert all(p.dtype == torch.float32 for p in params)
 
@@ -404,10 +404,11 @@ class CalledGrad(CalledParam):
 
 
 @pytest.mark.parametrize("make", [CalledParam, CalledGrad])
+@compiled_only()
 def test_a_compiled_update_has_no_state_of_these_names(make: Callable[..., Any]) -> None:
     optimizer = make([Parameter(torch.ones(4, dtype=torch.bfloat16))])
     with pytest.raises(UnsupportedUpdate, match=f"a state called '{make.name}'"):  # type: ignore[attr-defined]
-        collage_neuron.compile(optimizer, unsupported="error")
+        collage_neuron.compile(optimizer)
 
 
 CHANGES: dict[str, Callable[[list[Any]], Any]] = {

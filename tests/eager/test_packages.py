@@ -127,9 +127,9 @@ def test_each_is_what_it_is_in_fp32_bit_for_bit_if_it_runs_as_written(package: s
     stepped(optimizer, name)
     found = values(optimizer, params)
     wanted = [p.detach() for group in plain.param_groups for p in group["params"]]
-    assert bool(bookkeeping(optimizer).twin) == bool(why)
+    assert bool(bookkeeping(optimizer).as_written) == bool(why)
     if why:
-        assert reason(bookkeeping(optimizer).twin) == why
+        assert reason(bookkeeping(optimizer).as_written) == why
         assert equal(found, wanted)
     for x, y, start in zip(found, wanted, params_of(shapes, torch.float32), strict=True):
         # What is launched rounds in another order: an update by a few units of its last place, and then the weight.

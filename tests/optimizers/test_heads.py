@@ -13,6 +13,7 @@ import pytest
 import torch
 from as_written import Written, everything, initial, run
 from headed import ALL, Blocks, Flat, Fused, Mini, Vectors
+from running import as_written_too
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import FlopCounterMode
@@ -65,7 +66,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     shapes = shapes_for(make)
     optimizer, params = compiled(make, "fp32", shapes)
     run(optimizer, 6)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     exact = parameters(torch.float64, shapes)
     plain = make(exact)
     run(plain, 6)
@@ -92,7 +93,7 @@ def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
     for backend in BACKENDS:
         optimizer, _ = compiled(make, strategy, (*shapes_for(make), (64, 40)), backend=backend)
         run(optimizer, 2)
-        assert not bookkeeping(optimizer).twin
+        assert not bookkeeping(optimizer).as_written
         found.append(bits(optimizer))
     assert found[0] == found[1]
 
@@ -142,7 +143,7 @@ def test_a_checkpoint_of_plain_torch_is_loaded(make: Any, dtype: torch.dtype) ->
         fmt = FORMATS[kept_formats.of(optimizer, p)["m"]]
         assert ((moment(optimizer, p) - value).abs() <= rounding(fmt, value.abs())).all()
     run(optimizer, 1, first=2)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
 
 
 @pytest.mark.parametrize("strategy", ["full", "bf16"])
@@ -157,9 +158,10 @@ def test_it_is_exported_in_fp32_in_the_optimizers_shapes(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["plus", "split433"])
+@as_written_too()
 def test_a_run_goes_on_as_written_and_back(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step as written has the values of the words, in their shape, and a captured run those that it left."""
-    settings: dict[str, Any] = {"shapes": ((8, 160),), "unsupported": "twin"}
+    settings: dict[str, Any] = {"shapes": ((8, 160),)}
     captured, (p,) = compiled(Mini, strategy, **settings)
     run(captured, 2)
     saved, values = captured.state_dict(), moment(captured, p)
@@ -179,7 +181,7 @@ def test_a_run_goes_on_as_written_and_back(strategy: str, monkeypatch: pytest.Mo
     with torch.no_grad():
         r.copy_(q)
     run(back, 1, first=3)
-    assert not bookkeeping(back).twin
+    assert not bookkeeping(back).as_written
     assert r.isfinite().all()
 
 
@@ -347,13 +349,14 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("is_inside", [True, False], ids=["by the step", "between steps"])
+@as_written_too()
 def test_a_state_that_gets_another_shape_or_dtype_is_not_made_anew(name: str, is_inside: bool) -> None:
     """Not even where validation has no sample: what captured steps cannot follow runs as written."""
     change = CHANGES[name]
     start = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     params, wanted = (torch.nn.Parameter(start.clone()) for _ in range(2))
     inside = change if is_inside else (lambda v: v)
-    settings: dict[str, Any] = {"strategy": "fp32", "validate": "off", "unsupported": "twin"}
+    settings: dict[str, Any] = {"strategy": "fp32", "validate": "off"}
     optimizer, plain = collage_neuron.compile(Row([params], inside), **settings), Row([wanted], inside)
     for step in range(5):
         g = torch.randn(64, 32, generator=torch.Generator().manual_seed(step + 1)).bfloat16()

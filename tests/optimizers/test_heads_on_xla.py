@@ -51,7 +51,7 @@ def test_steps_have_the_bits_and_the_shapes_of_the_reference(xla: torch.device, 
     ours, theirs = (compiled(make, shapes, d, strategy=strategy, backend=b) for d, b in both(xla))
     for optimizer in (ours, theirs):
         run(optimizer, 3)
-        assert not bookkeeping(optimizer).twin
+        assert not bookkeeping(optimizer).as_written
     assert differing(ours, theirs) == []
     for optimizer in (ours, theirs):
         run(optimizer, 1, first=3, special=math.nan)

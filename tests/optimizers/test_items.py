@@ -14,6 +14,7 @@ import pytest
 import torch
 from as_written import Written, equal, everything, run, values
 from items import ALL
+from running import as_written_too
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adafactor
@@ -54,7 +55,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     """Within 2**-18 of a step, six steps long: some thirty roundings of 2**-24, of which few add up."""
     optimizer, params = compiled(make, "fp32")
     run(optimizer, 6)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     exact = in_dtype(make, 6, torch.float64)
     for ours, theirs, start in zip(values(optimizer, params), exact, parameters(torch.float64), strict=True):
         stores = 6 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
@@ -98,7 +99,7 @@ def test_both_outcomes_of_adafactor_are_as_near_as_fp32(size: float) -> None:
     make = partial(Adafactor, lr=0.05, d=1.5, eps=(1e-12, 1e-3), maximize=True)
     optimizer, params = compiled(make, "fp32", size)
     run(optimizer, 4)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     for ours, theirs, start in zip(
         values(optimizer, params),
         in_dtype(make, 4, torch.float64, size),
@@ -219,9 +220,10 @@ STEERING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", STEERING)
+@as_written_too()
 def test_whatever_python_does_with_it_is_right(name: str) -> None:
     make = reading(STEERING[name])
-    optimizer, params = compiled(make, "fp32", unsupported="twin")
+    optimizer, params = compiled(make, "fp32")
     run(optimizer, 3)
     assert near(values(optimizer, params), in_dtype(make, 3, torch.float32))
 
@@ -239,12 +241,13 @@ def test_what_leaves_the_range_of_fp32_is_right() -> None:
     assert near(values(optimizer, params), in_dtype(reading(far_and_back), 2, torch.float32))
 
 
+@as_written_too()
 def test_values_that_are_no_fp32_numbers_are_right() -> None:
     for make in (
         reading(lambda x, *_: x / 10, lambda g: (g > 0).sum()),
         reading(lambda x, *_: 1.0 if x else 2.0, lambda g: g.norm() > 1),
     ):
-        optimizer, params = compiled(make, "fp32", unsupported="twin")
+        optimizer, params = compiled(make, "fp32")
         run(optimizer, 2)
         assert near(values(optimizer, params), in_dtype(make, 2, torch.float32))
 
@@ -276,7 +279,7 @@ class Sorted(Written):
 def test_other_functions_that_compare_are_understood_too() -> None:
     optimizer, params = compiled(Sorted, "fp32")
     run(optimizer, 3)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     assert near(values(optimizer, params), in_dtype(Sorted, 3, torch.float32))
 
 
@@ -354,9 +357,10 @@ class Most(Guarded):
 
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("make", [Guarded, Counting, Mapping, Most])
+@as_written_too()
 def test_what_is_decided_by_all_parameters_is_decided_for_all(make: type[Written], count: int) -> None:
     params, wanted = ([Parameter(torch.ones(4, 8)) for _ in range(count)] for _ in range(2))
-    optimizer, plain = collage_neuron.compile(make(params), strategy="fp32", unsupported="twin"), make(wanted)
+    optimizer, plain = collage_neuron.compile(make(params), strategy="fp32"), make(wanted)
     for size in (1.0, 1.0, 100.0, 1.0):
         for ps in (params, wanted):
             for p, scale in zip(ps, (size, *[1.0] * (count - 1)), strict=True):
@@ -378,7 +382,7 @@ def test_what_is_decided_for_each_parameter_is_right() -> None:
                         p.sub_(p.grad, alpha=group["lr"] if calm else 0.1 * group["lr"])
 
     params, wanted = ([Parameter(torch.ones(4, 8)) for _ in range(3)] for _ in range(2))
-    optimizer, plain = collage_neuron.compile(Each(params), strategy="fp32", unsupported="error"), Each(wanted)
+    optimizer, plain = collage_neuron.compile(Each(params), strategy="fp32"), Each(wanted)
     for size in (1.0, 100.0, 1.0):
         for ps in (params, wanted):
             for p, scale in zip(ps, (size, 1.0, 1.0), strict=True):

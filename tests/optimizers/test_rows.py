@@ -18,6 +18,7 @@ import collage_neuron
 from collage_neuron.errors import StrategyChanged, TranslationError, UnsupportedUpdate
 from collage_neuron.numerics import matrix_sums
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.states import kept_formats
 from collage_neuron.states.bookkeeping import bookkeeping
 
 BACKENDS = ("reference", "native")
@@ -59,7 +60,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     shapes = [s for s in SHAPES if math.prod(s)]
     optimizer, params = compiled(make, "fp32", shapes)
     run(optimizer, 10)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     exact = parameters(torch.float64, shapes)
     plain = make(exact)
     run(plain, 10)
@@ -101,6 +102,30 @@ def test_machine_code_runs_all_of_it(make: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("collage_neuron.passes.backends.reference_rows.RowSums.__call__", never)
     run(optimizer, 3)
     assert bits(optimizer) == bits(wanted)
+
+
+class Slow(Written):
+    """Second moments of rows and columns that decay slowly, kept with a dimension of one."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        means = {"row": (g * g).mean(-1, keepdim=True), "col": (g * g).mean(-2, keepdim=True)}
+        for name, mean in means.items():
+            state.setdefault(name, torch.zeros_like(mean)).mul_(0.999).add_(mean, alpha=0.001)
+        v = state["row"] * state["col"] / state["row"].mean(-2, keepdim=True)
+        p.sub_(g / (v.sqrt() + 1e-8), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (3, 1, 5), (6, 4, 1, 1)])
+def test_the_second_moment_of_one_row_or_column_is_that_of_its_elements(shape: tuple[int, ...]) -> None:
+    """What is a mean of one element each is recognised as a second moment: `plus` keeps it in two words."""
+    optimizer, (p,) = compiled(Slow, "plus", (shape,))
+    run(optimizer, 5)
+    (exact,) = parameters(torch.float64, (shape,))
+    run(Slow([exact]), 5)
+    whole = [name for name in ("row", "col") if optimizer.state[p][name].shape == p.shape]
+    assert whole
+    assert {kept_formats.of(optimizer, p)[name] for name in whole} == {"bf16x2"}
+    assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), exact, rtol=0, atol=2**-14)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -197,7 +222,7 @@ def test_validation_notices_a_wrong_mean(monkeypatch: pytest.MonkeyPatch, steps:
 def test_large_parameters_are_validated_in_a_corner() -> None:
     optimizer, _ = compiled(shapes=((200, 300), (5, 90, 80)))
     run(optimizer, 3)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
 
 
 def test_the_strategy_changes_in_training() -> None:
@@ -208,7 +233,7 @@ def test_the_strategy_changes_in_training() -> None:
         optimizer = collage_neuron.compile(optimizer, strategy="split433", verbose=False)
     assert equal(before, [optimizer.state[p]["sq_row"] for p in params])
     run(optimizer, 2, first=2)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
 
 
 # --- what is rejected -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 from agreement import compare
 from as_written import Written, compiled, equal, everything, in_fp32, parameters, run, values
+from running import as_written_too
 from staged import ALL, Lamb, Lars, StableAdamW
 from torch import Tensor
 from torch.nn import Parameter
@@ -38,7 +39,7 @@ def test_parameters_of_all_shapes_are_as_near_to_fp32_as_roundings_are(make: Any
     """In fp32 the sums of torch and ours differ by roundings: 2**-20 of a step, in ten steps."""
     optimizer, params = compiled(make)
     run(optimizer, 10)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     start = [p.detach().float() for p in parameters(torch.bfloat16)]
     for ours, theirs, before in zip(values(optimizer, params), in_fp32(make, 10), start, strict=True):
         assert (ours - theirs).abs().max() <= 10 * 2**-20 * (theirs - before).abs().max() + 2**-23 * before.abs().max()
@@ -220,8 +221,9 @@ def test_what_has_no_rule_is_rejected(make: type[Written]) -> None:
 @pytest.mark.parametrize(
     "make", [Branching, OverAll, Summing, KeptNumber, GivenNumber, Fourth, OfFilled], ids=lambda make: make.__name__
 )
+@as_written_too()
 def test_steps_that_are_not_each_parameters_own_are_right(make: type[Written]) -> None:
-    optimizer, params = compiled(make, unsupported="twin")
+    optimizer, params = compiled(make)
     run(optimizer, 3)
     for ours, theirs in zip(values(optimizer, params), in_fp32(make, 3), strict=True):
         assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)

@@ -62,7 +62,7 @@ def test_numbers_of_the_device_are_those_of_the_host_but_for_roundings(xla: torc
     ours, theirs = (compiled(make, ((33, 65), (17,)), d, strategy="full", backend=b) for d, b in both(xla))
     for optimizer in (ours, theirs):
         run(optimizer, 10)
-        assert not bookkeeping(optimizer).twin
+        assert not bookkeeping(optimizer).as_written
     for p, q in zip(exact(ours), exact(theirs), strict=True):
         assert torch.allclose(p, q, rtol=0.0, atol=2**-18)
 
@@ -76,7 +76,7 @@ def check_ten_steps(xla: torch.device, make: Any, strategy: str, shapes: Shapes)
     ours, theirs = (compiled(make, shapes, d, strategy=strategy, backend=b) for d, b in both(xla))
     for optimizer in (ours, theirs):
         run(optimizer, 10)
-        assert not bookkeeping(optimizer).twin
+        assert not bookkeeping(optimizer).as_written
     assert differing(ours, theirs) == []
     for optimizer in (ours, theirs):
         run(optimizer, 1, first=10, special=math.nan)

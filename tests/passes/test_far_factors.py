@@ -78,6 +78,22 @@ def test_a_factor_far_from_one_is_a_product(update: str, backend: str, strategy:
         assert ((value - right).norm() <= BOUND[strategy] * right.norm()).item(), number
 
 
+@pytest.mark.parametrize("strategy", BOUND)
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_each_of_a_tensor_of_weights_has_its_own_form(backend: str, strategy: str) -> None:
+    """Near 0 a weight keeps the parameter, and near 1 the other operand, which is much smaller."""
+
+    def update(p: Tensor, g: Tensor, kept: Tensor, c: float) -> None:
+        p.lerp_(kept, (g > 0).to(p.dtype) * (1 - 2.0**-19) + 2.0**-20)
+
+    ours, p, theirs, exact = both(update, strategy, backend=backend)
+    step(ours, p, 0)
+    step(theirs, exact, 0)
+    value, right = collage_neuron.exact_value(ours, p).double(), exact.detach()
+    assert ((value - right).abs() <= BOUND[strategy] * right.abs()).all()
+    assert ((right.abs() < 2.0**-14).sum() > 200).item()
+
+
 def test_the_form_changes_with_the_number_and_back() -> None:
     ours, p, *_ = both(UPDATES["multiplied"], "fp32")
     far = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from running import compiled_only
 
 import collage_neuron
 
@@ -57,14 +59,15 @@ def trained(rule: Rule, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_masks_choose_what_they_choose_in_fp32(name: str, backend: str) -> None:
-    unsupported = "twin" if name.startswith("known") else "error"
-    found = trained(RULES[name], strategy="fp32", backend=backend, unsupported=unsupported)
+    with nullcontext() if name.startswith("known") else compiled_only():
+        found = trained(RULES[name], strategy="fp32", backend=backend)
     assert (found - trained(RULES[name])).abs().max() <= 2**-22
 
 
+@compiled_only()
 def test_what_is_not_finite_is_left_out() -> None:
     p = torch.nn.Parameter(torch.zeros(3))
-    optimizer: Any = collage_neuron.compile(Chosen([p], RULES["isfinite"]), strategy="fp32", unsupported="error")
+    optimizer: Any = collage_neuron.compile(Chosen([p], RULES["isfinite"]), strategy="fp32")
     p.grad = torch.tensor([1.0, torch.inf, torch.nan]).bfloat16().to(p.dtype)
     optimizer.step()
     assert p[0] != 0
@@ -91,10 +94,11 @@ class Stored(Chosen):
 
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("strategy", ["fp32", "plus", "split433"])
+@compiled_only()
 def test_a_mask_is_stored_as_numbers(name: str, strategy: str) -> None:
     p = torch.nn.Parameter(torch.zeros(40))
     optimizer: Any = Stored([p], lambda g, m, lr: STORED[name](g))
-    optimizer = collage_neuron.compile(optimizer, verbose=False, unsupported="error", strategy=strategy)
+    optimizer = collage_neuron.compile(optimizer, verbose=False, strategy=strategy)
     p.grad = torch.linspace(-2, 2, 40).bfloat16()
     p.grad[3] = torch.nan
     optimizer.step()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, of_v
 from planned import capture, plan
+from running import as_written_too
 from slow_states import error, gradient, start, stepped
 from torch import Tensor
 
@@ -154,7 +155,8 @@ def test_an_average_of_squares_that_begins_below_0_is_rejected_where_it_would_ha
     optimizer = Dividing([torch.nn.Parameter(start())], begins_below)
     with pytest.raises(UnsupportedUpdate, match=r"the state 'own' begins at -0\.001, .*as u\d+q16, which has no sign"):
         collage_neuron.compile(optimizer, strategy=strategy)
-    optimizer = collage_neuron.compile(optimizer, strategy=strategy, unsupported="twin", verbose=False)
+    with as_written_too():
+        optimizer = collage_neuron.compile(optimizer, strategy=strategy, verbose=False)
     (p,) = optimizer.param_groups[0]["params"]
     stepped(optimizer, p, 1)
     before = collage_neuron.exact_value(optimizer, p)

@@ -36,8 +36,8 @@ def test_muon_runs_as_written_and_adamw_is_captured() -> None:
     muon_gpt.loss_of(model, torch.randint(0, 256, (2, 9))).backward()
     muon.step()
     adamw.step()
-    assert bookkeeping(muon).twin
-    assert not bookkeeping(adamw).twin
+    assert bookkeeping(muon).as_written
+    assert not bookkeeping(adamw).as_written
 
 
 @pytest.mark.parametrize("name", ["fp32", "plus"])

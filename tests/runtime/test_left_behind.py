@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hostile import Base
+from running import as_written_too
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -123,19 +124,21 @@ def test_the_gradient_of_an_fp32_parameter_is_written_in_fp32() -> None:
     assert torch.equal(p.grad, torch.full((4,), (1 + 2**-20) / 2))  # type: ignore[arg-type]  # it is there
 
 
+@as_written_too()
 def test_an_expanded_gradient_is_exchanged() -> None:
-    p, optimizer = made(Halves, unsupported="twin")
+    p, optimizer = made(Halves)
     p.grad = torch.ones(1, dtype=p.dtype).expand(3, 4)
     optimizer.step()
     assert torch.equal(p.grad, torch.full((3, 4), 0.5).bfloat16())
 
 
+@as_written_too()
 def test_a_gradient_that_the_step_clears_or_exchanges() -> None:
     p, optimizer = made(Clears)
     given(p)
     optimizer.step()
     assert p.grad is None
-    p, optimizer = made(Exchanges, unsupported="twin")
+    p, optimizer = made(Exchanges)
     given(p)
     optimizer.step()
     assert torch.equal(p.grad, torch.full((3, 4), 0.25).bfloat16())  # type: ignore[arg-type]  # it is there

@@ -147,6 +147,6 @@ def trained(
 
 def how(optimizer: Optimizer) -> str:
     """How the steps of a compiled optimizer run."""
-    if bookkeeping(optimizer).twin:
+    if bookkeeping(optimizer).as_written:
         return AS_WRITTEN
     return STAGES if "reduction:" in collage_neuron.explain(optimizer, graphs=True) else COMPILED

@@ -24,7 +24,7 @@ def trained(make: Any, shapes: tuple[tuple[int, ...], ...], device: torch.device
         for p in params:
             p.grad = torch.randn(p.shape, generator=g).bfloat16().to(device)
         optimizer.step()
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     return {
         f"{key} {i}": x.detach().cpu()
         for i, p in enumerate(params)

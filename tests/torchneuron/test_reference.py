@@ -9,6 +9,7 @@ import neuron_device
 import pytest
 import torch
 from on_neuron import Make, differing, of, parameters, step, trained, words
+from running import compiled_only
 
 import collage_neuron
 from collage_neuron.errors import ComputedOnHost, UnsupportedUpdate
@@ -153,9 +154,10 @@ def test_formats_without_kernels_are_converted_on_the_cpu(neuron: torch.device) 
 
 
 @pytest.mark.filterwarnings("ignore::collage_neuron.ImpreciseState")
+@compiled_only()
 def test_what_runs_neither_way_says_what_can(neuron: torch.device) -> None:
     with pytest.raises(UnsupportedUpdate, match=r"kernels for NKI.*: use backend='reference' \(on the CPU\)"):
-        trained(ADAMW, neuron, strategy=FP16, unsupported="error")
+        trained(ADAMW, neuron, strategy=FP16)
 
 
 def test_a_monitor_measures_on_the_device(neuron: torch.device) -> None:
@@ -199,7 +201,7 @@ class SignsOfZeros(torch.optim.Optimizer):
 def test_an_operation_without_a_kernel_runs_as_written_or_names_the_reference(neuron: torch.device) -> None:
     found = trained(SignsOfZeros, neuron)
     assert differing(found, trained(SignsOfZeros, "cpu", backend="nki")) == []
-    with pytest.raises(UnsupportedUpdate, match=r"use backend='reference'"):
-        trained(SignsOfZeros, neuron, unsupported="error")
+    with pytest.raises(UnsupportedUpdate, match=r"use backend='reference'"), compiled_only():
+        trained(SignsOfZeros, neuron)
     wanted = trained(SignsOfZeros, "cpu", backend="reference")
     assert differing(trained(SignsOfZeros, neuron, backend="reference"), wanted) == []

@@ -1,4 +1,4 @@
-"""Steps that ask how tensors lie in memory get the true answer, for any layout without gaps."""
+"""Steps that ask how tensors lie in memory get the true answer."""
 
 from __future__ import annotations
 
@@ -83,3 +83,39 @@ def test_a_step_that_asks_for_the_layout_gets_the_true_one(name: str, layout: st
 def test_views_in_the_order_of_memory_are_those_of_the_tensors(layout: str) -> None:
     same(Flat, [LAYOUTS[layout]], [LAYOUTS[layout]] * 2)
     same(Flat, [LAYOUTS["contiguous"]], [LAYOUTS[layout]] * 2)
+
+
+class Strided(Written):
+    """Notes strides, before and after values are computed, and steps by the places of memory."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen: set[Any] = set()
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.seen |= {p.stride(), g.stride()}
+        p.sub_(g, alpha=group["lr"])
+        if self.looks:
+            p.numpy()
+        self.seen |= {p.stride(), g.stride()}
+
+    looks = False
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_tensors_with_gaps_keep_their_strides(looks: bool) -> None:
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        whole, of_gradients = torch.arange(48.0, dtype=dtype).view(6, 8), torch.ones(6, 8, dtype=dtype)
+        p = torch.nn.Parameter(whole[1:, ::2])
+        p.grad = of_gradients[1:, ::2]
+        optimizer = Strided([p])
+        optimizer.looks = looks
+        if dtype == torch.bfloat16:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+        for _ in range(3):
+            optimizer.step()
+        assert optimizer.seen == {(8, 2)}
+        assert torch.equal(whole[:, 1::2].float(), torch.arange(48.0).view(6, 8)[:, 1::2])
+        found.append(collage_neuron.exact_value(optimizer, p) if dtype == torch.bfloat16 else p.detach())
+    assert torch.equal(*found)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from as_written import Written, compiled, equal, error, in_fp32, run, values
+from running import compiled_only
 from torch import Tensor
 
 from collage_neuron.errors import UnsupportedUpdate
@@ -65,11 +66,12 @@ def test_what_a_thread_does_is_not_lost(make: Any, validate: str) -> None:
 
 @pytest.mark.parametrize("make", [OneState, Pool])
 def test_it_is_rejected_where_the_step_may_not_run_as_written(make: Any) -> None:
-    with pytest.raises(UnsupportedUpdate, match="starts threads"):
-        compiled(make, unsupported="error")
+    with compiled_only(), pytest.raises(UnsupportedUpdate, match="starts threads"):
+        compiled(make)
 
 
+@compiled_only()
 def test_a_method_that_the_step_does_not_call_may_start_one() -> None:
-    optimizer, params = compiled(SavesInAThread, unsupported="error")
+    optimizer, params = compiled(SavesInAThread)
     run(optimizer, 2)
     assert error(values(optimizer, params), in_fp32(SavesInAThread, 2)) < 2**-20

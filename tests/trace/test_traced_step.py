@@ -13,6 +13,7 @@ import nki_standin
 import pytest
 import torch
 from nki_runs import INFINITY
+from running import compiled_only
 from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
 from traced_classes import FOREIGN, OF_TORCH, SUMMING
@@ -303,9 +304,10 @@ def test_what_is_traced_is_let_go(traced: None) -> None:
         gc.enable()
 
 
+@compiled_only()
 def test_what_cannot_be_compiled_is_refused_where_that_is_asked_for(traced: None) -> None:
     params = initial(torch.bfloat16)
-    optimizer: Any = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), unsupported="error", verbose=False)
+    optimizer: Any = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), verbose=False)
     set_gradients(params, 1)
     optimizer.step()
     assert optimizer._collage_bookkeeping.traces.misses == 0

@@ -11,6 +11,7 @@ from collage_neuron.numerics import functions
 from collage_neuron.numerics.eft import sqrt as _root  # `sqrt` below is the rule
 from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask, computed, times
+from collage_neuron.passes.rewrite.rules.masks import where
 from collage_neuron.passes.rewrite.rules.registry import operation, rule
 
 aten = torch.ops.aten
@@ -77,12 +78,18 @@ def addcdiv(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
 def lerp(a: Arithmetic, x: Any, y: Any, weight: Any) -> Any:
     """x + weight * (y - x), or from a weight of a half on, as in ATen, y - (1 - weight) * (y - x), which is y at 1.
 
-    For a state in bf16 arithmetic (1 - weight) * x + weight * y, with 1 - weight from the host.
+    For a state in bf16 arithmetic (1 - weight) * x + weight * y, with 1 - weight from the host. Where the weight is a
+    tensor, each element has the form of its own.
     """
     host = lift(weight).host
     if host is not None and a.is_far(1 - host):
         return a.round(a.read(y) - a.read(1 - host) * (a.read(y) - a.read(x)))
-    return add_to(a, x, a.read(weight) * (a.read(y) - a.read(x)))
+    rate, gap = a.read(weight), a.read(y) - a.read(x)
+    near = add_to(a, x, rate * gap)
+    if host is not None or isinstance(rate, (int, float)):
+        return near
+    far = a.round(a.read(y) - (1.0 - rate) * gap)
+    return where(a, Mask(torch.abs(rate) < 0.5), near, far)
 
 
 @rule(aten.neg.default)

@@ -77,7 +77,7 @@ def compiled(
 def found_by(make: Any, name: str, strategy: Any = "fp32", steps: int = 2, **settings: Any) -> Any:
     optimizer, _ = compiled(make, name, strategy, **settings)
     run(optimizer, steps)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     return everything(optimizer)[:2]
 
 
@@ -120,7 +120,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any, dialect: str, shapes: tu
     shapes = tuple(s for s in shapes if math.prod(s))
     optimizer, params = compiled(make, shapes=shapes)
     run(optimizer, 3)
-    assert not bookkeeping(optimizer).twin
+    assert not bookkeeping(optimizer).as_written
     assert optimizer.param_groups[0]["collage_backend"] == "nki"
     exact = parameters(shapes, torch.float64)
     run(plain := make(exact), 3)
