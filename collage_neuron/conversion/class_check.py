@@ -18,6 +18,7 @@ from collage_neuron.runtime.closures import check_arguments
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
+from collage_neuron.states import inner
 from collage_neuron.torch_privates import unhooked_step
 from collage_neuron.trace import dry_run
 from collage_neuron.trace.undone import undone
@@ -42,7 +43,7 @@ def _try(base: Any, settings: Settings) -> None:
     optimizer = _made(base)
     if optimizer is None:
         return
-    limits.check_inner(optimizer)
+    inner.check(optimizer)
     (group,) = optimizer.param_groups
     check_differentiable(group, 0)
     try:

@@ -7,14 +7,18 @@ an optimizer without parameters, so that it could not touch any.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import wraps
 from typing import Any
+from weakref import ref
 
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.taken_steps import answer
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.inner import inner_of
 
 
 def noted(step: Any) -> Any:
@@ -39,8 +43,59 @@ def is_bypassed(optimizer: Optimizer) -> bool:
 
 
 def watch(optimizer: Optimizer) -> None:
-    """Adds the hook to a compiled optimizer, or moves it behind hooks of the user that were added since."""
+    """Adds the hook to a compiled optimizer, or moves it behind hooks of the user that were added since.
+
+    Optimizers inside it have hooks too: outside of its step their states are not there.
+    """
     torch_privates.put_last(optimizer, _take_over)
+    for each in inner_of(optimizer):
+        _watch_inside(each.optimizer, optimizer)
+
+
+class Inside:
+    """A hook of an optimizer that a compiled one steps: raises where it is used by itself."""
+
+    def __init__(self, inside: Optimizer, outer: Optimizer) -> None:
+        self._inside, self._outer = ref(inside), ref(outer)
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raises UnsupportedUpdate outside of a step or method of the compiled one; not for copies of the inner one."""
+        outer = self._outer()
+        if optimizer is not self._inside() or (outer is not None and bookkeeping(outer).presented is not None):
+            return
+        name = "an optimizer that is gone" if outer is None else f"this {type(outer).__name__}"
+        raise UnsupportedUpdate(
+            f"this {type(optimizer).__name__} is inside {name}, which was compiled and has its states, and the exact "
+            "values of the parameters: call step(), state_dict() and load_state_dict() of the outer one; nothing was "
+            "changed"
+        )
+
+    def is_of(self, outer: Optimizer) -> bool:
+        """Returns True if the compiled optimizer is this one."""
+        return self._outer() is outer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is a hook of another optimizer, which gets its own (`watch`)."""
+        return _no_hook, ()
+
+
+def _no_hook() -> Any:
+    return _does_nothing
+
+
+def _does_nothing(*_: Any) -> None:
+    """Stands for the hook of an optimizer that was copied."""
+
+
+def _watch_inside(inside: Optimizer, outer: Optimizer) -> None:
+    hooks = torch_privates.step_pre_hooks(inside)
+    if any(isinstance(hook, Inside) and hook.is_of(outer) for hook in hooks):
+        return
+    hook = Inside(inside, outer)
+    inside.register_step_pre_hook(hook)
+    with suppress(AttributeError):  # of a class whose constructor does not call torch's: it asks another one
+        Optimizer.register_state_dict_pre_hook(inside, hook)
+        Optimizer.register_load_state_dict_pre_hook(inside, hook)
 
 
 @torch_privates.not_compiled  # not for a compiler that compiles the step
@@ -48,6 +103,12 @@ def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not is_bypassed(optimizer):
         return None
     cls: Any = type(optimizer)
+    if inner_of(optimizer):
+        raise UnsupportedUpdate(
+            f"this {cls._collage_base.__name__}.step() is from before compiling, and it steps another optimizer, so that "
+            "its code could not be kept from running; call optimizer.step() again, and not a bound method that is kept "
+            "in a variable, or compiled by torch.compile; nothing was updated"
+        )
     steps = torch_privates.hooked_steps(cls._collage_base)
     if not steps:
         raise UnsupportedUpdate(

@@ -21,7 +21,7 @@ from collage_neuron.optimizer import bypass, frozen, load_state, methods, step
 from collage_neuron.runtime import amp, closures, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings, filled
-from collage_neuron.states import cleared, exchanged, kept_formats, low_words, pending, saved_values, small_steps
+from collage_neuron.states import cleared, exchanged, inner, kept_formats, low_words, pending, saved_values, small_steps
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -59,7 +59,10 @@ class Compiled(Optimizer):
         super().__init__(*args, **{k: v for k, v in kwargs.items() if k not in implied})
         self._check_implied(implied)
         self.defaults.update(self._collage_defaults)
-        self.state = States(dict, self.state)
+        inner.collect(self, held := inner.inner_of(self))
+        inner.put_states(self, States(dict, self.state))
+        for group in self.param_groups if held else ():  # they may be those of an optimizer inside
+            group.update(filled(group, self._collage_defaults))
         bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 
@@ -148,7 +151,8 @@ class Compiled(Optimizer):
         started = defaultdict(dict, {p: s for p, s in whole.items() if p not in idle})
         ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there
         super().__setstate__({**state, **ours, "state": started})
-        self.state = whole if isinstance(whole, States) else States(dict, started | idle)  # copy.copy shares it
+        # copy.copy shares it
+        inner.put_states(self, whole if isinstance(whole, States) else States(dict, started | idle))
         pending.end(whole.values())
         bypass.watch(self)
 
@@ -244,7 +248,7 @@ def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
         )
     optimizer.__class__ = compiled_class(type(optimizer), settings)
     optimizer.defaults.update(settings.as_group())
-    optimizer.state = States(dict, optimizer.state)
+    inner.put_states(optimizer, States(dict, optimizer.state))
     bypass.watch(optimizer)
     for group in optimizer.param_groups:
         for key, value in settings.as_group().items():

@@ -57,6 +57,15 @@ def put_last(optimizer: Optimizer, hook: Any) -> None:
         hooks.move_to_end(ours)
 
 
+def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
+    """The hooks that run before the steps of an optimizer: no public way tells which there are.
+
+    Noticed by `tests/runtime/test_inside.py::test_an_optimizer_inside_a_compiled_one_cannot_be_used_by_itself`.
+    """
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    return list(hooks.values())
+
+
 def is_of_torch(name: str) -> bool:
     """Returns True for an attribute that `Optimizer` keeps hooks and profiling in.
 
