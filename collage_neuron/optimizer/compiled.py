@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
-from collage_neuron.optimizer import bypass, frozen, load_state, methods, step
+from collage_neuron.optimizer import bypass, frozen, load_inner, load_state, methods, step
 from collage_neuron.runtime import amp, closures, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings, filled
@@ -118,6 +118,8 @@ class Compiled(Optimizer):
         cleared.restore(self)
         low_words.check_codes(self)
         nonfinite.read_counts(self)
+        if inner.inner_of(self):
+            return load_inner.save(base_of(type(self)), self)
         kept_formats.save(self)
         # Before the user's own hooks, which are to see what is saved.
         handle = self.register_state_dict_post_hook(saved_values.show, prepend=True)
@@ -133,6 +135,9 @@ class Compiled(Optimizer):
         stores pairs; one of ours brings its own strategy. See docs/checkpoints.md.
         """
         exchanged.follow(self)
+        if inner.inner_of(self):
+            load_inner.load(base_of(type(self)), self, state_dict)
+            return
         load_state.load(base_of(type(self)), self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

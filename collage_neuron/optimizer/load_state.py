@@ -57,7 +57,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         of_torch(dict(state_dict))
         as_written = bool(bookkeeping(optimizer).twin)
         drop_placeholders(optimizer.state.values())
-        plain = _settle_settings(optimizer, before[1])
+        plain = settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
         if as_written:
             load_as_written.put_back(optimizer, seen[0], plain)
@@ -79,10 +79,10 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     finally:
         handle.remove()
     joined_words.note(optimizer, joined)
-    _begin_anew(optimizer, kept)
+    begin_anew(optimizer, kept)
 
 
-def _begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
+def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
     """Forgets what was known of the last state; low words of all but `kept` belong to what the parameters will hold."""
     ours = bookkeeping(optimizer)
     ours.interrupted = ""
@@ -190,7 +190,7 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[bool]:
+def settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[bool]:
     """Restores settings: from a checkpoint of ours, else the group's own. Returns which groups are of plain torch."""
     plain = ["collage_strategy" not in group for group in optimizer.param_groups]
     for i, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
