@@ -105,9 +105,9 @@ def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     cls: Any = type(optimizer)
     if inner_of(optimizer):
         raise UnsupportedUpdate(
-            f"this {cls._collage_base.__name__}.step() is from before compiling, and it steps another optimizer, so that "
-            "its code could not be kept from running; call optimizer.step() again, and not a bound method that is kept "
-            "in a variable, or compiled by torch.compile; nothing was updated"
+            f"this {cls._collage_base.__name__}.step() is from before compiling, and steps another optimizer, which "
+            "could not be kept from it; call optimizer.step() again, and not a bound method kept in a variable, "
+            "or compiled by torch.compile; nothing was updated"
         )
     steps = torch_privates.hooked_steps(cls._collage_base)
     if not steps:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer import bypass, frozen, load_inner, load_state, methods, step
 from collage_neuron.runtime import amp, closures, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
@@ -144,6 +145,12 @@ class Compiled(Optimizer):
         """The state for copies and pickles: as torch's, plus the bookkeeping."""
         low_words.check_codes(self)  # a copy has no note of them
         state: Any = super().__getstate__()  # a user's class may return anything
+        if isinstance(state, dict) and not inner.are_copied(self, state):
+            name = base_of(type(self)).__name__
+            raise UnsupportedUpdate(
+                f"{name}.__getstate__() leaves out the optimizer inside, so that a copy or a pickle of a {name} could "
+                "take no step, in plain torch too: make a new one, compile it, and load state_dict() into it"
+            )
         return {**state, ATTRIBUTE: bookkeeping(self)} if isinstance(state, dict) else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -27,21 +27,32 @@ class Inner(NamedTuple):
 
     optimizer: Optimizer
     prefix: str
-    """How the names of its states begin in `optimizer.state` of the outer one; empty if it has the same `state`."""
+    """How the names of its states begin in `optimizer.state` of the outer one; empty if its `state` is another's."""
 
 
 def inner_of(optimizer: Optimizer) -> list[Inner]:
     """The optimizers that one holds, in attributes, groups and containers, and those that these hold; each once."""
+    return _found(optimizer, _attributes("", optimizer))
+
+
+def are_copied(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
+    """Returns True if `state`, of which a copy of an optimizer is made, has the optimizers that it holds."""
+    there = {id(each.optimizer) for each in _found(optimizer, _items("", state))}
+    return all(id(each.optimizer) in there for each in inner_of(optimizer))
+
+
+def _found(optimizer: Optimizer, held: Iterable[tuple[str, Any]]) -> list[Inner]:
     found: list[Inner] = []
-    known, waiting = {id(optimizer)}, list(_attributes("", optimizer))
+    known, waiting = {id(optimizer)}, list(held)
     while waiting:
         path, x = waiting.pop(0)
         if id(x) in known:
             continue
         known.add(id(x))
         if isinstance(x, Optimizer):
-            prefix = "" if x.state is optimizer.state else _prefix(path, {each.prefix for each in found})
-            found.append(Inner(x, prefix))
+            others = (optimizer.state, *(each.optimizer.state for each in found))
+            is_shared = any(x.state is state for state in others)
+            found.append(Inner(x, "" if is_shared else _prefix(path, {each.prefix for each in found})))
             waiting += _attributes(path, x)
         else:
             waiting += _items(path, x)
@@ -120,10 +131,10 @@ def shown(optimizer: Optimizer, inner: Sequence[Inner]) -> States:
     return {p: state_of(optimizer, p, inner) for p in params}
 
 
-def state_of(optimizer: Optimizer, p: Any, inner: Sequence[Inner]) -> States:
+def state_of(optimizer: Optimizer, p: Any, inner: Sequence[Inner]) -> dict[Any, Any]:
     """The same of a parameter; empty if there is none."""
-    state: States = dict.get(optimizer.state, p, {})
-    if not inner or not isinstance(state, dict):
+    state: dict[Any, Any] = dict.get(optimizer.state, p, {})
+    if not inner or type(state) is not dict:
         return state
     lent = ((each.prefix, dict.get(each.optimizer.state, p)) for each in inner if each.prefix)
     found = ({f"{prefix}{k}": x for k, x in own.items()} for prefix, own in lent if isinstance(own, dict))
@@ -140,8 +151,6 @@ def lend(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
             if keys:
                 own = each.optimizer.state.setdefault(p, {})
                 own.update({k.removeprefix(each.prefix): state.pop(k) for k in keys})
-                if not state:  # the outer one has none: its code may ask for that
-                    del optimizer.state[p]
 
 
 def collect(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
@@ -161,36 +170,39 @@ def collect(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
             del each.optimizer.state[p][k]
     if wrong:
         raise UnsupportedUpdate(
-            f"step() has a state called {min(wrong)!r}, which is what a state of the optimizer inside is called; rename it"
+            f"step() has a state called {min(wrong)!r}, as a state of the optimizer inside is called; rename it"
         )
 
 
 def _own(inner: Iterable[Inner]) -> Iterator[tuple[Inner, Any, dict[str, Any]]]:
     """The states that inner optimizers have themselves, by parameter."""
     for each in inner:
-        for p, state in each.optimizer.state.items() if each.prefix else ():
-            if isinstance(p, torch.Tensor) and isinstance(state, dict):
-                if moving := {k: x for k, x in state.items() if isinstance(k, str)}:
-                    yield each, p, moving
+        states: Mapping[Any, Any] = each.optimizer.state if each.prefix else {}
+        for p, state in states.items():
+            named = isinstance(p, torch.Tensor) and isinstance(state, dict)
+            if moving := {k: x for k, x in state.items() if isinstance(k, str)} if named else {}:
+                yield each, p, moving
 
 
 @contextmanager
 def collected(optimizer: Optimizer) -> Iterator[None]:
     """A context after which the outer optimizer has all states, as between steps; if it raises, nothing has changed."""
-    inner = inner_of(optimizer)
-    collect(optimizer, inner)
+    inner, before = inner_of(optimizer), set(map(id, optimizer.state))
     try:
+        collect(optimizer, inner)
         yield
     except BaseException:
         lend(optimizer, inner)
+        for p in [p for p, state in optimizer.state.items() if id(p) not in before and not state]:
+            del optimizer.state[p]
         raise
 
 
 def put_states(optimizer: Optimizer, states: Any) -> None:
     """Sets `optimizer.state`, also where an optimizer inside has the same one, or it is a property that asks for it."""
-    before = vars(optimizer).get("state") if "state" in vars(optimizer) else getattr(optimizer, "state", None)
+    before = getattr(optimizer, "state", None)
     for each in inner_of(optimizer) if before is not None else ():
-        if not each.prefix:
+        if each.optimizer.state is before:
             with suppress(AttributeError):  # a property too
                 each.optimizer.state = states
     if getattr(optimizer, "state", None) is not states:
@@ -198,5 +210,6 @@ def put_states(optimizer: Optimizer, states: Any) -> None:
 
 
 def own_class(cls: type) -> type:
-    """A class of objects that have groups and states of their own: another one where these are asked of an inner one."""
-    return Optimizer if any(hasattr(getattr(cls, name, None), "__set__") for name in ("param_groups", "state")) else cls
+    """A class of objects that have groups and states of their own: torch's where these are asked of an inner one."""
+    found = (getattr(cls, name, None) for name in ("param_groups", "state"))
+    return Optimizer if any(hasattr(x, "__set__") for x in found) else cls

@@ -83,7 +83,7 @@ __all__ = [
     "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch",
     "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "is_usual", "mark_counted",
     "mark_hooked", "mark_sharding_like", "modes", "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists",
-    "part", "put_last", "references", "schema", "set_up_anew", "sharded_like", "step_pre_hooks", "storage_id", "unhooked_step",
-    "unscales_itself", "user_computation", "users", "version", "viewed", "without_memory", "without_modes",
-    "xla_address", "xla_dot",
+    "part", "put_last", "references", "schema", "set_up_anew", "sharded_like", "step_pre_hooks", "storage_id",
+    "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed", "without_memory",
+    "without_modes", "xla_address", "xla_dot",
 ]  # fmt: skip
