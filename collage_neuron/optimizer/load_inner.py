@@ -63,7 +63,7 @@ def _left_out(state: Mapping[Any, Any], saved: set[int]) -> dict[Any, Any]:
 
 
 def _copied(x: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Copies of tensors in containers, one of each: they present values of which the words are something else."""
+    """Copies of the tensors in containers, one of each: of those of an optimizer the insides are exchanged."""
     if isinstance(x, torch.Tensor):
         return copies.setdefault(id(x), x.detach().clone())
     if isinstance(x, dict):
@@ -86,7 +86,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Mapping[str, A
     _check(ours, params)
     before = [dict(group) for group in optimizer.param_groups]
     with presented_lazily(base, optimizer, f"{base.__name__}.load_state_dict"):
-        base.load_state_dict(optimizer, saved)
+        base.load_state_dict(optimizer, _copied(saved, {}))  # torch keeps tensors that it need not convert
         settle_settings(optimizer, before)
     for p, found in zip(params, ours or (), strict=False):
         _put(optimizer, p, found)
