@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 from weakref import ref
 
@@ -120,7 +120,8 @@ class Compiled(Optimizer):
         low_words.check_codes(self)
         nonfinite.read_counts(self)
         if inner.inner_of(self):
-            return load_inner.save(base_of(type(self)), self)
+            base = base_of(type(self))
+            return load_inner.save(base, self, partial(methods.presented_lazily, base, self))
         kept_formats.save(self)
         # Before the user's own hooks, which are to see what is saved.
         handle = self.register_state_dict_post_hook(saved_values.show, prepend=True)
@@ -136,10 +137,11 @@ class Compiled(Optimizer):
         stores pairs; one of ours brings its own strategy. See docs/checkpoints.md.
         """
         exchanged.follow(self)
+        base = base_of(type(self))
         if inner.inner_of(self):
-            load_inner.load(base_of(type(self)), self, state_dict)
+            load_inner.load(base, self, state_dict, partial(methods.presented_lazily, base, self))
             return
-        load_state.load(base_of(type(self)), self, state_dict, super().load_state_dict)
+        load_state.load(base, self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles: as torch's, plus the bookkeeping."""

@@ -8,7 +8,8 @@ formats of states, so that these have the same words again, and states of inner 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.eager.held import tensors_in
 from collage_neuron.numerics.formats import FORMATS, require_known
-from collage_neuron.optimizer.load_state import begin_anew, settle_settings
-from collage_neuron.optimizer.methods import presented_lazily
+from collage_neuron.optimizer.loaded import begin_anew, refused, settle_settings
 from collage_neuron.states import inner, kept_formats
 from collage_neuron.states.names import names_in, split_params, suffixes, words_of
 from collage_neuron.states.sharding import local
@@ -26,15 +26,18 @@ from collage_neuron.states.store import ensure_stored
 KEY = "collage_neuron"
 """Where our part is in what `state_dict()` returns."""
 
+Presented = Callable[[str], AbstractContextManager[object]]
+"""Makes the context of a method with a name, in which parameters and states present fp32 values."""
 
-def save(base: type[Optimizer], optimizer: Optimizer) -> dict[str, Any]:
-    """What `state_dict()` of the class returns for fp32 values, as copies, with our part.
+
+def save(base: type[Optimizer], optimizer: Optimizer, presented: Presented) -> dict[str, Any]:
+    """What `state_dict()` of the class returns for values that are `presented`, as copies, with our part.
 
     Raises:
         TypeError: that is no dictionary.
     """
     params = _params(optimizer)
-    with presented_lazily(base, optimizer, f"{base.__name__}.state_dict"):
+    with presented(f"{base.__name__}.state_dict"):
         found: Any = base.state_dict(optimizer)
         if not isinstance(found, dict):
             raise TypeError(f"{base.__name__}.state_dict() returns a {type(found).__name__}; return a dictionary")
@@ -75,7 +78,7 @@ def _copied(x: Any, copies: dict[int, torch.Tensor]) -> Any:
     return x
 
 
-def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Mapping[str, Any], presented: Presented) -> None:
     """Loads a checkpoint of plain torch, which keeps formats and further words of parameters, or one of ours.
 
     Raises:
@@ -85,7 +88,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Mapping[str, A
     ours, params = saved.pop(KEY, None), _params(optimizer)
     _check(ours, params)
     before = [dict(group) for group in optimizer.param_groups]
-    with presented_lazily(base, optimizer, f"{base.__name__}.load_state_dict"):
+    with presented(f"{base.__name__}.load_state_dict"):
         base.load_state_dict(optimizer, _copied(saved, {}))  # torch keeps tensors that it need not convert
         settle_settings(optimizer, before)
     for p, found in zip(params, ours or (), strict=False):
@@ -97,10 +100,7 @@ def _check(ours: Any, params: list[Any]) -> None:
     if ours is None:
         return
     if len(ours) != len(params):
-        raise ValueError(
-            f"the checkpoint was not loaded, and nothing was changed: it has {len(ours)} parameters, and the optimizer "
-            f"{len(params)}"
-        )
+        raise refused(f"it has {len(ours)} parameters, and the optimizer {len(params)}")
     for i, (p, found) in enumerate(zip(params, ours, strict=True)):
         for fmt in found["formats"].values():
             require_known(fmt, f"parameter {i} has values that were")
@@ -108,9 +108,9 @@ def _check(ours: Any, params: list[Any]) -> None:
         narrow = fmt.components[0].type.dtype
         shaped = (x for k, x in found["words"].items() if x.dim() and not k.endswith("_scale"))
         if (found["words"] and p.dtype != narrow) or any(x.shape != local(p).shape for x in shaped):
-            raise ValueError(
-                f"the checkpoint was not loaded, and nothing was changed: its parameter {i} is kept as {fmt.name}, and "
-                f"the optimizer's is {p.dtype} of shape {list(p.shape)}: compile as the run did that has saved it"
+            raise refused(
+                f"its parameter {i} is kept as {fmt.name}, and the optimizer's is {p.dtype} of shape {list(p.shape)}: "
+                "compile as the run did that has saved it"
             )
 
 

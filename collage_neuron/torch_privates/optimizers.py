@@ -60,7 +60,7 @@ def put_last(optimizer: Optimizer, hook: Any) -> None:
 def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
     """The hooks that run before the steps of an optimizer: no public way tells which there are.
 
-    Noticed by `tests/runtime/test_inside.py::test_an_optimizer_inside_a_compiled_one_cannot_be_used_by_itself`.
+    Noticed by `tests/trace/test_inner.py::test_an_optimizer_inside_a_compiled_one_cannot_be_used_by_itself`.
     """
     hooks: Any = optimizer._optimizer_step_pre_hooks
     return list(hooks.values())

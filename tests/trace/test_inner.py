@@ -330,7 +330,7 @@ class Anew(cases.Listed):
     """Joins the states of those that it steps."""
 
     @property
-    def state(self) -> Any:  # type: ignore[override]  # an attribute
+    def state(self) -> Any:
         return {p: x for each in self.many for p, x in each.state.items()}
 
     @state.setter
@@ -410,7 +410,7 @@ class Copied(cases.Anchored):
     """Can be copied."""
 
     def __getstate__(self) -> Any:
-        return {**super().__getstate__(), "kept": self.kept}  # type: ignore[no-untyped-call]  # torch's own signature
+        return {**super().__getstate__(), "kept": self.kept}
 
 
 def test_a_copy_with_its_inner_one_goes_its_own_way() -> None:
