@@ -62,8 +62,10 @@ class Compiled(Optimizer):
         self.defaults.update(self._collage_defaults)
         inner.collect(self, held := inner.inner_of(self))
         inner.put_states(self, States(dict, self.state))
-        for group in self.param_groups if held else ():  # they may be those of an optimizer inside
-            group.update(filled(group, self._collage_defaults))
+        for i, group in enumerate(self.param_groups if held else ()):
+            if not set(KEYS).issubset(group):  # one that an optimizer inside has made
+                group.update(filled(group, self._collage_defaults))
+                frozen.joined(self, group["params"], i)
         bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 

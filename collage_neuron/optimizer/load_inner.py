@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron.eager.held import tensors_in
 from collage_neuron.numerics.formats import FORMATS, require_known
 from collage_neuron.optimizer.loaded import begin_anew, refused, settle_settings
+from collage_neuron.settings import OURS
 from collage_neuron.states import inner, kept_formats
 from collage_neuron.states.names import names_in, split_params, suffixes, words_of
 from collage_neuron.states.sharding import local
@@ -78,6 +79,24 @@ def _copied(x: Any, copies: dict[int, torch.Tensor]) -> Any:
     return x
 
 
+def plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What `save` has returned, as plain torch would have it: without our part, and our settings in groups."""
+    return {k: _plain(x) for k, x in state_dict.items() if k != KEY}
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items() if k not in OURS}
+    return type(x)(map(_plain, x)) if type(x) in (list, tuple) else x
+
+
+def _has_settings(x: Any) -> bool:
+    """Returns True if a group with our settings is somewhere in it."""
+    if isinstance(x, dict):
+        return not x.keys().isdisjoint(OURS) or any(map(_has_settings, x.values()))
+    return type(x) in (list, tuple) and any(map(_has_settings, x))
+
+
 def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Mapping[str, Any], presented: Presented) -> None:
     """Loads a checkpoint of plain torch, which keeps formats and further words of parameters, or one of ours.
 
@@ -86,6 +105,8 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Mapping[str, A
     """
     saved = dict(state_dict)
     ours, params = saved.pop(KEY, None), _params(optimizer)
+    if ours is None and _has_settings(saved):
+        raise refused(f"it is of a compiled run, and its {KEY!r}, which has low words of the weights, is missing")
     _check(ours, params)
     before = [dict(group) for group in optimizer.param_groups]
     with presented(f"{base.__name__}.load_state_dict"):

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 import collage_neuron
-from collage_neuron import UnsupportedUpdate
+from collage_neuron import UnsupportedUpdate, checkpoint
 from collage_neuron.states.bookkeeping import bookkeeping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")
@@ -157,6 +157,42 @@ def test_a_checkpoint_of_another_model_or_strategy_is_rejected_and_nothing_chang
     for p, state in before.items():
         own = next(optimizer.state[q] for q in params if q.shape == p.shape)
         assert all(torch.equal(x, own[k]) for k, x in state.items())
+
+
+def test_a_checkpoint_that_has_lost_our_part_is_rejected() -> None:
+    optimizer, params = compiled(CASES["ortho"], "plus")
+    run("", optimizer, params, 2)
+    found = optimizer.state_dict()
+    assert found.pop("collage_neuron")
+    with pytest.raises(ValueError, match=r"it is of a compiled run, and its 'collage_neuron', .* is missing"):
+        optimizer.load_state_dict(found)
+
+
+@pytest.mark.parametrize("name", ["lookahead", "ortho"])
+def test_the_state_in_fp32_is_that_of_plain_torch(name: str) -> None:
+    optimizer, params = compiled(CASES[name])
+    model = torch.nn.ParameterList(params)
+    run("", optimizer, params, 3)
+    weights, state = checkpoint.get_fp32_state_dict(model, optimizer)
+    assert "collage" not in str(state)
+    other, exact = plain(CASES[name])
+    load(other, exact, (copy.deepcopy(state), weights.values()))  # torch keeps tensors that it is given
+    for o, ps in ((optimizer, params), (other, exact)):
+        run("", o, ps, 3, 3)
+    assert error(optimizer, params, exact) < 1e-5
+    again, others = compiled(CASES[name])
+    model = torch.nn.ParameterList(others)
+    checkpoint.set_fp32_state_dict(model, again, model_state_dict=weights, optim_state_dict=state)
+    run("", again, others, 3, 3)
+    assert error(again, others, exact) < 1e-5
+    with pytest.raises(ValueError, match="has low words of its own: load it with"):
+        checkpoint.set_fp32_state_dict(model, again, model_state_dict=weights, optim_state_dict=optimizer.state_dict())
+
+
+def test_safetensors_has_no_place_for_it() -> None:
+    optimizer, _ = compiled(CASES["ortho"])
+    with pytest.raises(ValueError, match="of an optimizer that steps another one, and safetensors has no place"):
+        checkpoint.to_tensors(optimizer.state_dict())
 
 
 def test_a_state_dict_that_is_no_dictionary_is_rejected() -> None:
