@@ -189,6 +189,7 @@ class Context:
     def begin(self, trace: Trace | None = None) -> None:
         """Presents the values; those of a step that is traced wait, if they can."""
         seen, inside = steady.of(self.optimizer), inner.inner_of(self.optimizer)
+        inner.check_untouched(self.optimizer, inside)
         earlier = None if trace is None or seen is None else trace.planned(seen)
         if earlier is None:
             known = self.presentation.plan(None if trace is None else trace.waiting)

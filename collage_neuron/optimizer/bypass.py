@@ -18,7 +18,7 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.taken_steps import answer
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.inner import inner_of
+from collage_neuron.states.inner import inner_of, mark
 
 
 def noted(step: Any) -> Any:
@@ -50,6 +50,7 @@ def watch(optimizer: Optimizer) -> None:
     torch_privates.put_last(optimizer, _take_over)
     for each in inner_of(optimizer):
         _watch_inside(each.optimizer, optimizer)
+    mark(optimizer)
 
 
 class Inside:

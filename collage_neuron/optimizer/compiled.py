@@ -106,6 +106,8 @@ class Compiled(Optimizer):
         param_group.update(filled(param_group, self._settings_for_new_groups()))
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
+        if bookkeeping(self).presented is None:
+            inner.collect(self, inner.inner_of(self))  # some make states for it
         params = self.param_groups[-1]["params"]
         frozen.joined(self, params, len(self.param_groups) - 1)
 

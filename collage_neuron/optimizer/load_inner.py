@@ -114,6 +114,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Mapping[str, A
         settle_settings(optimizer, before)
     for p, found in zip(params, ours or (), strict=False):
         _put(optimizer, p, found)
+    inner.mark(optimizer)
     begin_anew(optimizer, split_params(optimizer.state) if ours is None else set())
 
 

@@ -153,6 +153,28 @@ def lend(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
                 own.update({k.removeprefix(each.prefix): state.pop(k) for k in keys})
 
 
+def check_untouched(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
+    """Raises UnsupportedUpdate if other code has changed states of an inner optimizer since they were collected."""
+    for each in inner:
+        for p, state in optimizer.state.items() if each.prefix else ():
+            is_there = type(state) is dict and any(isinstance(k, str) and k.startswith(each.prefix) for k in state)
+            if (is_there and p not in each.optimizer.state) or each.optimizer.state.get(p):
+                name, inside = type(optimizer).__name__, type(each.optimizer).__name__
+                raise UnsupportedUpdate(
+                    f"the state of the {inside} inside this {name} was written, or cleared, since the last step, and "
+                    f"then it is in that of the {name}: write optimizer.state[p]['{each.prefix}...'], or clear it "
+                    "there; nothing was updated"
+                )
+
+
+def mark(optimizer: Optimizer) -> None:
+    """Inner optimizers have an empty state for each parameter of which the outer one has states of theirs."""
+    for each in inner_of(optimizer):
+        for p, state in optimizer.state.items() if each.prefix else ():
+            if type(state) is dict and any(isinstance(k, str) and k.startswith(each.prefix) for k in state):
+                each.optimizer.state.setdefault(p, {})
+
+
 def collect(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
     """Takes them back; the dictionaries stay where they are, empty, since code may hold them.
 

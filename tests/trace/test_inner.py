@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import io
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import cases_of_inner as cases
 import pytest
 import torch
-from cases_of_inner import CASES, LAUNCHED, adam, initial, run, sgd
+from cases_of_inner import CASES, LAUNCHED, adam, initial, published, run, sgd
 from torch.nn import Parameter
-from torch.optim import AdamW
+from torch.optim import Adagrad, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 import collage_neuron
@@ -341,6 +342,62 @@ def test_an_optimizer_inside_a_compiled_one_cannot_be_used_by_itself(name: str, 
         USES[use](optimizer.optimizer)
     assert all(map(torch.equal, params, before))
     run("", optimizer, params, 1)
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "clears": lambda inner, p: inner.state.clear(),
+    "replaces": lambda inner, p: setattr(inner, "state", defaultdict(dict)),
+    "removes one": lambda inner, p: inner.state.pop(p),
+    "writes one": lambda inner, p: inner.state[p].update(exp_avg=torch.zeros_like(p)),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_what_is_written_to_the_inner_state_between_steps_is_rejected(what: str) -> None:
+    optimizer, params = compiled(CASES["lookahead"], "plus")
+    run("", optimizer, params, 2)
+    before = [p.detach().clone() for p in params]
+    WRITES[what](optimizer.optimizer, params[0])
+    with pytest.raises(UnsupportedUpdate, match="the state of the AdamW inside this CollageLookahead was written, or"):
+        run("", optimizer, params, 1, 2)
+    assert all(map(torch.equal, params, before))
+
+
+def test_moments_of_both_are_cleared_in_the_outer_one() -> None:
+    optimizer, params = compiled(CASES["listed"])
+    other, exact = plain(CASES["listed"])
+    run("", optimizer, params, 3)
+    run("", other, exact, 3)
+    optimizer.state.clear()
+    for each in other.many:
+        each.state.clear()
+    run("", optimizer, params, 3, 3)
+    run("", other, exact, 3, 3)
+    assert error(optimizer, params, exact) < 1e-5
+
+
+class AtOnce(Adagrad):
+    """Makes the states of a group when it is added, as Adagrad does of those that it is made with."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            self.state[p] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(p)}
+
+
+def test_an_inner_one_that_makes_states_for_a_group_at_once() -> None:
+    def made(params: list[Parameter]) -> Any:
+        return published("Lookahead", AtOnce(params[:2], lr=0.1), k=2)
+
+    optimizer, params = compiled(made)
+    other, exact = plain(made)
+    late = [p.detach().bfloat16() for p in exact[2:]]
+    params[2:], exact[2:] = [Parameter(x.clone()) for x in late], [Parameter(x.float()) for x in late]
+    for o, ps in ((optimizer, params), (other, exact)):
+        run("", o, ps, 3)
+        o.add_param_group({"params": ps[2:]})
+        run("", o, ps, 3, 3)
+    assert error(optimizer, params, exact) < 1e-5
 
 
 def test_its_outer_one_must_stay() -> None:
