@@ -10,15 +10,13 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import wraps
 from typing import Any
-from weakref import ref
 
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.taken_steps import answer
-from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.inner import inner_of, mark
+from collage_neuron.states.inner import Inside, inner_of, inside_hooks, mark
 
 
 def noted(step: Any) -> Any:
@@ -53,48 +51,12 @@ def watch(optimizer: Optimizer) -> None:
     mark(optimizer)
 
 
-class Inside:
-    """A hook of an optimizer that a compiled one steps: raises where it is used by itself."""
-
-    def __init__(self, inside: Optimizer, outer: Optimizer) -> None:
-        self._inside, self._outer = ref(inside), ref(outer)
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raises UnsupportedUpdate outside of a step or method of the compiled one; not for copies of the inner one."""
-        outer = self._outer()
-        if optimizer is not self._inside() or (outer is not None and bookkeeping(outer).presented is not None):
-            return
-        name = "an optimizer that is gone" if outer is None else f"this {type(outer).__name__}"
-        raise UnsupportedUpdate(
-            f"this {type(optimizer).__name__} is inside {name}, which was compiled and has its states, and the exact "
-            "values of the parameters: call step(), state_dict() and load_state_dict() of the outer one; nothing was "
-            "changed"
-        )
-
-    def is_of(self, outer: Optimizer) -> bool:
-        """Returns True if the compiled optimizer is this one."""
-        return self._outer() is outer
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is a hook of another optimizer, which gets its own (`watch`)."""
-        return _no_hook, ()
-
-
-def _no_hook() -> Any:
-    return _does_nothing
-
-
-def _does_nothing(*_: Any) -> None:
-    """Stands for the hook of an optimizer that was copied."""
-
-
 def _watch_inside(inside: Optimizer, outer: Optimizer) -> None:
-    hooks = torch_privates.step_pre_hooks(inside)
-    if any(isinstance(hook, Inside) and hook.is_of(outer) for hook in hooks):
+    if any(hook.is_of(outer) for hook in inside_hooks(inside)):
         return
     hook = Inside(inside, outer)
-    inside.register_step_pre_hook(hook)
     with suppress(AttributeError):  # of a class whose constructor does not call torch's: it asks another one
+        inside.register_step_pre_hook(hook)
         Optimizer.register_state_dict_pre_hook(inside, hook)
         Optimizer.register_load_state_dict_pre_hook(inside, hook)
 

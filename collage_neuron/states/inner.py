@@ -12,12 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, count
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states.bookkeeping import bookkeeping
 
 States = Mapping[Any, Any]
 
@@ -105,6 +107,11 @@ def check(optimizer: Optimizer) -> None:
             f"{name} cannot be compiled: its `state` is made anew each time it is asked for, so that nothing can be "
             "stored there; keep one dictionary, or compile the optimizers that it steps"
         )
+    if not torch_privates.has_hooks(optimizer):
+        raise UnsupportedUpdate(
+            f"{name} cannot be compiled: its constructor calls none of torch.optim.Optimizer, and makes no hooks; let "
+            "it call super().__init__()"
+        )
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for each in found:
         inside = type(each.optimizer).__name__
@@ -113,11 +120,56 @@ def check(optimizer: Optimizer) -> None:
                 f"{name} steps an optimizer that is compiled already: compile the outermost one alone, "
                 f"collage_neuron.compile({name}(...)), with a plain optimizer inside"
             )
+        if not all(hook.is_of(optimizer) for hook in inside_hooks(each.optimizer)):
+            raise UnsupportedUpdate(
+                f"{name} cannot be compiled: its {inside} is inside another optimizer, which was compiled and has its "
+                "states; make a new one"
+            )
         if not own.issuperset(id(p) for group in each.optimizer.param_groups for p in group["params"]):
             raise UnsupportedUpdate(
                 f"{name} cannot be compiled: it steps a {inside} over parameters that are in none of its own groups, "
                 "and values are kept for the parameters of an optimizer; give it all of them"
             )
+
+
+class Inside:
+    """A hook of an optimizer that a compiled one steps: raises where it is used by itself."""
+
+    def __init__(self, inside: Optimizer, outer: Optimizer) -> None:
+        self._inside, self._outer = ref(inside), ref(outer)
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raises UnsupportedUpdate outside of a step or method of the compiled one; not for copies of the inner one."""
+        outer = self._outer()
+        if optimizer is not self._inside() or (outer is not None and bookkeeping(outer).presented is not None):
+            return
+        name = "an optimizer that is gone" if outer is None else f"this {type(outer).__name__}"
+        raise UnsupportedUpdate(
+            f"this {type(optimizer).__name__} is inside {name}, which was compiled and has its states, and the exact "
+            "values of the parameters: call step(), state_dict() and load_state_dict() of the outer one; nothing was "
+            "changed"
+        )
+
+    def is_of(self, outer: Optimizer) -> bool:
+        """Returns True if the compiled optimizer is this one."""
+        return self._outer() is outer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is a hook of another optimizer, which gets its own (`watch`)."""
+        return _no_hook, ()
+
+
+def _no_hook() -> Any:
+    return _does_nothing
+
+
+def _does_nothing(*_: Any) -> None:
+    """Stands for the hook of an optimizer that was copied."""
+
+
+def inside_hooks(optimizer: Optimizer) -> list[Inside]:
+    """Those of an optimizer: one if it is inside a compiled one."""
+    return [hook for hook in torch_privates.step_pre_hooks(optimizer) if isinstance(hook, Inside)]
 
 
 # --- their states ---------------------------------------------------------------------------------------------------

@@ -407,6 +407,8 @@ def test_its_outer_one_must_stay() -> None:
     gc.collect()
     with pytest.raises(UnsupportedUpdate, match="this AdamW is inside an optimizer that is gone"):
         inner.step()
+    with pytest.raises(UnsupportedUpdate, match="its AdamW is inside another optimizer, which was compiled"):
+        collage_neuron.compile(cases.Timm(inner))
 
 
 def around_compiled(params: list[Parameter]) -> Any:
@@ -442,7 +444,16 @@ class Named(cases.Listed):
                 self.state[p]["many_0__exp_avg"] = p.clone()
 
 
+class WithoutHooks(cases.Timm):
+    """Has a constructor that neither calls torch's nor makes what that makes."""
+
+    def __init__(self, inner: Any) -> None:
+        self._base_optimizer, self.k, self.state = inner, 3, defaultdict(dict)
+        self.param_groups, self.defaults = inner.param_groups, {}
+
+
 WRONG: dict[cases.Make, str] = {
+    lambda ps: WithoutHooks(adam(ps)): "its constructor calls none of torch.optim.Optimizer",
     around_compiled: "Listed steps an optimizer that is compiled already: compile the outermost one alone",
     over_more: "it steps a SGD over parameters that are in none of its own groups",
     lambda ps: Anew(adam(ps)): "its `state` is made anew each time it is asked for",
