@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.exact import check_range, format_of_param, set_exact_value, sharded_or_not
+from collage_neuron.optimizer import load_inner
 from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.settings import OURS
 from collage_neuron.states import kept_formats, low_words
@@ -49,6 +50,8 @@ def _fp32_model(model: torch.nn.Module, optimizer: Optimizer) -> StateDict:
 
 def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     packed = optimizer.state_dict()
+    if load_inner.KEY in packed:
+        return load_inner.plain(packed)
     ids = (i for group in packed["param_groups"] for i in group["params"])
     params = (p for group in optimizer.param_groups for p in group["params"])
     states = {i: (p, packed["state"].get(i, {})) for i, p in zip(ids, params, strict=True)}
@@ -87,7 +90,8 @@ def set_fp32_state_dict(
         ValueError: a key is missing, has another shape, or belongs to no parameter; the message names it.
     """
     require_compiled(optimizer)
-    if any("collage_strategy" in group for group in optim_state_dict.get("param_groups", ())):
+    groups_of_ours = any("collage_strategy" in group for group in optim_state_dict.get("param_groups", ()))
+    if load_inner.KEY in optim_state_dict or groups_of_ours:
         raise ValueError(
             "the optimizer's state is one of a compiled optimizer and has low words of its own: load it with "
             "optimizer.load_state_dict, and the model's with model.load_state_dict"

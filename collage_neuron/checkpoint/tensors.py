@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from collage_neuron.optimizer.load_inner import KEY
 from collage_neuron.optimizer.load_state import check_keys
 
 StateDict = dict[str, Any]
@@ -28,6 +29,11 @@ def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], 
         ValueError: something is neither a tensor, a number or a text, nor a list, tuple or dict of those.
     """
     check_keys(state_dict)
+    if KEY in state_dict:
+        raise ValueError(
+            "the state is one of an optimizer that steps another one, and safetensors has no place for all of it: save "
+            "it by torch.save"
+        )
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     entries = {f"state.{ids.index(i)}.{k}": v for i, state in state_dict["state"].items() for k, v in state.items()}
     for n, group in enumerate(state_dict["param_groups"]):

@@ -15,6 +15,7 @@ from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime.bucketing import naming
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
+from collage_neuron.states import inner
 from collage_neuron.trace import dry_run
 from collage_neuron.trace.undone import undone
 
@@ -34,7 +35,7 @@ def _try(base: Any) -> None:
     optimizer = _made(base)
     if optimizer is None:
         return
-    limits.check_inner(optimizer)
+    inner.check(optimizer)
     (group,) = optimizer.param_groups
     check_differentiable(group, 0)
     try:

@@ -37,6 +37,7 @@ from collage_neuron.settings import UNSUPPORTED, Settings, filled
 from collage_neuron.states import (
     exchanged,
     imprecise,
+    inner,
     kept_formats,
     low_words,
     named_states,
@@ -84,7 +85,9 @@ def _compile_in_whole(
     optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool], budget: int | None
 ) -> None:
     """Compiles `optimizer`, or raises and leaves it as it was."""
-    with discarded_on_error(optimizer):
+    check_stepper(type(optimizer), optimizer)
+    inner.check(optimizer)
+    with discarded_on_error(optimizer), inner.collected(optimizer):
         stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays)
         chosen = _compile(optimizer, settings, stays, budget)
         bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
@@ -96,8 +99,6 @@ def _compile(
     optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool], budget: int | None
 ) -> Settings:
     """Does it; returns the settings of the optimizer, with the strategy that the budget chose."""
-    check_stepper(type(optimizer), optimizer)
-    limits.check_inner(optimizer)
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)

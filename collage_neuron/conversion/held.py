@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.waiting import models, models_of
+from collage_neuron.states.inner import inner_of
 from collage_neuron.states.values import is_value
 from collage_neuron.trace.reachable import reachable
 
@@ -44,8 +45,9 @@ def check(base: type[Optimizer], optimizer: Optimizer) -> None:
 def _held(base: type[Optimizer], optimizer: Optimizer, namespaces: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """What the optimizer holds, tensors and arrays among it, and what is in the namespaces of its parameters."""
     with suppress(UnsupportedUpdate):  # there is too much of it
-        names = {k: v for k, v in vars(optimizer).items() if k != "state"}
-        yield from reachable([base, names, *namespaces])
+        own = (optimizer, *(each.optimizer for each in inner_of(optimizer)))
+        names = [{k: v for k, v in vars(x).items() if k != "state"} for x in own]
+        yield from reachable([base, *names, *namespaces])
 
 
 def _memory(x: Any) -> list[int]:

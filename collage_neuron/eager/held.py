@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import bits
 from collage_neuron.states import steady
+from collage_neuron.states.inner import inner_of
 from collage_neuron.states.sharding import ORDINARY, version
 from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.states.store import States
@@ -31,7 +32,9 @@ OURS = "_collage_"
 
 
 class Held:
-    """The attributes, groups and states of an optimizer as they are now, with containers and tensors in them.
+    """The attributes, groups and states of an optimizer, and of those inside it, as they are now.
+
+    Containers and tensors in them are among these.
 
     Tensors with `known` ids are not looked at.
     """
@@ -40,17 +43,19 @@ class Held:
         self, optimizer: Optimizer, params: Iterable[torch.Tensor], known: Set[int], seen: steady.Seen | None = None
     ) -> None:
         """With what the step has `seen`, states are dictionaries of plain values."""
-        self._own = vars(optimizer)
-        self._attributes = {k: v for k, v in self._own.items() if not k.startswith(OURS)}
+        own = [vars(x) for x in (optimizer, *(each.optimizer for each in inner_of(optimizer)))]
+        self._attributes = [(x, {k: v for k, v in x.items() if not k.startswith(OURS)}) for x in own]
         containers: dict[int, Any] = {}
         tensors: dict[int, torch.Tensor] = {}
         states: list[dict[str, Any]] = [] if seen is None else seen.states
         containers.update(zip(map(id, states), states, strict=True))  # what is there is not looked into
         values = chain.from_iterable(map(dict.values, states))
         tensors.update((id(x), x) for x in values if id(x) not in known and type(x) in ORDINARY)
-        for holder in (self._attributes, *filter(None, map(torch_privates.attributes, params))):
+        for _, attributes in self._attributes:
+            _collect(attributes, containers, tensors)
+            containers.pop(id(attributes))
+        for holder in filter(None, map(torch_privates.attributes, params)):
             _collect(holder, containers, tensors)
-        containers.pop(id(self._attributes))
         self._containers = [
             (x, dict(x) if isinstance(x, dict) and type(x) in (dict, States) else copy.copy(x))
             for x in containers.values()
@@ -66,9 +71,10 @@ class Held:
     @torch.no_grad()
     def restore(self) -> None:
         """Restores attributes and containers, in place, and the small tensors that have changed."""
-        for gone in [k for k in self._own if k not in self._attributes and not k.startswith(OURS)]:
-            del self._own[gone]
-        self._own.update(self._attributes)
+        for own, attributes in self._attributes:
+            for gone in [k for k in own if k not in attributes and not k.startswith(OURS)]:
+                del own[gone]
+            own.update(attributes)
         for x, before in self._containers:
             x.clear()
             (x.extend if isinstance(x, (list, deque)) else x.update)(before)

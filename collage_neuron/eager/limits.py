@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
+from collage_neuron.states import inner
 from collage_neuron.states.meshes import why_not
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
 from collage_neuron.states.shared_memory import first_shared
@@ -51,45 +52,11 @@ def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: Unsupporte
         raise refusal
     if any(words in str(refusal.__cause__) for words in _SECOND_BACKWARD):
         raise _neither(refusal, "it differentiates again, and the gradients that it sees have no graph")
-    check_inner(optimizer)
+    inner.check(optimizer)
 
 
 def _neither(refusal: UnsupportedUpdate, reason: str) -> UnsupportedUpdate:
     return UnsupportedUpdate(f"{refusal}. Nor can step() run as written: {reason}")
-
-
-def check_inner(optimizer: Optimizer) -> None:
-    """Raises UnsupportedUpdate for an optimizer that holds another one, whose states nobody would store."""
-    kept = {k: v for k, v in vars(optimizer).items() if k != "state"}
-    inner = [k for k, v in kept.items() if _holds_optimizer(v)]
-    if inner or _holds_optimizer(_unusual(optimizer.state)):
-        raise UnsupportedUpdate(
-            f"{type(optimizer).__name__} steps another optimizer ({[*inner, 'state'][0]}); compile that one, and wrap "
-            "the result if the wrapper leaves the weights alone. One that reads or writes weights (Lookahead) must do "
-            "so with collage_neuron.exact_value and collage_neuron.set_exact_value, since p itself is rounded to bf16; "
-            "or put what it does into step() of a subclass of the inner class, with its tensors in optimizer.state[p]"
-        )
-
-
-def _unusual(states: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """`optimizer.state` without the states of parameters."""
-    if {dict}.issuperset(map(type, states.values())) and _LEAVES.issuperset(map(type, states)):
-        return {}
-    return states
-
-
-def _holds_optimizer(x: Any) -> bool:
-    if type(x) in _LEAVES:
-        return False
-    if isinstance(x, dict):
-        x = x.values()
-    elif not isinstance(x, (list, tuple)):
-        return isinstance(x, Optimizer)
-    return any(map(_holds_optimizer, [y for y in x if type(y) not in _LEAVES]))  # each step asks of every group
-
-
-_LEAVES = frozenset({type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter})
-"""Types of objects that lead to no others."""
 
 
 def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings], may_compile: bool) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collage_neuron.eager.storing import formats_as_written, formats_of
 from collage_neuron.settings import Settings
 from collage_neuron.states import kept_formats, words
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.inner import inner_of
 from collage_neuron.states.names import names_in
 from collage_neuron.states.values import values_in
 
@@ -45,7 +46,8 @@ def bytes_elsewhere(optimizer: Optimizer) -> int:
     params = [p for group in groups for p in group["params"]]
     states = {p: optimizer.state[p] for p in params if p in optimizer.state}
     known = {id(x) for p in params for x in (p, p.grad, *tensors_in(states.get(p)))}
-    held = [x for k, x in vars(optimizer).items() if k not in ("state", "param_groups") and not k.startswith(OURS)]
+    own = [vars(x) for x in (optimizer, *(each.optimizer for each in inner_of(optimizer)))]
+    held = [x for each in own for k, x in each.items() if k not in ("state", "param_groups") and not k.startswith(OURS)]
     held += [x for group in groups for k, x in group.items() if k != "params"]
     held += [x for p, x in optimizer.state.items() if p not in states]
     found = {id(t): t for t in tensors_in(held) if t.dim() and id(t) not in known}

@@ -30,7 +30,7 @@ from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, low_words, steady
+from collage_neuron.states import exchanged, inner, low_words, steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import settle_gradients
 
@@ -190,6 +190,8 @@ class Context:
         """True if the presentation is kept for the next step."""
         self._trace: Trace | None = None
         self._mode: AbstractContextManager[Any] = nullcontext()
+        self._lent_to: list[inner.Inner] = []
+        """Optimizers inside this one, which have their own states now."""
 
     @property
     def is_step(self) -> bool:
@@ -199,7 +201,8 @@ class Context:
     @torch.no_grad()
     def begin(self, trace: Trace | None = None) -> None:
         """Presents the values; those of a step that is traced wait, if they can."""
-        seen = steady.of(self.optimizer)
+        seen, inside = steady.of(self.optimizer), inner.inner_of(self.optimizer)
+        inner.check_untouched(self.optimizer, inside)
         earlier = None if trace is None or seen is None else trace.planned(seen)
         if earlier is None:
             known = self.presentation.plan(None if trace is None else trace.waiting)
@@ -221,6 +224,13 @@ class Context:
         self.presentation.enter()
         self._trace = trace
         self._mode = nullcontext() if trace is None else trace.begin(self.presentation, seen)
+        self._lent_to = inside
+        inner.lend(self.optimizer, inside)
+
+    def collect(self) -> None:
+        """The optimizer has the states of those inside it again, if it has not."""
+        lent_to, self._lent_to = self._lent_to, []
+        inner.collect(self.optimizer, lent_to)
 
     @torch.no_grad()
     def store(self, due: bool = False, new: bool = False) -> Storing:
@@ -228,6 +238,7 @@ class Context:
 
         That `new` states get formats is the end of a step.
         """
+        self.collect()
         self.presentation.gradients.check_written()
         self.presentation.gradients.check_given(self.presentation.params(), self.presentation.dtypes)
         storing = Storing(self.presentation, self.presentation.leave(), new)
@@ -248,6 +259,7 @@ class Context:
     @torch.no_grad()
     def conclude(self, due: bool) -> None:
         """Stores or launches what the step has done."""
+        self.collect()
         self.presentation.gradients.check_written()
         measured = None if self._trace is None else self._trace.finish()
         if measured is None:
@@ -263,6 +275,8 @@ class Context:
 
     def undo(self, error: BaseException) -> None:
         """Restores what the step has changed; raises StepInterrupted if it cannot."""
+        with suppress(UnsupportedUpdate):
+            self.collect()
         if self._trace is not None:
             is_untouched = self._trace.is_untouched and not isinstance(error, UnsupportedUpdate)
             self._trace.raised(error)
@@ -314,6 +328,7 @@ class Context:
     def _put_off(self, trace: Trace) -> Iterator[None]:
         """The same if nothing was done yet: values wait again afterwards."""
         self._leave_mode()
+        self.collect()
         trace.put_off()
         self.presentation.restore_words()
         with self._not_presented():

@@ -7,6 +7,7 @@ an optimizer without parameters, so that it could not touch any.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.taken_steps import answer
+from collage_neuron.states.inner import Inside, inner_of, inside_hooks, mark
 
 
 def noted(step: Any) -> Any:
@@ -39,8 +41,24 @@ def is_bypassed(optimizer: Optimizer) -> bool:
 
 
 def watch(optimizer: Optimizer) -> None:
-    """Adds the hook to a compiled optimizer, or moves it behind hooks of the user that were added since."""
+    """Adds the hook to a compiled optimizer, or moves it behind hooks of the user that were added since.
+
+    Optimizers inside it have hooks too: outside of its step their states are not there.
+    """
     torch_privates.put_last(optimizer, _take_over)
+    for each in inner_of(optimizer):
+        _watch_inside(each.optimizer, optimizer)
+    mark(optimizer)
+
+
+def _watch_inside(inside: Optimizer, outer: Optimizer) -> None:
+    if any(hook.is_of(outer) for hook in inside_hooks(inside)):
+        return
+    hook = Inside(inside, outer)
+    with suppress(AttributeError):  # of a class whose constructor does not call torch's: it asks another one
+        inside.register_step_pre_hook(hook)
+        Optimizer.register_state_dict_pre_hook(inside, hook)
+        Optimizer.register_load_state_dict_pre_hook(inside, hook)
 
 
 @torch_privates.not_compiled  # not for a compiler that compiles the step
@@ -48,6 +66,12 @@ def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not is_bypassed(optimizer):
         return None
     cls: Any = type(optimizer)
+    if inner_of(optimizer):
+        raise UnsupportedUpdate(
+            f"this {cls._collage_base.__name__}.step() is from before compiling, and steps another optimizer, which "
+            "could not be kept from it; call optimizer.step() again, and not a bound method kept in a variable, "
+            "or compiled by torch.compile; nothing was updated"
+        )
     steps = torch_privates.hooked_steps(cls._collage_base)
     if not steps:
         raise UnsupportedUpdate(

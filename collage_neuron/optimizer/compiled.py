@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 from weakref import ref
 
@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
-from collage_neuron.optimizer import bypass, frozen, load_state, methods, step
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.optimizer import bypass, frozen, load_inner, load_state, methods, step
 from collage_neuron.runtime import amp, closures, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
-from collage_neuron.states import cleared, exchanged, kept_formats, low_words, pending, saved_values, small_steps
+from collage_neuron.states import cleared, exchanged, inner, kept_formats, low_words, pending, saved_values, small_steps
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -60,7 +61,12 @@ class Compiled(Optimizer):
         super().__init__(*args, **{k: v for k, v in kwargs.items() if k not in implied})
         self._check_implied(implied)
         self.defaults.update(self._collage_defaults)
-        self.state = States(dict, self.state)
+        inner.collect(self, held := inner.inner_of(self))
+        inner.put_states(self, States(dict, self.state))
+        for i, group in enumerate(self.param_groups if held else ()):
+            if not set(KEYS).issubset(group):  # one that an optimizer inside has made
+                group.update(filled(group, self._collage_defaults))
+                frozen.joined(self, group["params"], i)
         bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 
@@ -100,6 +106,8 @@ class Compiled(Optimizer):
         param_group.update(filled(param_group, self._settings_for_new_groups()))
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
+        if bookkeeping(self).presented is None:
+            inner.collect(self, inner.inner_of(self))  # some make states for it
         params = self.param_groups[-1]["params"]
         frozen.joined(self, params, len(self.param_groups) - 1)
 
@@ -115,6 +123,9 @@ class Compiled(Optimizer):
         cleared.restore(self)
         low_words.check_codes(self)
         nonfinite.read_counts(self)
+        if inner.inner_of(self):
+            base = base_of(type(self))
+            return load_inner.save(base, self, partial(methods.presented_lazily, base, self))
         kept_formats.save(self)
         # Before the user's own hooks, which are to see what is saved.
         handle = self.register_state_dict_post_hook(saved_values.show, prepend=True)
@@ -130,12 +141,22 @@ class Compiled(Optimizer):
         stores pairs; one of ours brings its own strategy. See docs/checkpoints.md.
         """
         exchanged.follow(self)
-        load_state.load(base_of(type(self)), self, state_dict, super().load_state_dict)
+        base = base_of(type(self))
+        if inner.inner_of(self):
+            load_inner.load(base, self, state_dict, partial(methods.presented_lazily, base, self))
+            return
+        load_state.load(base, self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles: as torch's, plus the bookkeeping."""
         low_words.check_codes(self)  # a copy has no note of them
         state: Any = super().__getstate__()  # a user's class may return anything
+        if isinstance(state, dict) and not inner.are_copied(self, state):
+            name = base_of(type(self)).__name__
+            raise UnsupportedUpdate(
+                f"{name}.__getstate__() leaves out the optimizer inside, so that a copy or a pickle of a {name} could "
+                "take no step, in plain torch too: make a new one, compile it, and load state_dict() into it"
+            )
         return {**state, ATTRIBUTE: bookkeeping(self)} if isinstance(state, dict) else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -150,7 +171,8 @@ class Compiled(Optimizer):
         started = defaultdict(dict, {p: s for p, s in whole.items() if p not in idle})
         ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there
         super().__setstate__({**state, **ours, "state": started})
-        self.state = whole if isinstance(whole, States) else States(dict, started | idle)  # copy.copy shares it
+        # copy.copy shares it
+        inner.put_states(self, whole if isinstance(whole, States) else States(dict, started | idle))
         pending.end(whole.values())
         bypass.watch(self)
 
@@ -246,7 +268,7 @@ def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
         )
     optimizer.__class__ = compiled_class(type(optimizer), settings)
     optimizer.defaults.update(settings.as_group())
-    optimizer.state = States(dict, optimizer.state)
+    inner.put_states(optimizer, States(dict, optimizer.state))
     bypass.watch(optimizer)
     for group in optimizer.param_groups:
         for key, value in settings.as_group().items():

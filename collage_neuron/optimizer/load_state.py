@@ -6,7 +6,6 @@ undone. So a truncated checkpoint, or one of another optimizer, raises and leave
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -20,11 +19,12 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
 from collage_neuron.optimizer import load_as_written
+from collage_neuron.optimizer.loaded import begin_anew, refused, settle_settings
 from collage_neuron.runtime import recorded_formats
 from collage_neuron.runtime.bucketing import buckets
 from collage_neuron.runtime.plan import Records
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import cleared, joined_words, kept_formats, low_words, narrow_counts, small
+from collage_neuron.states import joined_words, kept_formats, low_words, narrow_counts, small
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.names import is_component, name_of, split_params, suffixes
 from collage_neuron.states.saved_values import drop_placeholders
@@ -57,7 +57,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         of_torch(dict(state_dict))
         as_written = bool(bookkeeping(optimizer).as_written)
         drop_placeholders(optimizer.state.values())
-        plain = _settle_settings(optimizer, before[1])
+        plain = settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
         if as_written:
             load_as_written.put_back(optimizer, seen[0], plain)
@@ -79,21 +79,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     finally:
         handle.remove()
     joined_words.note(optimizer, joined)
-    _begin_anew(optimizer, kept)
-
-
-def _begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
-    """Forgets what was known of the last state; low words of all but `kept` belong to what the parameters will hold."""
-    ours = bookkeeping(optimizer)
-    ours.interrupted = ""
-    ours.words.clear()
-    ours.marks.states.clear()
-    ours.groups.clear()  # of another strategy it was told
-    for p in split_params(optimizer.state):
-        if p in kept:  # as before, the next step looks at what was written since they were stored
-            cleared.note(optimizer, p)
-        else:
-            low_words.remember(optimizer, p, low_words.LOADED)
+    begin_anew(optimizer, kept)
 
 
 # --- before torch reads it ----------------------------------------------------------------------------------------
@@ -104,7 +90,7 @@ def check_keys(saved: Saved) -> None:
     for key in ("state", "param_groups"):
         if key not in saved:
             found = ", ".join(map(repr, list(saved)[:5]))
-            raise _refusal(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
+            raise refused(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
 
 
 def _runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> bool:
@@ -120,13 +106,13 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[]
     check_keys(saved)
     groups, own = saved["param_groups"], optimizer.param_groups
     if len(groups) != len(own):
-        raise _refusal(f"it has {len(groups)} param_groups and the optimizer {len(own)}")
+        raise refused(f"it has {len(groups)} param_groups and the optimizer {len(own)}")
     params: dict[Any, torch.Tensor] = {}
     for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
         if "params" not in group:
-            raise _refusal(f"param_groups[{i}] has no 'params'")
+            raise refused(f"param_groups[{i}] has no 'params'")
         if len(group["params"]) != len(mine["params"]):
-            raise _refusal(
+            raise refused(
                 f"param_groups[{i}] has {len(group['params'])} parameters and the optimizer's {len(mine['params'])}"
             )
         kept_formats.check_saved(group, i)
@@ -136,7 +122,7 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[]
         if as_written:
             continue
         if index not in params:
-            raise _refusal(f"state[{index!r}] belongs to none of its param_groups")
+            raise refused(f"state[{index!r}] belongs to none of its param_groups")
         _check_state(params[index], index, state, bookkeeping(optimizer))
 
 
@@ -144,26 +130,26 @@ def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping) -> 
     """Raises for a state that cannot be that of `p`."""
     where = f"state[{index!r}]"
     if not isinstance(state, Mapping):
-        raise _refusal(f"{where} is a {type(state).__name__} and not a mapping of names to values")
+        raise refused(f"{where} is a {type(state).__name__} and not a mapping of names to values")
     for key, value in state.items():
         unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape
         if unlike and not small.may_be_state(name_of(key, state), value, p, ours):
-            raise _refusal(
+            raise refused(
                 f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
                 "checkpoint of another model, or are the parameters in another order?"
             )
         if isinstance(value, torch.Tensor) and value.dim() > 0 and is_sharded(value) != is_sharded(p):
-            raise _refusal(
+            raise refused(
                 f"{where}[{key!r}] is {'' if is_sharded(value) else 'not '}sharded and the parameter is "
                 f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict"
             )
         if isinstance(value, torch.Tensor) and value.dim() > 0 and not may_be_word(key, value):
-            raise _refusal(f"{where}[{key!r}] is {value.dtype}; states are floating-point")
+            raise refused(f"{where}[{key!r}] is {value.dtype}; states are floating-point")
         for suffix in suffixes():
             name = str(key).removesuffix(suffix)
             if str(key).endswith(suffix) and name != "param" and name not in state:
-                raise _refusal(f"{where} has {key!r} and not {name!r}, which it is the second word of")
+                raise refused(f"{where} has {key!r} and not {name!r}, which it is the second word of")
 
 
 def _refuse_missing(base: type[Optimizer], key: Any, saved: Saved, own: list[dict[str, Any]]) -> None:
@@ -173,14 +159,10 @@ def _refuse_missing(base: type[Optimizer], key: Any, saved: Saved, own: list[dic
     for where, found in places.items():
         if key not in found:
             names = ", ".join(str(k) for k in found if k not in KEYS and not is_component(k, found))
-            raise _refusal(
+            raise refused(
                 f"{where} has no {key!r}, which {base.__name__} needs; it has {names}: is it truncated, or the "
                 "checkpoint of another optimizer?"
             )
-
-
-def _refusal(why: str) -> ValueError:
-    return ValueError(f"the checkpoint was not loaded, and nothing was changed: {why}")
 
 
 # --- after torch has put it in place ------------------------------------------------------------------------------
@@ -188,33 +170,6 @@ def _refusal(why: str) -> ValueError:
 
 def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[bool]:
-    """Restores settings: from a checkpoint of ours, else the group's own. Returns which groups are of plain torch."""
-    plain = ["collage_strategy" not in group for group in optimizer.param_groups]
-    for i, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
-        for key in KEYS:
-            if key in old:
-                group.setdefault(key, old[key])
-        try:
-            loaded, own = Settings.of(group), Settings.of(old)
-        except ValueError as error:
-            raise _refusal(f"param_groups[{i}]: {error}") from error
-        tell_of_settings(i, own, loaded)
-    return plain
-
-
-def tell_of_settings(index: int, own: Settings, loaded: Settings) -> None:
-    """Warns if a checkpoint brought another strategy or arithmetic than the optimizer was, or is, compiled for."""
-    if (loaded.strategy, loaded.arithmetic) != (own.strategy, own.arithmetic):
-        warnings.warn(
-            f"param_groups[{index}] was compiled for strategy {own.strategy!r}, arithmetic {own.arithmetic!r} and goes "
-            f"on with those of the checkpoint, {loaded.strategy!r} and {loaded.arithmetic!r}, as torch does with "
-            f"every setting of a group. To switch: collage_neuron.compile(optimizer, strategy={own.strategy!r}, "
-            f"arithmetic={own.arithmetic!r}) after loading",
-            stacklevel=5,
-        )
 
 
 def _put_back(optimizer: Optimizer, saved: Saved) -> None:
@@ -323,7 +278,7 @@ def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where:
             if key in state and not _is_misread(name, state[key].dtype, component.type.dtype):
                 continue
             found = f"{key!r} in {state[key].dtype}" if key in state else f"no {key!r}"
-            raise _refusal(
+            raise refused(
                 f"{where} has {found}, the low word of {name!r} under this group's strategy: was it read "
                 "into the template of an optimizer compiled for another strategy, or saved by a run that left this "
                 "parameter in fp32 (compile(..., keep_fp32=...), buffers=)? Compile as that run did"

@@ -25,7 +25,7 @@ from collage_neuron.eager.memory import memory_of, pool
 from collage_neuron.eager.step import Context
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.lazy_tables import Lazy
-from collage_neuron.states import exchanged, low_words
+from collage_neuron.states import exchanged, inner, low_words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -61,7 +61,7 @@ def _exact(base: type[Optimizer], name: str, found: Callable[..., Any], part: st
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         now = getattr(base, name)  # looked up in each call: a class may be patched after compile
         method = getattr(now, part, now) if part else now
-        if not isinstance(vars(self).get("state"), (States, Lazy)):
+        if not isinstance(getattr(self, "state", None), (States, Lazy)):
             return method(self, *args, **kwargs)  # in the constructor, when parameters have no low words yet
         context = bookkeeping(self).presented
         if context is not None:
@@ -80,6 +80,9 @@ class MethodContext(Context):
         super().__init__(base, optimizer, name)
         self._state, self._groups = optimizer.state, optimizer.param_groups
         self._stand_ins: tuple[Any, Any] | None = None
+        if inner.inner_of(optimizer):
+            self._present()  # what looks at an optimizer inside is not seen
+            return
         self.hide()
         if self._holds_parameters(vars(optimizer), given):
             self.open()
@@ -111,12 +114,15 @@ class MethodContext(Context):
         if replaced is not None:
             vars(self.optimizer)["state"] = self._stand_ins[0]
         self.show()
+        self._present()
+        if replaced is not None:
+            self.optimizer.state = replaced
+
+    def _present(self) -> None:
         exchanged.follow(self.optimizer)
         low_words.drop_stale(self.optimizer)
         self._check_graphs()
         self.begin()
-        if replaced is not None:
-            self.optimizer.state = replaced
 
     def finish(self) -> None:
         """Stores what the method wrote."""
@@ -124,7 +130,7 @@ class MethodContext(Context):
             self.open()
         self.show()
         if not isinstance(self.optimizer.state, States):
-            self.optimizer.state = States(dict, self.optimizer.state)
+            inner.put_states(self.optimizer, States(dict, self.optimizer.state))
         if not self.presentation.is_on:
             return
         stored = self.store(new=False)

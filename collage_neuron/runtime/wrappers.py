@@ -78,9 +78,9 @@ def check_fsdp(params: Names) -> None:
 
 
 def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
-    """Raises UnsupportedUpdate for known classes of optimizers that step another one, and for their objects.
+    """Raises UnsupportedUpdate for classes of libraries that are in the place of the optimizer, and for their objects.
 
-    Of unknown ones, objects say it (`limits.check_inner`).
+    Others that step an optimizer are compiled with it (`states/inner.py`).
     """
     names = {c.__name__ for c in cls.__mro__}
     if names & OF_A_CLASS:

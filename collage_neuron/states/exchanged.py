@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.states import low_words, small, steady
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.inner import inner_of
 from collage_neuron.states.names import is_component, is_shared_word, name_of
 from collage_neuron.states.store import is_host_scalar
 
@@ -43,6 +44,9 @@ def follow(optimizer: Optimizer) -> None:
                     for k, v in state.items()
                 }
                 low_words.replace(optimizer, old, new)
+                for each in inner_of(optimizer):
+                    if old in each.optimizer.state:  # the same object if `state` is
+                        each.optimizer.state[new] = each.optimizer.state.pop(old)
                 if old in bookkeeping(optimizer).narrow:
                     bookkeeping(optimizer).narrow.add(new)
 

@@ -25,12 +25,14 @@ from collage_neuron.torch_privates.operations import (
 )
 from collage_neuron.torch_privates.optimizers import (
     count_step,
+    has_hooks,
     hooked_steps,
     is_counted_by_scheduler,
     is_of_torch,
     mark_counted,
     mark_hooked,
     put_last,
+    step_pre_hooks,
     unhooked_step,
     unscales_itself,
 )
@@ -77,12 +79,12 @@ from collage_neuron.torch_privates.xla import (
 __all__ = [
     "FSDP1", "NORMS", "DispatchMode", "Surroundings", "attributes", "compile_errors", "copy_each",
     "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange",
-    "exchange_all", "exchange_each", "exchange_shards", "groups_of_xla_zero", "guard", "guarding", "has_laid_out",
-    "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside",
+    "exchange_all", "exchange_each", "exchange_shards", "groups_of_xla_zero", "guard", "guarding", "has_hooks",
+    "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside",
     "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch",
     "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "is_usual", "mark_counted",
     "mark_hooked", "mark_sharding_like", "modes", "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists",
-    "part", "put_last", "references", "schema", "set_up_anew", "sharded_like", "storage_id", "unhooked_step",
-    "unscales_itself", "user_computation", "users", "version", "viewed", "without_memory", "without_modes",
-    "xla_address", "xla_dot",
+    "part", "put_last", "references", "schema", "set_up_anew", "sharded_like", "step_pre_hooks", "storage_id",
+    "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed", "without_memory",
+    "without_modes", "xla_address", "xla_dot",
 ]  # fmt: skip

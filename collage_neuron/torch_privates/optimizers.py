@@ -57,6 +57,23 @@ def put_last(optimizer: Optimizer, hook: Any) -> None:
         hooks.move_to_end(ours)
 
 
+def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
+    """The hooks that run before the steps of an optimizer: no public way tells which there are.
+
+    Noticed by `tests/trace/test_inner.py::test_an_optimizer_inside_a_compiled_one_cannot_be_used_by_itself`.
+    """
+    hooks: Any = vars(optimizer).get("_optimizer_step_pre_hooks", {})
+    return list(hooks.values())
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Returns True if hooks can be added: a constructor that does not call torch's may have left them out.
+
+    Noticed by `tests/trace/test_inner.py::test_what_cannot_be_compiled_with_its_inner_one_is_rejected`.
+    """
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
 def is_of_torch(name: str) -> bool:
     """Returns True for an attribute that `Optimizer` keeps hooks and profiling in.
 

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.states import steady
+from collage_neuron.states.inner import inner_of
 from collage_neuron.trace.reachable import cells_of
 
 TRACE = "COLLAGE_NEURON_TRACE"
@@ -44,6 +45,8 @@ def is_recorded(base: type[Optimizer], optimizer: Optimizer | None = None) -> bo
     if base not in CLASSES or not is_of_library(base):
         return False
     if optimizer is not None and not _has_no_code_of_its_own(base, tuple(vars(optimizer))):  # type: ignore[arg-type]
+        return False
+    if optimizer is not None and inner_of(optimizer):
         return False
     return all(map(is_of_library, _code_of(base)))
 

@@ -20,6 +20,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.source_location import raised_at
 from collage_neuron.runtime import surroundings, wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
+from collage_neuron.states import inner
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.visible import ParamShaped, visible
@@ -60,10 +61,21 @@ class Copied:
         self.optimizer: Any = object.__new__(base)
         of_torch = {k: v for k, v in vars(optimizer).items() if k in attributes_of_torch()}
         vars(self.optimizer).update(of_torch, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
-        try:
-            self.optimizer.param_groups, self.optimizer.state = [], defaultdict(dict)
-        except AttributeError as error:  # those of another optimizer
-            raise UnsupportedUpdate(f"a copy of it cannot have groups of its own ({error})") from error
+        self._inner: list[inner.Inner] = []
+
+    def set_groups(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> None:
+        """Gives the copy its groups and states; where they are those of an optimizer inside, the copy of that has them.
+
+        Raises:
+            UnsupportedUpdate: it cannot have any of its own.
+        """
+        self._inner = inner.inner_of(self.optimizer)
+        for name, own in (("param_groups", groups), ("state", state)):
+            if getattr(self.optimizer, name, None) is not own:
+                try:
+                    setattr(self.optimizer, name, own)
+                except AttributeError as error:
+                    raise UnsupportedUpdate(f"a copy of it cannot have groups of its own ({error})") from error
 
     def add_params(self, group: int, params: Sequence[Tensor]) -> None:
         """Copies parameters of a group, by its number."""
@@ -99,7 +111,9 @@ class Copied:
             with surroundings.usual(), torch.no_grad(), self._guard, ExitStack() as stack:
                 for each in (*context, mode):
                     stack.enter_context(each)
+                inner.lend(self.optimizer, self._inner)
                 torch_privates.unhooked_step(self._base)(self.optimizer)
+                inner.collect(self.optimizer, self._inner)
         except UnsupportedUpdate as error:
             with pointing_at(raised_at(error)):
                 raise
@@ -134,7 +148,7 @@ class Copied:
         raise (UnknownUpdate if self._mode.why == _READS else UnsupportedUpdate)(self._mode.why)
 
     def _state_of(self, x: Tensor) -> met.Name | None:
-        states = ((i, self.optimizer.state.get(p, {})) for i, p in enumerate(self.params.values()))
+        states = ((i, inner.state_of(self.optimizer, p, self._inner)) for i, p in enumerate(self.params.values()))
         return next(((i, name) for i, own in states for name, t in dict.items(own) if t is x), None)
 
     def _no_value(self, x: Tensor) -> Tensor:
@@ -188,7 +202,7 @@ def alone(
     copied.add_params(0, [p])
     own = {k: v for k, v in group.items() if k != "params" and not str(k).startswith("collage_")}
     settings = {k: copied.copies.of(on_host(v)) for k, v in own.items()} | {k: False for k in SWITCHES if k in group}
-    copied.optimizer.param_groups = [settings | {"params": list(copied.params.values())}]
+    copied.set_groups([settings | {"params": list(copied.params.values())}], defaultdict(dict))
     if shown:
         copied.add_state(p, {k: on_host(v) for k, v in shown.items()})
     return copied
@@ -211,6 +225,9 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
     copied = Copied(base, optimizer)
     copies, made = copied.copies, copied.optimizer
     copies.known[id(optimizer)] = optimizer, made
+    inside = inner.inner_of(optimizer)
+    for x in (*(each.optimizer for each in inside), optimizer):
+        copies.known[id(x.state)] = x.state, defaultdict(dict)
     for i, group in enumerate(optimizer.param_groups):
         copied.add_params(i, [p for p in group["params"] if not is_left_alone(p)])
     params = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in copied.params}
@@ -219,8 +236,9 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
     names = vars(optimizer).keys() - attributes_of_torch() - {"step"}  # a `step` among them is another's, which counts
     vars(made).update({k: copies.of(v) for k, v in vars(optimizer).items() if k in names and k[:9] != "_collage_"})
     made.defaults = copies.of(optimizer.defaults)
-    made.param_groups = [copies.of(dict(group)) for group in optimizer.param_groups]
-    for owner, state in optimizer.state.items():
+    groups = copies.of(optimizer.param_groups) if inside else [copies.of(dict(g)) for g in optimizer.param_groups]
+    copied.set_groups(groups, copies.of(optimizer.state))
+    for owner, state in inner.shown(optimizer, inside).items():
         if id(owner) in params and isinstance(state, dict):
             copied.add_state(owner, visible(state, owner, bookkeeping(optimizer).small))
         else:

@@ -26,6 +26,7 @@ from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.inner import inner_of
 from collage_neuron.states.sharding import TRIED
 from collage_neuron.trace import shards
 from collage_neuron.trace.calls import Uncompiled
@@ -85,7 +86,8 @@ def _run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     found: dict[int, Recording] = {}
     try:
         copied = whole(base, optimizer)
-        with warnings.catch_warnings(), _unheard(), undone([base, *copied.copies.shared]):
+        classes = [type(each.optimizer) for each in inner_of(optimizer)]
+        with warnings.catch_warnings(), _unheard(), undone([base, *classes, *copied.copies.shared]):
             warnings.simplefilter("ignore")
             found = _recordings(copied)
             if any(unread_states(each.captured.graph) for each in found.values()):

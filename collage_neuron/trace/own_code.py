@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, device, dtype
 from torch.optim import Optimizer
 
+from collage_neuron.states.inner import inner_of
 from collage_neuron.trace.reachable import cells_of
 
 ASKS = "step(), or a function that it uses, asks for exact types, differentiates or starts threads"
@@ -60,7 +61,9 @@ def asks(base: Any, held: Iterable[Any]) -> bool:
 
 def held_by(optimizer: Optimizer) -> list[Any]:
     """What an optimizer and its groups hold that may be, or have, a function."""
-    values = chain(vars(optimizer).items(), *map(dict.items, optimizer.param_groups))
+    inside = [each.optimizer for each in inner_of(optimizer)]
+    own = chain.from_iterable((vars(x), *x.param_groups) for x in (optimizer, *inside))
+    values = chain.from_iterable(map(dict.items, own))
     return [x for k, x in values if type(x) not in _ATOMS and k not in _OF_TORCH and not k.startswith("_")]
 
 
@@ -92,9 +95,12 @@ def _in(held: Iterable[Any], classes: set[Any]) -> list[FunctionType]:
     waiting, known, found = list(held), dict[int, Any](), list[FunctionType]()
     while waiting and len(known) < MOST:
         x = waiting.pop()
-        if type(x) in _ATOMS or id(x) in known or isinstance(x, (type, ModuleType, Tensor, Optimizer)):
+        if type(x) in _ATOMS or id(x) in known or isinstance(x, (type, ModuleType, Tensor)):
             continue
         known[id(x)] = x
+        if isinstance(x, Optimizer):  # an inner one, of which what it holds is looked at too (`held_by`)
+            classes |= set() if hasattr(type(x), "_collage_base") else {type(x)}
+            continue
         if isfunction(x):
             found.append(unwrap(x))
         elif isinstance(x, MethodType):

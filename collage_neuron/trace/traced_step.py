@@ -29,6 +29,7 @@ from collage_neuron.runtime.same_steps import AS_WRITTEN, LAUNCHES, RAISES
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.inner import inner_of, state_of
 from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, memories_of, users_of
@@ -161,6 +162,7 @@ class TracedStep:
             spare = []
         cones, steady = [k.cones for k in earlier], kinds[0].quick if spare else ()
         self._names: dict[int, met.Name] | None = None
+        self._inside = inner_of(self.optimizer)
         self._mode = Waiting(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
         if not presentation.has_shards and (not spare or kinds[0].fills):
             self._mode.see_made()
@@ -200,12 +202,12 @@ class TracedStep:
 
     def _state_of(self, x: torch.Tensor) -> met.Name | None:
         """The parameter and the name of a state that is not in words; None for other tensors."""
-        params, state = self._began.params, self.optimizer.state
+        params = self._began.params
         if self._names is None:
-            states = [dict.get(state, p, _NO_STATE) for p in params]
+            states = [state_of(self.optimizer, p, self._inside) for p in params]
             self._names = {id(t): (i, name) for i, own in enumerate(states) for name, t in own.items()}
         i, name = self._names.get(id(x), (0, ""))
-        is_there = dict.get(state, params[i], _NO_STATE).get(name) is x  # an id may be used again
+        is_there = state_of(self.optimizer, params[i], self._inside).get(name) is x  # an id may be used again
         return (i, name) if is_there else None
 
     def missed(self, why: str) -> None:

@@ -266,7 +266,13 @@ class Waiting:
 
     @property
     def cones(self) -> Cones:
-        """Those of the values of this step: of an earlier one, if that has made the same calls so far."""
+        """Those of the values of this step, at its end."""
+        calls = self.calls
+        return self._cones if self._cones.calls is calls else Cones(calls)  # the one it has followed may have gone on
+
+    @property
+    def _cones(self) -> Cones:
+        """Those of the values so far: of an earlier step, if that has made the same calls."""
         calls = self._course.whole
         found = next((each for each in self._known if each.calls is calls), None)
         if found is None:
@@ -276,7 +282,7 @@ class Waiting:
 
     def _value(self, place: int, before: int | None = None) -> torch.Tensor:
         before = self._course.at if before is None else before
-        return self._values.value(self.cones, place, before, self.numbers, self._copied)
+        return self._values.value(self._cones, place, before, self.numbers, self._copied)
 
     def value(self, place: int) -> torch.Tensor:
         """A copy of the value that a tensor has now."""

@@ -17,6 +17,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
 from collage_neuron.states import kept_formats, small, words
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.inner import own_class
 from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import ORDINARY, is_sharded
 from collage_neuron.states.store import ensure_stored
@@ -107,7 +108,7 @@ def sample_of(
 ) -> Sample:
     """A separate compiled optimizer over `q`, with the settings of the job's group."""
     group = {k: _own(v) for k, v in job.group.items() if k not in (SKIPPED, FORMATS_KEPT)} | {"params": [q]}
-    other: Any = object.__new__(type(optimizer))
+    other: Any = object.__new__(own_class(type(optimizer)))
     other.param_groups, other.state, other.defaults = [group], defaultdict(dict), {}
     other.state[q] = {k: _own(v) for k, v in numbers.items() if not _is_shaped(v)} | dict(tensors)
     record, captured = kept_formats.of(other, q), planned.recording.captured

@@ -8,7 +8,7 @@ These are:
 * maxima with decay, which stall in the same way;
 * sums without any decay;
 * copies and averages of the parameter, which need the precision of the parameter (schedule-free's z, a lookahead's
-  slow weights).
+  slow weights), and what the parameter is moved to by a `lerp`.
 
 The graph is read as sums of products (`passes/analysis/value_numbering.py`), so the way a sum is written is irrelevant.
 """
@@ -19,14 +19,18 @@ from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from collage_neuron.passes.analysis.averages import Precise, copies, is_placeholder, original
 from collage_neuron.passes.analysis.denominators import ancestors, denominator
 from collage_neuron.passes.analysis.magnitudes import Evidence
+from collage_neuron.passes.analysis.parameter_path import spine
 from collage_neuron.passes.analysis.parity import Parity
 from collage_neuron.passes.analysis.polynomials import Sum
 from collage_neuron.passes.analysis.value_numbering import Values
+
+LERPS = (torch.ops.aten.lerp.Scalar, torch.ops.aten.lerp.Tensor)
 
 
 def slow_states(graph: fx.Graph) -> frozenset[str]:
@@ -125,13 +129,22 @@ class _Roles:
         """A fixed point, since an average of an average of the parameter is an average of the parameter too."""
         param = original(self.outputs["param"])
         found = frozenset(n for n in self.new if self._is_sum(n) or original(self.outputs[n]) is param)
-        found |= idle_states(self.graph)
+        found |= idle_states(self.graph) | self._positions
         while True:
             precise = Precise(self.graph, self.outputs, found)
             now = found | {name for name in self.new if precise.is_average(name)}
             if now == found:
                 return found
             found = now
+
+    @cached_property
+    def _positions(self) -> frozenset[str]:
+        """States that the parameter is moved towards by a `lerp`: each of their errors is one of the parameter then."""
+        towards: set[Any] = {original(n.args[1]) for n in spine(self.graph) if n.target in LERPS}  # type: ignore[arg-type]
+        olds = {original(n): str(n.target) for n in self.graph.nodes if n.op == "placeholder"}
+        return frozenset(n for n in self.new if original(self.outputs[n]) in towards).union(
+            olds[n] for n in towards & olds.keys() if olds[n] in self.new
+        )
 
     def _is_sum(self, name: str) -> bool:
         """Returns True if the update adds to the state, or to its initial value, with a coefficient of exactly 1."""

@@ -147,10 +147,10 @@ def compiled_and_stepped(package: str, name: str) -> None:
 
 @pytest.mark.parametrize(("package", "name"), [(p, n) for p, refused in REJECTED.items() for n in refused])
 def test_the_others_are_rejected(package: str, name: str) -> None:
-    with pytest.raises(UnsupportedUpdate, match=r"Nor can step\(\) run as written|steps another optimizer"):
+    with pytest.raises(UnsupportedUpdate, match=r"Nor can step\(\) run as written"):
         compiled_and_stepped(package, name)
 
 
 def test_no_package_has_a_rejected_optimizer_that_is_not_refused() -> None:
     assert all(REJECTED[package].keys() <= refused.keys() for package, refused in REFUSED.items())
-    assert sum(map(len, REJECTED.values())) == 4
+    assert sum(map(len, REJECTED.values())) == 3

@@ -46,12 +46,6 @@ def test_what_is_known_before_the_first_step_is_rejected_by_compile() -> None:
     p.grad = grad
     rejected(Muon([p]), "has a graph")
 
-    class Around(Written):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params)
-            self.inner = torch.optim.SGD(params, lr=0.1)
-
-    rejected(Around(params), "steps another optimizer")
     with pytest.raises(UnsupportedUpdate, match="takes sparse gradients only"):
         collage_neuron.compile(torch.optim.SparseAdam)
 

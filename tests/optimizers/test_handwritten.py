@@ -137,15 +137,6 @@ def test_momentum_kept_where_nobody_would_carry_it_is_refused(where: str) -> Non
     assert not optimizer.param_groups[0]["buffers"]
 
 
-def test_an_optimizer_that_steps_another_is_refused_before_it_steps() -> None:
-    p = torch.nn.Parameter(initial())
-    p.grad = torch.ones_like(p)
-    optimizer = foreign.Wrapping(torch.optim.SGD([p], lr=1.0))
-    with pytest.raises(UnsupportedUpdate, match=r"Wrapping steps another optimizer \(inner\); compile that one"):
-        collage_neuron.compile(optimizer).step()
-    assert torch.equal(p.detach().float(), initial().bfloat16().float())
-
-
 @pytest.mark.parametrize("strategy", ["fp32", "fp32_states", "full", "bf16"])
 def test_states_that_trade_places_are_not_overwritten_on_the_way(strategy: str) -> None:
     assert compare(foreign.Trading, strategy).unbounded == 0

@@ -421,18 +421,6 @@ class Elsewhere(Optimizer):
                 p.add_(momentum, alpha=-group["lr"])
 
 
-class Wrapping(Optimizer):
-    """Steps another optimizer."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner
-        super().__init__(inner.param_groups, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.inner.step()
-
-
 class Trading(Optimizer):
     """Two states that trade places in each step, and the parameter as it was before."""
 

@@ -11,7 +11,6 @@ CONTAINER = "keeps tensors in a container"
 CLOSURE = "needs a closure"
 SECOND_BACKWARD = "differentiates again"
 OTHER_SHAPE = "tensors of another shape"
-INNER = "steps another optimizer"
 NOT_FLOATING = "states of whole numbers"
 ORDER = "norm of another order"
 OTHER_TYPE = "computes in another type"
@@ -24,7 +23,6 @@ MEANING: dict[str, str] = {
     OTHER_SHAPE: "factors, preconditioners, statistics of blocks: computed of matrices",
     CLOSURE: "evaluates the closure several times in a step",
     SECOND_BACKWARD: "takes second derivatives in `step()`",
-    INNER: "compile the inner optimizer instead",
     NOT_FLOATING: "integers or booleans in `state[p]`, shaped like the parameter: no format stores them exactly",
     "`aten...`": "an operation that is not elementwise, has no rule yet, or draws",
     ORDER: "a norm that is neither the sum of magnitudes nor the root of the sum of squares",
@@ -65,7 +63,7 @@ LAUNCHED: dict[str, str] = {
     "torch_optimizer": "A2GradExp A2GradInc A2GradUni AccSGD Adafactor AdamP Lamb SGDP",
     "pytorch_optimizer": (
         "ASGD AdaGC Adai AdamP AdamS AliG Amos AvaGrad DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion "
-        "DAdaptSGD FAdam Fromage LARS Lamb Nero Prodigy QHAdam SGDP SGDSaI"
+        "DAdaptSGD FAdam Fromage LARS Lamb Magma Nero Prodigy QHAdam SGDP SGDSaI"
     ),
 }
 """Optimizers that are compiled too, which no bound follows: they read values, or add up over several parameters.
@@ -115,7 +113,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "Shampoo": "aten.transpose_",
         "LBFGS": CLOSURE,
         **dict.fromkeys(("AdaShift", "AggMo", "ScalableShampoo"), CONTAINER),
-        "Magma": INNER,
         "SOAP": MEMORY,
         **dict.fromkeys(("SPAM", "SaRA"), NOT_FLOATING),
         "ApolloDQN": ORDER,
@@ -138,7 +135,6 @@ REJECTED: dict[str, dict[str, str]] = {
     "torch_optimizer": {"Adahessian": SECOND_BACKWARD},
     "pytorch_optimizer": {
         **dict.fromkeys(("AdaHessian", "SophiaH"), SECOND_BACKWARD),
-        "Magma": INNER,
     },
 }
 """Of those, the ones that cannot run as written on fp32 values either (tests/eager/test_packages.py)."""

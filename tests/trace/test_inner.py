@@ -1,0 +1,532 @@
+"""An optimizer that steps another one is compiled with it: its states are in words too, and its operations wait."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import cases_of_inner as cases
+import pytest
+import torch
+from cases_of_inner import CASES, LAUNCHED, adam, initial, published, run, sgd
+from torch.nn import Parameter
+from torch.optim import Adagrad, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+
+import collage_neuron
+from collage_neuron import UnsupportedUpdate, checkpoint
+from collage_neuron.states.bookkeeping import bookkeeping
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")
+
+
+def compiled(make: cases.Make, strategy: str = "fp32", **options: Any) -> tuple[Any, list[Parameter]]:
+    params = initial()
+    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **options), params
+
+
+def plain(make: cases.Make) -> tuple[Any, list[Parameter]]:
+    params = initial()
+    return make(params), params
+
+
+def error(optimizer: Any, params: list[Parameter], exact: list[Parameter]) -> float:
+    found = zip(params, exact, strict=True)
+    return max(float((collage_neuron.exact_value(optimizer, p) - q.detach()).abs().max()) for p, q in found)
+
+
+NEAR = {"fp32": 1e-5, "plus": 2**-7, "split433": 2**-12}
+"""Of plus: 20 steps of .01, and more of momentum, of which the first moment is off by 2**-9."""
+
+
+@pytest.mark.parametrize("strategy", NEAR)
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps_are_those_of_plain_torch(name: str, strategy: str) -> None:
+    optimizer, params = compiled(CASES[name], strategy)
+    other, exact = plain(CASES[name])
+    run(name, other, exact, 20)
+    run(name, optimizer, params, 20)
+    assert error(optimizer, params, exact) < NEAR[strategy]
+    traces = bookkeeping(optimizer).traces
+    assert (traces.misses == 0 and bool(traces.kinds)) == (name in LAUNCHED), traces.why
+
+
+def test_the_states_of_the_inner_one_are_in_words_between_steps() -> None:
+    optimizer, params = compiled(CASES["lookahead"], "plus")
+    run("lookahead", optimizer, params, 2)
+    state = optimizer.state[params[0]]
+    inner = {k: x.dtype for k, x in state.items() if k.startswith("optimizer__exp")}
+    assert inner == dict.fromkeys(
+        ("optimizer__exp_avg", "optimizer__exp_avg_sq", "optimizer__exp_avg_sq_lo"), torch.bfloat16
+    )
+    assert not any(optimizer.optimizer.state.values())
+    assert "optimizer__exp_avg_sq bf16x2" in str(collage_neuron.explain(optimizer))
+
+
+def test_before_the_first_step_it_is_known_and_the_optimizer_stays_as_it_is() -> None:
+    optimizer, params = compiled(CASES["lookahead"], "plus")
+    described = str(collage_neuron.explain(optimizer))
+    assert "16 bytes a parameter" in described
+    assert not optimizer.optimizer.state
+    assert optimizer.param_groups[0]["counter"] == 0
+    run("lookahead", optimizer, params, 1)
+    assert str(collage_neuron.explain(optimizer)) == described
+
+
+def test_one_that_has_stepped_is_compiled_with_its_states() -> None:
+    inner, params = plain(adam)
+    other, exact = plain(adam)
+    run("", inner, params, 3)
+    run("", other, exact, 3)
+    optimizer = collage_neuron.compile(cases.Timm(inner), strategy="fp32", verbose=False)
+    outer = cases.Timm(other)
+    run("", optimizer, params, 7, 3)
+    run("", outer, exact, 7, 3)
+    assert error(optimizer, params, exact) < 1e-5
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def saved(optimizer: Any, params: list[Parameter]) -> Any:
+    file = io.BytesIO()
+    torch.save((optimizer.state_dict(), [p.detach() for p in params]), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def load(optimizer: Any, params: list[Parameter], found: Any) -> None:
+    with torch.no_grad():
+        for p, x in zip(params, found[1], strict=True):
+            p.copy_(x)
+    optimizer.load_state_dict(found[0])
+
+
+NOT_SAVED = {"listed", "anchored", "holding", "asks for types"}
+"""Plain torch saves none of the inner states of these."""
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split433"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(name: str, strategy: str) -> None:
+    optimizer, params = compiled(CASES[name], strategy)
+    run(name, optimizer, params, 4)
+    found = saved(optimizer, params)
+    run(name, optimizer, params, 5, 4)
+    resumed, others = compiled(CASES[name], strategy)
+    load(resumed, others, found)
+    run(name, resumed, others, 5, 4)
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q)
+        assert optimizer.state[p].keys() == resumed.state[q].keys()
+        for key, x in optimizer.state[p].items():
+            assert torch.equal(x, resumed.state[q][key]) if isinstance(x, torch.Tensor) else x == resumed.state[q][key]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_SAVED])
+def test_checkpoints_of_plain_torch_load_and_ours_load_in_plain_torch(name: str) -> None:
+    optimizer, params = compiled(CASES[name])
+    other, exact = plain(CASES[name])
+    run(name, other, exact, 4)
+    optimizer.load_state_dict(other.state_dict())  # which has the tensors of the other one
+    for p, x in zip(params, exact, strict=True):
+        collage_neuron.set_exact_value(optimizer, p, x.detach())
+    back, again = plain(CASES[name])
+    load(back, again, (optimizer.state_dict(), exact))  # copies
+    for o, ps in ((other, exact), (optimizer, params), (back, again)):
+        run(name, o, ps, 5, 4)
+    assert error(optimizer, params, exact) < 1e-5
+    assert all((p - q).abs().max() < 1e-5 for p, q in zip(exact, again, strict=True))
+
+
+def test_a_checkpoint_of_another_model_or_strategy_is_rejected_and_nothing_changed() -> None:
+    optimizer, params = compiled(CASES["lookahead"], "split433")
+    run("lookahead", optimizer, params, 2)
+    before = copy.deepcopy(dict(optimizer.state))
+    found = optimizer.state_dict()
+    fewer = {**found, "collage_neuron": found["collage_neuron"][:1]}
+    with pytest.raises(ValueError, match="it has 1 parameters, and the optimizer 4"):
+        optimizer.load_state_dict(fewer)
+    turned = {**found, "collage_neuron": found["collage_neuron"][::-1]}
+    with pytest.raises(ValueError, match=r"its parameter 0 is kept as .*: compile as the run did that has saved it"):
+        optimizer.load_state_dict(turned)
+    with pytest.raises(KeyError, match="lookahead_state"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    for p, state in before.items():
+        own = next(optimizer.state[q] for q in params if q.shape == p.shape)
+        assert all(torch.equal(x, own[k]) for k, x in state.items())
+
+
+def test_a_checkpoint_that_has_lost_our_part_is_rejected() -> None:
+    optimizer, params = compiled(CASES["ortho"], "plus")
+    run("", optimizer, params, 2)
+    found = optimizer.state_dict()
+    assert found.pop("collage_neuron")
+    with pytest.raises(ValueError, match=r"it is of a compiled run, and its 'collage_neuron', .* is missing"):
+        optimizer.load_state_dict(found)
+
+
+@pytest.mark.parametrize("name", ["lookahead", "ortho"])
+def test_the_state_in_fp32_is_that_of_plain_torch(name: str) -> None:
+    optimizer, params = compiled(CASES[name])
+    model = torch.nn.ParameterList(params)
+    run("", optimizer, params, 3)
+    weights, state = checkpoint.get_fp32_state_dict(model, optimizer)
+    assert "collage" not in str(state)
+    other, exact = plain(CASES[name])
+    load(other, exact, (copy.deepcopy(state), weights.values()))  # torch keeps tensors that it is given
+    for o, ps in ((optimizer, params), (other, exact)):
+        run("", o, ps, 3, 3)
+    assert error(optimizer, params, exact) < 1e-5
+    again, others = compiled(CASES[name])
+    model = torch.nn.ParameterList(others)
+    checkpoint.set_fp32_state_dict(model, again, model_state_dict=weights, optim_state_dict=state)
+    run("", again, others, 3, 3)
+    assert error(again, others, exact) < 1e-5
+    with pytest.raises(ValueError, match="has low words of its own: load it with"):
+        checkpoint.set_fp32_state_dict(model, again, model_state_dict=weights, optim_state_dict=optimizer.state_dict())
+
+
+def test_safetensors_has_no_place_for_it() -> None:
+    optimizer, _ = compiled(CASES["ortho"])
+    with pytest.raises(ValueError, match="of an optimizer that steps another one, and safetensors has no place"):
+        checkpoint.to_tensors(optimizer.state_dict())
+
+
+def test_a_state_dict_that_is_no_dictionary_is_rejected() -> None:
+    class Odd(cases.Listed):
+        def state_dict(self) -> Any:
+            return [super().state_dict()]
+
+    optimizer, _ = compiled(lambda ps: Odd(adam(ps)))
+    with pytest.raises(TypeError, match=r"Odd.state_dict\(\) returns a list; return a dictionary"):
+        optimizer.state_dict()
+
+
+# --- what is around a step ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["fp32", "plus"])
+def test_an_exception_in_the_middle_leaves_all_states_as_they_were(strategy: str) -> None:
+    optimizer, params = compiled(CASES["listed"], strategy)
+    run("", optimizer, params, 2)
+    before = [(p.detach().clone(), {k: copy.deepcopy(x) for k, x in optimizer.state[p].items()}) for p in params]
+    optimizer.raises = True
+    with pytest.raises(KeyError, match="in the middle"):
+        run("", optimizer, params, 1, 2)
+    for p, (value, state) in zip(params, before, strict=True):
+        assert torch.equal(p, value)
+        assert optimizer.state[p].keys() == state.keys()
+        assert all(torch.equal(x, optimizer.state[p][k]) for k, x in state.items())
+    optimizer.raises = False
+    run("", optimizer, params, 3, 2)
+    other, exact = plain(CASES["listed"])
+    run("", other, exact, 5)
+    assert error(optimizer, params, exact) < NEAR[strategy]
+
+
+def test_hooks_and_schedulers_of_the_inner_one_and_of_the_outer_one() -> None:
+    def used(optimizer: Any, inner: Any) -> list[Any]:
+        seen: list[Any] = []
+        inner.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0].dtype))
+        inner.register_step_post_hook(lambda *_: seen.append("after"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after all"))
+        return seen
+
+    optimizer, params = compiled(CASES["lookahead"])
+    other, exact = plain(CASES["lookahead"])
+    seen, wanted = used(optimizer, optimizer.optimizer), used(other, other.optimizer)
+    schedulers = [ExponentialLR(o, 0.9) for o in (optimizer, optimizer.optimizer, other, other.optimizer)]
+    for number in range(5):
+        run("", optimizer, params, 1, number)
+        run("", other, exact, 1, number)
+        for each in schedulers:
+            each.step()
+    assert seen == wanted
+    assert error(optimizer, params, exact) < 1e-5
+
+
+def test_methods_of_the_outer_one_see_exact_values() -> None:
+    optimizer, params = compiled(CASES["schedule-free"], "split433")
+    other, exact = plain(CASES["schedule-free"])
+    for number in range(4):
+        for o, ps in ((optimizer, params), (other, exact)):
+            run("", o, ps, 2, 2 * number)
+            o.eval()
+        assert error(optimizer, params, exact) < NEAR["split433"]
+        for o in (optimizer, other):
+            o.train()
+        assert error(optimizer, params, exact) < NEAR["split433"]
+
+
+def test_a_group_that_is_added_later() -> None:
+    def made(params: list[Parameter]) -> Any:
+        return CASES["lookahead"](params[:2])
+
+    optimizer, params = compiled(made)
+    other, exact = plain(made)
+    late = [p.detach().bfloat16() for p in exact[2:]]
+    params[2:], exact[2:] = [Parameter(x.clone()) for x in late], [Parameter(x.float()) for x in late]
+    for o, ps in ((optimizer, params), (other, exact)):
+        run("", o, ps, 4)
+        o.add_param_group({"params": ps[2:]})
+        run("", o, ps, 4, 4)
+    assert error(optimizer, params, exact) < 1e-5
+
+
+def test_a_step_that_is_skipped_leaves_all_as_it_is() -> None:
+    optimizer, params = compiled(CASES["lookahead"], "plus", nonfinite="skip")
+    run("", optimizer, params, 2)
+    before = [(p.detach().clone(), copy.deepcopy(dict(optimizer.state[p]))) for p in params]
+    for p in params:
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
+    for p, (value, state) in zip(params, before, strict=True):
+        assert torch.equal(p, value)
+        assert all(torch.equal(x, optimizer.state[p][k]) for k, x in state.items())
+
+
+@pytest.mark.parametrize("name", ["lookahead", "sam"])
+def test_the_class_is_compiled_before_there_is_an_object(name: str) -> None:
+    import pytorch_optimizer
+
+    def made(cls: Any) -> Any:
+        params = [Parameter(p.detach().bfloat16()) for p in initial()]
+        return (cls(adam(params), k=3) if name == "lookahead" else cls(params, AdamW, lr=cases.LR)), params
+
+    cls = pytorch_optimizer.Lookahead if name == "lookahead" else pytorch_optimizer.SAM
+    optimizer, params = made(collage_neuron.compile(cls, strategy="plus"))
+    run(name, optimizer, params, 5)
+    params_of = initial()
+    with torch.no_grad():
+        for p in params_of:
+            p.copy_(p.bfloat16())
+    of_object = collage_neuron.compile(CASES[name](params_of), strategy="plus", verbose=False)
+    run(name, of_object, params_of, 5)
+    assert all(torch.equal(p, q) for p, q in zip(params, params_of, strict=True))
+
+
+def test_another_strategy_later() -> None:
+    optimizer, params = compiled(CASES["lookahead"])
+    other, exact = plain(CASES["lookahead"])
+    run("", other, exact, 8)
+    run("", optimizer, params, 4)
+    with pytest.warns(collage_neuron.StrategyChanged, match="optimizer__exp_avg in bf16"):
+        collage_neuron.compile(optimizer, strategy="split433", verbose=False)
+    run("", optimizer, params, 4, 4)
+    assert error(optimizer, params, exact) < NEAR["split433"]
+    assert bookkeeping(optimizer).formats[params[0]]["optimizer__exp_avg"] == "bf16+int8"
+
+
+# --- what is rejected ---------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "step": lambda inner: inner.step(),
+    "state_dict": lambda inner: inner.state_dict(),
+    "load_state_dict": lambda inner: inner.load_state_dict(adam(initial()).state_dict()),
+}
+
+
+@pytest.mark.parametrize("name", ["lookahead", "ortho"])
+@pytest.mark.parametrize("use", USES)
+def test_an_optimizer_inside_a_compiled_one_cannot_be_used_by_itself(name: str, use: str) -> None:
+    optimizer, params = compiled(CASES[name], "plus")
+    run("", optimizer, params, 2)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(
+        UnsupportedUpdate, match=r"this AdamW is inside this Collage\w+, which was compiled and has its"
+    ):
+        USES[use](optimizer.optimizer)
+    assert all(map(torch.equal, params, before))
+    run("", optimizer, params, 1)
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "clears": lambda inner, p: inner.state.clear(),
+    "replaces": lambda inner, p: setattr(inner, "state", defaultdict(dict)),
+    "removes one": lambda inner, p: inner.state.pop(p),
+    "writes one": lambda inner, p: inner.state[p].update(exp_avg=torch.zeros_like(p)),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_what_is_written_to_the_inner_state_between_steps_is_rejected(what: str) -> None:
+    optimizer, params = compiled(CASES["lookahead"], "plus")
+    run("", optimizer, params, 2)
+    before = [p.detach().clone() for p in params]
+    WRITES[what](optimizer.optimizer, params[0])
+    with pytest.raises(UnsupportedUpdate, match="the state of the AdamW inside this CollageLookahead was written, or"):
+        run("", optimizer, params, 1, 2)
+    assert all(map(torch.equal, params, before))
+
+
+def test_moments_of_both_are_cleared_in_the_outer_one() -> None:
+    optimizer, params = compiled(CASES["listed"])
+    other, exact = plain(CASES["listed"])
+    run("", optimizer, params, 3)
+    run("", other, exact, 3)
+    optimizer.state.clear()
+    for each in other.many:
+        each.state.clear()
+    run("", optimizer, params, 3, 3)
+    run("", other, exact, 3, 3)
+    assert error(optimizer, params, exact) < 1e-5
+
+
+class AtOnce(Adagrad):
+    """Makes the states of a group when it is added, as Adagrad does of those that it is made with."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            self.state[p] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(p)}
+
+
+def test_an_inner_one_that_makes_states_for_a_group_at_once() -> None:
+    def made(params: list[Parameter]) -> Any:
+        return published("Lookahead", AtOnce(params[:2], lr=0.1), k=2)
+
+    optimizer, params = compiled(made)
+    other, exact = plain(made)
+    late = [p.detach().bfloat16() for p in exact[2:]]
+    params[2:], exact[2:] = [Parameter(x.clone()) for x in late], [Parameter(x.float()) for x in late]
+    for o, ps in ((optimizer, params), (other, exact)):
+        run("", o, ps, 3)
+        o.add_param_group({"params": ps[2:]})
+        run("", o, ps, 3, 3)
+    assert error(optimizer, params, exact) < 1e-5
+
+
+def test_its_outer_one_must_stay() -> None:
+    params = initial()
+    inner = adam(params)
+    run("", collage_neuron.compile(cases.Timm(inner), verbose=False), params, 2)
+    gc.collect()
+    with pytest.raises(UnsupportedUpdate, match="this AdamW is inside an optimizer that is gone"):
+        inner.step()
+    with pytest.raises(UnsupportedUpdate, match="its AdamW is inside another optimizer, which was compiled"):
+        collage_neuron.compile(cases.Timm(inner))
+
+
+def around_compiled(params: list[Parameter]) -> Any:
+    return cases.Listed(collage_neuron.compile(adam(params), verbose=False))
+
+
+def over_more(params: list[Parameter]) -> Any:
+    made = cases.Listed(adam(params[:2]))
+    made.many.append(sgd(params))
+    return made
+
+
+class Anew(cases.Listed):
+    """Joins the states of those that it steps."""
+
+    @property
+    def state(self) -> Any:
+        return {p: x for each in self.many for p, x in each.state.items()}
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """Of the constructor."""
+
+
+class Named(cases.Listed):
+    """Has a state of its own that is called as one of the inner one is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["many_0__exp_avg"] = p.clone()
+
+
+class WithoutHooks(cases.Timm):
+    """Has a constructor that neither calls torch's nor makes what that makes."""
+
+    def __init__(self, inner: Any) -> None:
+        self._base_optimizer, self.k, self.state = inner, 3, defaultdict(dict)
+        self.param_groups, self.defaults = inner.param_groups, {}
+
+
+WRONG: dict[cases.Make, str] = {
+    lambda ps: WithoutHooks(adam(ps)): "its constructor calls none of torch.optim.Optimizer",
+    around_compiled: "Listed steps an optimizer that is compiled already: compile the outermost one alone",
+    over_more: "it steps a SGD over parameters that are in none of its own groups",
+    lambda ps: Anew(adam(ps)): "its `state` is made anew each time it is asked for",
+}
+
+
+@pytest.mark.parametrize("make", WRONG)
+def test_what_cannot_be_compiled_with_its_inner_one_is_rejected(make: cases.Make) -> None:
+    params = initial()
+    optimizer = make(params)
+    with pytest.raises(UnsupportedUpdate, match=WRONG[make]):
+        collage_neuron.compile(optimizer)
+
+
+def test_a_state_that_is_called_as_an_inner_one_is_rejected_and_nothing_changed() -> None:
+    optimizer, params = compiled(lambda ps: Named(adam(ps)), "plus")
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(UnsupportedUpdate, match=r"has a state called 'many_0__exp_avg'.*; rename it"):
+        run("", optimizer, params, 1)
+    assert all(map(torch.equal, params, before))
+
+
+def test_what_is_rejected_has_its_states_as_before() -> None:
+    params = initial()
+    inner = adam(params)
+    run("", inner, params, 2)
+    state = {p: dict(own) for p, own in inner.state.items()}
+    outer = CASES["ortho around lookahead"](params)
+    outer.optimizer.optimizer.state.update(inner.state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", collage_neuron.RunsAsWritten)
+        with pytest.raises(collage_neuron.RunsAsWritten, match="cannot be compiled"):
+            collage_neuron.compile(outer)
+    found = outer.optimizer.optimizer.state
+    assert {p: dict(own) for p, own in found.items()} == state
+    assert set(outer.state[params[0]]) == {"slow_params"}
+
+
+def test_a_step_from_before_compiling_is_rejected() -> None:
+    params = initial()
+    optimizer = CASES["lookahead"](params)
+    step = optimizer.step
+    collage_neuron.compile(optimizer, verbose=False)
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(UnsupportedUpdate, match=r"this Lookahead.step\(\) is from before compiling, and steps another"):
+        step()
+    assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_without_its_inner_one_is_rejected(copied: Callable[[Any], Any]) -> None:
+    optimizer, _ = compiled(CASES["sam"])
+    with pytest.raises(UnsupportedUpdate, match=r"SAM.__getstate__\(\) leaves out the optimizer inside"):
+        copied(optimizer)
+
+
+class Copied(cases.Anchored):
+    """Can be copied."""
+
+    def __getstate__(self) -> Any:
+        return {**super().__getstate__(), "kept": self.kept}
+
+
+def test_a_copy_with_its_inner_one_goes_its_own_way() -> None:
+    optimizer, params = compiled(lambda ps: Copied(adam(ps)), "plus")
+    run("", optimizer, params, 2)
+    other, others = copy.deepcopy((optimizer, params))
+    run("", optimizer, params, 2, 2)
+    run("", other, others, 2, 2)
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+    assert other.kept["an inner one"] is not optimizer.kept["an inner one"]
+    with pytest.raises(UnsupportedUpdate, match="this AdamW is inside this CollageCopied"):
+        other.kept["an inner one"].step()
