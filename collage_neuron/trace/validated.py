@@ -37,10 +37,13 @@ class Place(int):
 
 
 class _Places(dict[int, Any]):
-    """Stands for the tensors of a step: each is its place, if it has no value here."""
+    """Stands for the tensors of a step: each is its place, or, if its shape and number are here, a new one of these."""
 
-    def __missing__(self, place: int) -> Place:
-        return Place(place)
+    def __getitem__(self, place: int) -> Place | Tensor:
+        if place not in self:
+            return Place(place)
+        shape, value = super().__getitem__(place)
+        return torch.full(shape, value, dtype=torch.float32, device="cpu")  # a call may write it
 
 
 class Bound(NamedTuple):
@@ -113,18 +116,15 @@ class Calls:
             found.append(Bound(call.func, args, named, list(call.returns), call.rule.kind == "view"))
         return found
 
-    def _reads(self) -> list[tuple[int, int, Tensor]]:
-        """The numbers of several parameters: after how many calls, the last one first, at which place, and which."""
+    def _reads(self) -> list[tuple[int, int, tuple[Any, float]]]:
+        """The numbers of several parameters: after how many calls, last ones first, at which place, shape and number."""
         reads = self.kind.reads
         values = self.numbers[len(self.numbers) - len(reads) :]
         shapes = {
             place: x.shape for call in self.kind.calls for place, x in zip(call.returns, call.makes or (), strict=True)
         }
         each = sorted(zip(reads, values, strict=True), key=lambda x: x[0].before, reverse=True)
-        return [
-            (before, place, torch.full(shapes[place], value, dtype=torch.float32, device="cpu"))
-            for (place, before), value in each
-        ]
+        return [(before, place, (shapes[place], value)) for (place, before), value in each]
 
 
 def of_recording(job: Job) -> Calls:
