@@ -117,7 +117,7 @@ class Calls:
         return found
 
     def _reads(self) -> list[tuple[int, int, tuple[Any, float]]]:
-        """The numbers of several parameters: after how many calls, last ones first, at which place, shape and number."""
+        """The numbers of several parameters: after how many calls, the last first, at which place, shape and number."""
         reads = self.kind.reads
         values = self.numbers[len(self.numbers) - len(reads) :]
         shapes = {

@@ -11,8 +11,7 @@ from collage_neuron.numerics import functions
 from collage_neuron.numerics.eft import sqrt as _root  # `sqrt` below is the rule
 from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask, computed, times
-from collage_neuron.passes.rewrite.rules.masks import where
-from collage_neuron.passes.rewrite.rules.registry import operation, rule
+from collage_neuron.passes.rewrite.rules.registry import RULES, operation, rule
 
 aten = torch.ops.aten
 
@@ -89,6 +88,7 @@ def lerp(a: Arithmetic, x: Any, y: Any, weight: Any) -> Any:
     if host is not None or isinstance(rate, (int, float)):
         return near
     far = a.round(a.read(y) - (1.0 - rate) * gap)
+    where = RULES[aten.where.self]  # of `masks`, whose rules follow these in the table
     return where(a, Mask(torch.abs(rate) < 0.5), near, far)
 
 
