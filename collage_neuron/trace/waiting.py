@@ -116,7 +116,7 @@ class Waiting:
             self.see_made()
         self._same = dict(same)
         """Places by ids: also of tensors that have been given other data."""
-        self._course, self._known = Course([cones.calls for cones in earlier]), list(earlier)
+        self._course, self._earlier = Course([cones.calls for cones in earlier]), list(earlier)
         self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
         self.met: dict[int, torch.Tensor] = {}
         """What is inside tensors that have met values that wait, by their places: with their own values."""
@@ -274,10 +274,10 @@ class Waiting:
     def _cones(self) -> Cones:
         """Those of the values so far: of an earlier step, if that has made the same calls."""
         calls = self._course.whole
-        found = next((each for each in self._known if each.calls is calls), None)
+        found = next((each for each in self._earlier if each.calls is calls), None)
         if found is None:
             found = Cones(calls)
-            self._known.append(found)
+            self._earlier.append(found)
         return found
 
     def _value(self, place: int, before: int | None = None) -> torch.Tensor:

@@ -93,7 +93,7 @@ def test_a_checkpoint_of_plain_torch_is_loaded_and_training_that_has_begun_is_co
     if begun is not loaded:
         run(begun, 1, first=3)
     for one in (loaded, begun):
-        assert not bookkeeping(one).twin
+        assert not bookkeeping(one).as_written
         for p, q in zip(one.param_groups[0]["params"], exact, strict=True):
             for name in bookkeeping(one).small.intersection(one.state[p]):
                 value, wanted = one.state[p][name], other.state[q][name]
