@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.eager import sizes
-from collage_neuron.eager.told import reason_of, why
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
@@ -37,6 +36,7 @@ from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import memory, plan
 from collage_neuron.runtime.preconditions import is_left_alone
+from collage_neuron.runtime.told import reason_of, why
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states

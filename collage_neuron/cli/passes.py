@@ -17,7 +17,6 @@ import torch.fx as fx
 from torch.optim import Optimizer
 
 from collage_neuron.api import compile
-from collage_neuron.eager.told import why
 from collage_neuron.errors import RunsAsWritten
 from collage_neuron.explanation import explain, explain_measured
 from collage_neuron.numerics import eft, matrix_sums, reductions, tensor_sums
@@ -25,6 +24,7 @@ from collage_neuron.numerics.strategies import ARITHMETICS, DEFAULT, STRATEGIES,
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.runtime import plan
 from collage_neuron.runtime.closures import needs_one
+from collage_neuron.runtime.told import why
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace import dry_run

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion import aliases, held, loaded_before
 from collage_neuron.conversion.budget import within
-from collage_neuron.eager import limits, told
+from collage_neuron.eager import limits
 from collage_neuron.eager.step import check_sound
 from collage_neuron.eager.storing import formats_as_written
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
@@ -27,7 +27,7 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import recorded_formats
+from collage_neuron.runtime import recorded_formats, told
 from collage_neuron.runtime.bucketing import naming
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer

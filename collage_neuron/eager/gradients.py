@@ -323,7 +323,7 @@ def _meet(grads: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
 
 def _is_part_of_held(g: torch.Tensor) -> bool:
     """Returns True for a part of a larger tensor whose object somebody has."""
-    larger = [x for x in (g._base,) if x is not None and x.numel() > g.numel()]
+    larger = [x for x in (torch_privates.base_of(g),) if x is not None and x.numel() > g.numel()]
     return any(n > 2 for n in torch_privates.references(larger))  # two are the list's and the call's
 
 

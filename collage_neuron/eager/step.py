@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager import limits, told
+from collage_neuron.eager import limits
 from collage_neuron.eager.codec import converter
 from collage_neuron.eager.gradients import MakesPlaceholders
 from collage_neuron.eager.held import Held
@@ -24,7 +24,7 @@ from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.storing import Storing
 from collage_neuron.errors import RunsAsWritten, StepInterrupted, UnsupportedUpdate
-from collage_neuron.runtime import same_steps
+from collage_neuron.runtime import same_steps, told
 from collage_neuron.runtime.closures import Call, Once
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import check_settings, check_stepped

@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.eager import limits
-from collage_neuron.eager.told import note
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.runtime.told import note
 from collage_neuron.settings import Settings
 from collage_neuron.states import small
 from collage_neuron.states.bookkeeping import bookkeeping

@@ -50,6 +50,7 @@ from collage_neuron.torch_privates.sharded import (
 )
 from collage_neuron.torch_privates.tensors import (
     attributes,
+    base_of,
     copy_each,
     copy_to_all,
     exchange,
@@ -77,7 +78,7 @@ from collage_neuron.torch_privates.xla import (
 )
 
 __all__ = [
-    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "attributes", "compile_errors", "copy_each",
+    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "attributes", "base_of", "compile_errors", "copy_each",
     "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange",
     "exchange_all", "exchange_each", "exchange_shards", "groups_of_xla_zero", "guard", "guarding", "has_hooks",
     "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside",

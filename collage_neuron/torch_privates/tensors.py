@@ -161,6 +161,14 @@ Noticed by `tests/trace/test_traced_step.py::test_numbers_of_all_parameters_in_o
 """
 
 
+def base_of(t: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of which `t` is a view, or None.
+
+    Noticed by `tests/eager/test_gradients.py::test_a_name_of_a_gradient_that_is_not_followed_is_rejected`.
+    """
+    return t._base
+
+
 def references(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often something in Python refers to each tensor's object, and `tensors` itself.
 

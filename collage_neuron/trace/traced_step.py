@@ -20,9 +20,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager import told
 from collage_neuron.errors import RunsAsWritten, UnsupportedUpdate
-from collage_neuron.runtime import wrappers
+from collage_neuron.runtime import told, wrappers
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
 from collage_neuron.runtime.same_steps import AS_WRITTEN, LAUNCHES, RAISES
