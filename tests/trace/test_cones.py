@@ -1,0 +1,89 @@
+"""Numbers that a step reads: each call runs once more at most, and what was written since does not count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from traced_updates import Stepping, place, set_gradients
+
+import collage_neuron
+
+SHAPES = (70, 70), (3,), (4, 6), (80, 60)  # the first and the last are large: what is computed of them is let go
+
+
+def between_writes(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    m = s.setdefault("m", torch.zeros_like(p))
+    before = m.sum().item()
+    flat = m.mul_(0.9).add_(g).view(-1)
+    most = m.abs().max().item()
+    flat.mul_(1 / (1 + abs(before)))
+    u = m * m + 1
+    p.sub_(u.sqrt() - 1, alpha=lr * (1 + most) / (1 + m.norm().item()))
+    m.add_(u, alpha=0.01 * min(u.mean().item(), 1.0))
+
+
+def of_the_last_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    before = o.kept["norm"] if place(o, p) else 1.0
+    p.sub_(g / (1 + before), alpha=lr)
+    o.kept["norm"] = p.norm()
+
+
+def of_all_so_far(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    o.kept["sum"] = (o.kept["sum"] if place(o, p) else torch.zeros(())) + g.norm()
+    v = s.setdefault("v", torch.ones_like(p)).lerp_(g * g, 0.1)
+    p.sub_(g / v.sqrt() / (1 + o.kept["sum"]), alpha=lr)
+
+
+def with_trust(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g) / (g * g + 1).sqrt()
+    weight, size = p.norm().item(), u.norm().item()
+    p.sub_(u, alpha=lr * (weight / size if weight > 0 and size > 0 else 1))
+
+
+def and_ends_earlier(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Than the step before: what that one has known is not known of this one."""
+    p.sub_(g, alpha=lr / (1 + g.norm().item()))
+    if t % 3 and place(o, p) == 3:
+        p.mul_(1 - 0.1 * lr / (1 + p.sum().abs().item()))
+        if t % 2:
+            p.sub_(g, alpha=lr * p.mean().item())
+
+
+CASES = [between_writes, of_the_last_parameter, of_all_so_far, with_trust, and_ends_earlier]
+
+
+def run(update: Any, strategy: str) -> tuple[Any, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(shape).bfloat16().float()) for shape in SHAPES]
+    optimizer: Any = Stepping(params, update)
+    if strategy:
+        params = [Parameter(p.detach().bfloat16()) for p in params]
+        optimizer = collage_neuron.compile(Stepping(params, update), strategy=strategy, verbose=False)
+    for t in range(1, 9):
+        set_gradients(params, t)
+        optimizer.step()
+    read = collage_neuron.exact_value if strategy else lambda _, p: p.detach()
+    return optimizer, [read(optimizer, p).clone() for p in params]
+
+
+@pytest.mark.parametrize("update", CASES)
+def test_numbers_are_those_of_then(update: Any) -> None:
+    optimizer, found = run(update, "fp32")
+    for x, y in zip(found, run(update, "")[1], strict=True):
+        assert torch.allclose(x, y, rtol=1e-5, atol=1e-6)
+    traces = optimizer._collage_bookkeeping.traces
+    assert (traces.misses, traces.why) == (0, "")
+
+
+@pytest.mark.parametrize("update", CASES)
+def test_a_call_runs_once_more_at_most(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those about large tensors, of which nothing stays."""
+    monkeypatch.setattr("collage_neuron.trace.cones.SMALL", 10**6)
+    optimizer, _ = run(update, "fp32")
+    for kind in optimizer._collage_bookkeeping.traces.kinds:
+        numbers = [run.number for cone in kind.cones.known if not cone.is_anew for run in cone.runs]
+        assert len(numbers) == len(set(numbers))
+        assert not any(cone.is_anew for cone in kind.cones.known)
