@@ -29,7 +29,7 @@ CLASSES = frozenset(
 
 def is_traced(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if steps are traced; to record those of torch's elementwise classes costs less."""
-    if os.environ.get(TRACE) == "on":
+    if os.environ.get(TRACE) == "on" or base not in CLASSES:
         return True
     seen = steady.of(optimizer)
     if seen is None:
@@ -61,7 +61,8 @@ def _has_no_code_of_its_own(base: Any, attributes: tuple[str, ...]) -> bool:
 def _code_of(base: type[Optimizer]) -> list[Any]:
     """What the code of a class is, and what it refers to: the classes, and what is in their modules."""
     classes = base.__mro__[:-1]
-    modules = (sys.modules[name] for name in dict.fromkeys(c.__module__ for c in classes))
+    names = dict.fromkeys(c.__module__ for c in classes)
+    modules = [sys.modules[name] for name in names if name in sys.modules]  # importlib need not put it there
     return list(chain.from_iterable(vars(x).values() for x in (*classes, *modules)))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -235,7 +235,8 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
         vars(copied.params[key]).update(copies.of(vars(p)))
     names = vars(optimizer).keys() - attributes_of_torch() - {"step"}  # a `step` among them is another's, which counts
     vars(made).update({k: copies.of(v) for k, v in vars(optimizer).items() if k in names and k[:9] != "_collage_"})
-    made.defaults = copies.of(optimizer.defaults)
+    with suppress(AttributeError):  # a property that asks an optimizer inside
+        made.defaults = copies.of(optimizer.defaults)
     groups = copies.of(optimizer.param_groups) if inside else [copies.of(dict(g)) for g in optimizer.param_groups]
     copied.set_groups(groups, copies.of(optimizer.state))
     for owner, state in inner.shown(optimizer, inside).items():

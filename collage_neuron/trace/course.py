@@ -28,7 +28,10 @@ class Course:
         """The calls so far: the list of an earlier step, if this one has made the same."""
         if self._followed is None:
             return self._own
-        return self._followed if self.at == len(self._followed) else self._followed[: self.at]
+        if self.at == len(self._followed):
+            return self._followed
+        found = self._followed[: self.at]
+        return next((calls for calls in self._earlier if len(calls) == self.at and calls == found), found)
 
     @property
     def whole(self) -> list[Call]:

@@ -386,8 +386,12 @@ class Waiting:
 
     def _count(self) -> int:
         """How many placeholders there are so far."""
-        expected = self._course.expected if self._spare else None
-        return len(self.tensors) if expected is None else expected.first
+        if not self._spare:
+            return len(self.tensors)
+        expected = self._course.expected
+        if expected is None:  # there may be more placeholders than the calls so far have made
+            return self._first + sum(len(call.makes or ()) for call in self._course.calls)
+        return expected.first
 
     def written_of(self, given: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
         return Writing(numbers, is_constant, self._place, self._meet).each(given)
