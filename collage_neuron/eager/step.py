@@ -190,8 +190,8 @@ class Context:
         """True if the presentation is kept for the next step."""
         self._trace: Trace | None = None
         self._mode: AbstractContextManager[Any] = nullcontext()
-        self._lent_to: list[inner.Inner] = []
-        """Optimizers inside this one, which have their own states now."""
+        self._lent_to: list[inner.Inner] | None = None
+        """Optimizers inside this one, which have their own states now; None if this one has them."""
 
     @property
     def is_step(self) -> bool:
@@ -227,10 +227,11 @@ class Context:
         self._lent_to = inside
         inner.lend(self.optimizer, inside)
 
-    def collect(self) -> None:
-        """The optimizer has the states of those inside it again, if it has not."""
-        lent_to, self._lent_to = self._lent_to, []
-        inner.collect(self.optimizer, lent_to)
+    def collect(self, is_undone: bool = False) -> None:
+        """The optimizer has the states of those inside it again, if it has not: also of those that a step has made."""
+        lent_to, self._lent_to = self._lent_to, None
+        if lent_to is not None:
+            inner.collect(self.optimizer, lent_to if is_undone else inner.inner_of(self.optimizer))
 
     @torch.no_grad()
     def store(self, due: bool = False, new: bool = False) -> Storing:
@@ -276,7 +277,7 @@ class Context:
     def undo(self, error: BaseException) -> None:
         """Restores what the step has changed; raises StepInterrupted if it cannot."""
         with suppress(UnsupportedUpdate):
-            self.collect()
+            self.collect(is_undone=True)
         if self._trace is not None:
             is_untouched = self._trace.is_untouched and not isinstance(error, UnsupportedUpdate)
             self._trace.raised(error)

@@ -213,9 +213,9 @@ def check_untouched(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
             if (is_there and p not in each.optimizer.state) or each.optimizer.state.get(p):
                 name, inside = type(optimizer).__name__, type(each.optimizer).__name__
                 raise UnsupportedUpdate(
-                    f"the state of the {inside} inside this {name} was written, or cleared, since the last step, and "
-                    f"then it is in that of the {name}: write optimizer.state[p]['{each.prefix}...'], or clear it "
-                    "there; nothing was updated"
+                    f"the state of the {inside} inside this {name} was written, or cleared, since the last step, or it "
+                    f"is another {inside} now, and the states are in that of the {name}: write "
+                    f"optimizer.state[p]['{each.prefix}...'], or clear it there"
                 )
 
 

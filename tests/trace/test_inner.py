@@ -56,6 +56,34 @@ def test_twenty_steps_are_those_of_plain_torch(name: str, strategy: str) -> None
     assert (traces.misses == 0 and bool(traces.kinds)) == (name in LAUNCHED), traces.why
 
 
+class Making(torch.optim.Optimizer):
+    """Makes the optimizer that it steps in its first step, and another one now and then."""
+
+    every = 100
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.taken, self.inner = 0, None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.taken % self.every == 0:
+            self.inner: Any = AdamW(self.param_groups, lr=0.01)
+        self.taken += 1
+        self.inner.step()
+
+
+@pytest.mark.parametrize("strategy", NEAR)
+@pytest.mark.parametrize("every", [100, 5])
+def test_an_optimizer_that_a_step_makes_is_one_inside(every: int, strategy: str) -> None:
+    optimizer, params = compiled(Making, strategy)
+    other, exact = plain(Making)
+    optimizer.every = other.every = every
+    run("", other, exact, 12)
+    run("", optimizer, params, 12)
+    assert error(optimizer, params, exact) < NEAR[strategy]
+
+
 def test_the_states_of_the_inner_one_are_in_words_between_steps() -> None:
     optimizer, params = compiled(CASES["lookahead"], "plus")
     run("lookahead", optimizer, params, 2)
