@@ -204,6 +204,7 @@ class Presentation:
     def compute(self) -> None:
         """Gives the values that wait memory, and computes them, while they are presented."""
         assert self._waiting is not None
+        self._copies, self._sources = None, {}
         lookup, filling, memory = Lookup(), Conversions(pool(self.optimizer).laid_out), pool(self.optimizer)
         made = [memory.fill(v.owner, v.shell) for v in self.values]
         for v, into in zip(self.values, made, strict=True):
@@ -378,6 +379,7 @@ class Presentation:
         """Lets go of all tensors."""
         for each in (self.values, self._shells, self._aliases, self.outlines, self.owners):
             each.clear()
+        self._copies, self._sources = None, {}
         self.gradients = Gradients(self.optimizer)
 
 

@@ -255,7 +255,7 @@ def reads_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
         whole *= 0.5
 
 
-@computed
+@launched
 def a_number_after_each_operation(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """Each depends on all before it: to compute them one by one would take ever longer."""
     x = g
