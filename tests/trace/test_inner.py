@@ -8,7 +8,7 @@ import io
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import cases_of_inner as cases
 import pytest
@@ -63,12 +63,12 @@ class Making(torch.optim.Optimizer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
-        self.taken, self.inner = 0, None
+        self.taken, self.inner = 0, cast("Any", None)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         if self.taken % self.every == 0:
-            self.inner: Any = AdamW(self.param_groups, lr=0.01)
+            self.inner = AdamW(self.param_groups, lr=0.01)
         self.taken += 1
         self.inner.step()
 
