@@ -203,9 +203,10 @@ class Gradients:
             done.append((own, other))
         self.pairs = done
         inside = {id(own): other for own, other in done}
-        before = [inside.get(id(g.owner), g.owner) for g in self.of.values()]
         # Those of inference mode have no versions, and torch communicates in parts of DTensors.
-        self._before = [x for x in before if type(x) in ORDINARY and not x.is_inference()]
+        before = [inside.get(id(g.owner), g.owner) for g in self.of.values() if not is_sharded(g.owner)]
+        before = [x if type(x) in ORDINARY else local(x) for x in before]
+        self._before = [x for x in before if not x.is_inference()]
         self._versions = list(map(torch_privates.version, self._before))
         if waiting is not None:
             waiting.present(done)
