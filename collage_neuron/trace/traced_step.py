@@ -63,7 +63,7 @@ class Launching(NamedTuple):
     """Raises TranslationError for jobs that do not do what the calls of a step do."""
 
 
-OURS = 5
+HOLDERS = 5
 """References to a state that a step has replaced, but for marks: from what is restored if the step raises, its `Value`,
 the lists of owners and of objects, and the count. Whoever has one more has kept the state itself."""
 
@@ -394,7 +394,7 @@ class TracedStep:
     def _are_held(self, gone: Sequence[int], objects: Sequence[Any], now: Sequence[int]) -> bool:
         """Returns True if one of these states, which the step has replaced, is held: it would have no value."""
         marked = bookkeeping(self.optimizer).marks.held() if gone else ()
-        return any(now[i] > OURS + (id(objects[i]) in marked) for i in gone)
+        return any(now[i] > HOLDERS + (id(objects[i]) in marked) for i in gone)
 
     def _launched(self, kind: Kind, mode: Waiting) -> list[Measured]:
         """Launches the updates of a step."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from as_written import Written
 from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, Idiom
 from planned import plan
 from sampling import part
@@ -49,22 +50,15 @@ def test_what_is_not_slow_is_not_said_to_be(name: str) -> None:
     assert found(partial(Following, idiom=idiom, names=zeros, beta=0.9)) == {frozenset(slow)}
 
 
-class Averaging(torch.optim.Optimizer):
+class Averaging(Written):
     """Schedule-free, whose z decays: what the parameter is moved to by a `lerp` in each step, as in its first."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state.update(z=p.clone(), m=torch.zeros_like(p))
-                state["m"].lerp_(p.grad, 0.1)
-                state["z"].mul_(1 - 1e-4).sub_(state["m"], alpha=group["lr"])
-                p.lerp_(state["z"], 0.5)
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(z=p.clone(), m=torch.zeros_like(p))
+        state["m"].lerp_(g, 0.1)
+        state["z"].mul_(1 - 1e-4).sub_(state["m"], alpha=group["lr"])
+        p.lerp_(state["z"], 0.5)
 
 
 def test_what_the_parameter_is_moved_to_is_kept_as_the_parameter_is() -> None:

@@ -96,6 +96,29 @@ def test_what_loses_bits_is_told(name: str) -> None:
     assert re.search("are written between steps", " ".join(outcome.warned))
 
 
+def replaces_its_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s["m"] = 0.9 * s.get("m", torch.zeros_like(p)) + g
+    p.sub_(s["m"], alpha=lr)
+
+
+def test_a_state_that_other_code_holds_has_its_value_when_it_is_replaced() -> None:
+    """One more reference than ours is enough: nothing of the optimizer knows of it."""
+    held: list[list[torch.Tensor]] = []
+    for strategy in (None, "fp32"):
+        params = initial(torch.float32 if strategy is None else torch.bfloat16)
+        optimizer: Any = Stepping(params, replaces_its_state)
+        if strategy:
+            optimizer = collage_neuron.compile(optimizer, strategy=strategy, verbose=False)
+        for t in range(1, 4):
+            set_gradients(params, t)
+            if t == 3:
+                state = optimizer.state[params[0]]["m"]
+            optimizer.step()
+        held.append([state, optimizer.state[params[0]]["m"]])
+    for x, y in zip(*held, strict=True):
+        assert torch.allclose(x, y, rtol=1e-6)
+
+
 # --- what the tables do not have --------------------------------------------------------------------------------------
 
 
