@@ -26,12 +26,54 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 import torch
 from foreign import Lamb, ScheduleFreeAdamW, TransformersAdamW
 from host_time import WARM_UP, Params
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 import collage_neuron
 from collage_neuron.trace.classes import TRACE
 
 Make = Callable[[Params], torch.optim.Optimizer]
+
+
+class Reading(Optimizer):
+    """Adam, whose steps are `scaled` by numbers that are read."""
+
+    def __init__(self, params: Params, scaled: Callable[[Reading, Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.scaled, self.total = scaled, torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.total = torch.zeros(())
+        for p in self.param_groups[0]["params"]:
+            state, g = self.state[p], p.grad
+            if not state:
+                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["m"].mul_(0.9).add_(g, alpha=0.1)
+            state["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+            p.sub_(self.scaled(self, p, state["m"] / (state["v"].sqrt() + 1e-8)), alpha=0.01)
+
+
+def by_trust(_: Reading, p: Any, u: torch.Tensor) -> torch.Tensor:
+    """LAMB's ratio, as two numbers on the host."""
+    weight, size = p.norm().item(), u.norm().item()
+    return u * (weight / size if weight > 0 and size > 0 else 1.0)
+
+
+def clipped(_: Reading, p: Any, u: torch.Tensor) -> torch.Tensor:
+    """By a number on the host."""
+    return u * min(1.0, 1 / (p.grad.norm().item() + 1e-6))
+
+
+def by_the_sum(optimizer: Reading, p: Any, u: torch.Tensor) -> torch.Tensor:
+    """By the norms of this one and of those before it, which are no numbers on the host."""
+    optimizer.total = optimizer.total + p.grad.norm()
+    return u / (1 + optimizer.total)
+
+
+def reading(scaled: Callable[[Reading, Any, torch.Tensor], torch.Tensor]) -> tuple[Make, Make]:
+    """The same in plain torch and compiled."""
+    return partial(Reading, scaled=scaled), partial(Reading, scaled=scaled)
+
 
 CASES: dict[str, tuple[Make, Make]] = {
     "AdamW, fused": (partial(AdamW, fused=True), partial(AdamW, fused=True)),
@@ -45,6 +87,9 @@ CASES: dict[str, tuple[Make, Make]] = {
     "loop": (TransformersAdamW, TransformersAdamW),
     "schedule-free": (ScheduleFreeAdamW, ScheduleFreeAdamW),
     "LAMB": (Lamb, Lamb),
+    "trust, .item()": reading(by_trust),
+    "clipped, .item()": reading(clipped),
+    "sum of norms": reading(by_the_sum),
 }
 """What plain torch runs, and what is compiled."""
 
