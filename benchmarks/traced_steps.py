@@ -61,7 +61,8 @@ def by_trust(_: Reading, p: Any, u: torch.Tensor) -> torch.Tensor:
 
 def clipped(_: Reading, p: Any, u: torch.Tensor) -> torch.Tensor:
     """By a number on the host."""
-    return u * min(1.0, 1 / (p.grad.norm().item() + 1e-6))
+    size: float = p.grad.norm().item()
+    return u * min(1.0, 1 / (size + 1e-6))
 
 
 def by_the_sum(optimizer: Reading, p: Any, u: torch.Tensor) -> torch.Tensor:
