@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ class MakesPlaceholders(Protocol):
         """One for a parameter or a state."""
 
     def gradients(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """One for the gradient of each parameter, in two objects."""
+        """One for the gradient of each parameter, in two objects: the same list if all are as in the last step."""
 
     def present(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Called when some have been exchanged with what is inside objects, which come first."""
@@ -72,6 +73,10 @@ class Gradients:
 
     Views of one buffer, as DDP makes them, are single: what is written to one is not in another.
     """
+    are_as_before: bool = False
+    """True if gradients that wait are of the same parameters as in the last step, and lie as theirs did."""
+    _made: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """The placeholders of the last step."""
     _in_buffers: Collection[int] = ()
     """The ids of gradients that lie there."""
     _before: list[torch.Tensor] = field(default_factory=list)
@@ -119,9 +124,10 @@ class Gradients:
 
     def _plan_waiting(self, given: Sequence[Any], waiting: MakesPlaceholders) -> None:
         self._in_buffers = ()
-        found = list(zip(given, waiting.gradients(given), strict=True))
-        self.of = {id(p): Gradient(p.grad, wide) for p, (wide, _) in found}
-        self.pairs = [(p.grad, other) for p, (_, other) in found]
+        made = waiting.gradients(given)
+        self.are_as_before, self._made = made is self._made, made
+        self.of = {id(p): Gradient(p.grad, wide) for p, (wide, _) in zip(given, made, strict=True)}
+        self.pairs = [(p.grad, other) for p, (_, other) in zip(given, made, strict=True)]
 
     def let_go(self) -> None:
         """Keeps no gradient."""
@@ -134,6 +140,7 @@ class Gradients:
 
     def compute(self, waiting: MakesPlaceholders) -> None:
         """Gives gradients that wait memory and their values, while they are presented."""
+        self._made = []
         inside = {id(owner): other for owner, other in self.pairs}
         owners = [torch_privates.part(inside.get(id(g.owner), g.owner)) for g in self.of.values()]
         made = [pool(self.optimizer).empty(own) for own in owners]
@@ -194,22 +201,31 @@ class Gradients:
 
     def enter(self, waiting: MakesPlaceholders | None) -> None:
         """Exchanges what is inside the objects; one that something in C++ refers to weakly stays as it is."""
-        done = []
-        for own, other in self.pairs:
-            try:  # `suppress` costs more than the exchange
-                torch_privates.exchange(own, other)
-            except RuntimeError:
-                continue
-            done.append((own, other))
-        self.pairs = done
-        inside = {id(own): other for own, other in done}
+        self.pairs = self._exchanged()
+        inside = {id(own): other for own, other in self.pairs}
         # Those of inference mode have no versions, and torch communicates in parts of DTensors.
-        before = [inside.get(id(g.owner), g.owner) for g in self.of.values() if not is_sharded(g.owner)]
-        before = [x if type(x) in ORDINARY else local(x) for x in before]
+        before = [inside.get(id(g.owner), g.owner) for g in self.of.values()]
+        if not ORDINARY.issuperset(map(type, before)):
+            before = [local(x) for x in before if not is_sharded(x)]
         self._before = [x for x in before if not x.is_inference()]
         self._versions = list(map(torch_privates.version, self._before))
         if waiting is not None:
-            waiting.present(done)
+            waiting.present(self.pairs)
+
+    def _exchanged(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The pairs that torch exchanges; most often these are all."""
+        try:
+            if ORDINARY.issuperset(type(own) for own, _ in self.pairs):
+                torch_privates.exchange_all(self.pairs)
+                return self.pairs
+        except RuntimeError:
+            pass
+        done = []
+        for own, other in self.pairs:
+            with suppress(RuntimeError):
+                torch_privates.exchange(own, other)
+                done.append((own, other))
+        return done
 
     def leave(self, waiting: MakesPlaceholders | None = None) -> None:
         """Exchanges it back."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Set
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from itertools import chain, compress
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import bits
 from collage_neuron.states import steady
-from collage_neuron.states.inner import inner_of
+from collage_neuron.states.inner import Inner
 from collage_neuron.states.sharding import ORDINARY, version
 from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.states.store import States
@@ -32,7 +32,7 @@ OURS = "_collage_"
 
 
 class Held:
-    """The attributes, groups and states of an optimizer, and of those inside it, as they are now.
+    """The attributes, groups and states of an optimizer, and of those `inside` it, as they are now.
 
     Containers and tensors in them are among these.
 
@@ -40,17 +40,24 @@ class Held:
     """
 
     def __init__(
-        self, optimizer: Optimizer, params: Iterable[torch.Tensor], known: Set[int], seen: steady.Seen | None = None
+        self,
+        optimizer: Optimizer,
+        params: Iterable[torch.Tensor],
+        known: set[int],
+        inside: Iterable[Inner] = (),
+        seen: steady.Seen | None = None,
     ) -> None:
         """With what the step has `seen`, states are dictionaries of plain values."""
-        own = [vars(x) for x in (optimizer, *(each.optimizer for each in inner_of(optimizer)))]
+        own = [vars(x) for x in (optimizer, *(each.optimizer for each in inside))]
         self._attributes = [(x, {k: v for k, v in x.items() if not k.startswith(OURS)}) for x in own]
         containers: dict[int, Any] = {}
         tensors: dict[int, torch.Tensor] = {}
         states: list[dict[str, Any]] = [] if seen is None else seen.states
         containers.update(zip(map(id, states), states, strict=True))  # what is there is not looked into
         values = chain.from_iterable(map(dict.values, states))
-        tensors.update((id(x), x) for x in values if id(x) not in known and type(x) in ORDINARY)
+        found = [] if seen is None else list(compress(values, seen.structure.are_tensors))
+        if not known.issuperset(map(id, found)):
+            tensors.update((id(x), x) for x in found if id(x) not in known and type(x) in ORDINARY)
         for _, attributes in self._attributes:
             _collect(attributes, containers, tensors)
             containers.pop(id(attributes))

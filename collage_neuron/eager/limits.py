@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,8 +76,10 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings], may_compile: bo
 def _of_params(optimizer: Optimizer, may_compile: bool) -> Iterator[str]:
     parts = not may_compile and wrappers.gives_parts(optimizer)
     for i, group in enumerate(optimizer.param_groups):
+        if _are_usual(group["params"]) and not parts:  # most are: one question for all of them is cheap
+            continue
         for j, p in enumerate(group["params"]):
-            if _is_usual(p) and not parts:
+            if _are_usual([p]) and not parts:
                 continue
             where = f"param_groups[{i}]['params'][{j}]"
             if is_sharded(p):
@@ -100,10 +103,15 @@ def _of_shard(p: Any) -> Iterator[str]:
         yield "its gradient is sharded otherwise"
 
 
-def _is_usual(p: torch.Tensor) -> bool:
-    """Returns True for a parameter without attributes of its own: nothing is to be said about most."""
-    has_graph = p.grad is not None and p.grad.requires_grad
-    return type(p) in ORDINARY and not vars(p) and not has_graph and p.device.type in TRIED
+def _are_usual(params: Sequence[torch.Tensor]) -> bool:
+    """Returns True for parameters without attributes of their own: nothing is to be said about most."""
+    if not ORDINARY.issuperset(map(type, params)) or any(map(vars, params)):
+        return False
+    grads = [g for g in map(_grad, params) if g is not None]
+    return not any(map(_requires_grad, grads)) and all(p.is_cpu or p.device.type in TRIED for p in params)
+
+
+_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 
 def check_states(optimizer: Optimizer) -> None:

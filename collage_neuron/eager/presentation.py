@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -84,6 +85,8 @@ class Presentation:
     _waiting: MakesPlaceholders | None = None
     _copies: dict[int, torch.Tensor] | None = None
     """Those of small values, by the ids of their objects, once one was asked for."""
+    presented: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """What was exchanged when values that wait were presented."""
     _sources: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -185,16 +188,15 @@ class Presentation:
     def enter(self) -> None:
         """Presents the values that were planned."""
         states = self._states()
-        for key, (p, _) in self.groups.items():
-            outline = self.outlines[key]
+        for (key, (p, _)), outline in zip(self.groups.items(), self.outlines.values(), strict=True):
             if outline.is_idle:
                 self.optimizer.state.pop(p, None)
             elif outline.aside:
                 state = states[key]
                 for name in outline.aside:
                     state.pop(name, None)  # two parameters may have one state
-        for v in self.values:
-            if v.shell.requires_grad is not v.owner.requires_grad:
+        if list(map(_requires_grad, self.values)) != list(map(_shell_requires_grad, self.values)):
+            for v in self.values:
                 v.shell.requires_grad_(v.owner.requires_grad)
         self._exchange()
         self.is_on = True
@@ -262,16 +264,17 @@ class Presentation:
     def restore_words(self) -> None:
         """Ends the presentation of values that have waited, and which nobody has computed."""
         exchange = torch_privates.exchange_shards if self.has_shards else torch_privates.exchange_each
-        exchange(reversed(self.pairs()))
+        exchange(reversed(self.presented))
         exchange(reversed(self.gradients.pairs))
-        self.is_on = False
+        self.is_on, self.presented = False, []
         states = self._states()
         for v in self.values:
             if v.keys:
                 state = states.get(id(v.p))
                 if state is None:  # the step has removed it
                     state = states[id(v.p)] = self.optimizer.state[v.p]
-                state.update(zip(v.keys, v.further, strict=True))
+                for key, word in zip(v.keys, v.further, strict=True):
+                    state[key] = word
 
     def _states(self) -> dict[int, dict[Any, Any]]:
         """The states by the ids of parameters: a tensor is hashed in Python."""
@@ -307,7 +310,8 @@ class Presentation:
                 assert owners[0] is v.p
                 v.owner = state[v.name]
                 owners.append(v.owner)
-            v.further = [state[key] for key in v.keys]
+            if v.keys:
+                v.further = [state[key] for key in v.keys]
         grads = (p.grad for p in self.params() if p.grad is not None)
         words = chain.from_iterable(v.further for v in self.values)
         objects = [*grads, *(v.owner for v in self.values), *words]
@@ -320,6 +324,8 @@ class Presentation:
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             pairs = self.pairs()
+            if self._waiting is not None:
+                self.presented = pairs
             if self._waiting is not None and not self.has_shards:
                 torch_privates.exchange_all(pairs)
             else:
@@ -349,7 +355,7 @@ class Presentation:
         for own, shell in reversed(self.pairs()):
             torch_privates.exchange(own, shell)
         self.gradients.leave()
-        self.is_on = False
+        self.is_on, self.presented = False, []
         return left
 
     def release(self, stored: Any) -> None:
@@ -381,6 +387,9 @@ class Presentation:
             each.clear()
         self._copies, self._sources = None, {}
         self.gradients = Gradients(self.optimizer)
+
+
+_requires_grad, _shell_requires_grad = attrgetter("owner.requires_grad"), attrgetter("shell.requires_grad")
 
 
 def _part(value: Value, x: torch.Tensor) -> torch.Tensor:

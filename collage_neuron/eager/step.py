@@ -49,8 +49,10 @@ class Trace(Protocol):
     def planned(self, seen: steady.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
 
-    def begin(self, presentation: Presentation, seen: steady.Seen | None) -> AbstractContextManager[Any]:
-        """The mode in which the step runs."""
+    def begin(
+        self, presentation: Presentation, seen: steady.Seen | None, inside: list[inner.Inner]
+    ) -> AbstractContextManager[Any]:
+        """The mode in which the step runs; optimizers are `inside` this one."""
 
     def compute(self, why: str) -> None:
         """Computes what waits."""
@@ -210,7 +212,7 @@ class Context:
             self.presentation, known = earlier
         steady.changed(self.optimizer)
         if self._held is None:
-            self._held = Held(self.optimizer, self.presentation.params(), known, seen)
+            self._held = Held(self.optimizer, self.presentation.params(), known, inside, seen)
         self.presentation.alias(self._held.tensors)
         if trace is not None and not self.presentation.can_wait():
             trace.check_as_written("a gradient, a parameter or a state shares its memory")
@@ -223,7 +225,7 @@ class Context:
             self._has_agreed = True
         self.presentation.enter()
         self._trace = trace
-        self._mode = nullcontext() if trace is None else trace.begin(self.presentation, seen)
+        self._mode = nullcontext() if trace is None else trace.begin(self.presentation, seen, inside)
         self._lent_to = inside
         inner.lend(self.optimizer, inside)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
@@ -79,6 +80,8 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
 
 def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]) -> None:
     """Raises for a parameter in fp32 that is among the `narrow` ones: it was bf16 before."""
+    if torch.float32 not in map(_dtype, params):
+        return
     for p, where in zip(params, places, strict=True):
         if p.dtype == torch.float32 and p in narrow:
             raise TypeError(
@@ -86,6 +89,9 @@ def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], na
                 "float32 copies of its own has converted it. Nothing was updated: convert the model back "
                 "(model.to(torch.bfloat16)), or compile the optimizer again, which splits the float32 values"
             )
+
+
+_dtype = attrgetter("dtype")
 
 
 def _tell_of_rounding(where: object) -> None:

@@ -130,7 +130,7 @@ def gradient(p: Any) -> torch.Tensor:
 def settle_gradients(optimizer: Optimizer) -> None:
     """Shards gradients of DTensors as these are: partial ones (tensor parallelism) are summed."""
     for group in optimizer.param_groups:
-        for p in group["params"]:
+        for p in () if ORDINARY.issuperset(map(type, group["params"])) else group["params"]:
             grad: Any = p.grad if type(p) not in ORDINARY else None
             if is_sharded(grad) and grad.device_mesh == p.device_mesh and grad.placements != p.placements:
                 p.grad = grad.redistribute(p.device_mesh, p.placements)

@@ -16,8 +16,10 @@ from collage_neuron.torch_privates.models import (
 )
 from collage_neuron.torch_privates.operations import (
     DispatchMode,
+    dispatch_modes,
+    function_modes,
+    is_autocast_enabled,
     is_operation,
-    is_usual,
     modes,
     on_lists,
     schema,
@@ -79,11 +81,11 @@ from collage_neuron.torch_privates.xla import (
 
 __all__ = [
     "FSDP1", "NORMS", "DispatchMode", "Surroundings", "attributes", "base_of", "compile_errors", "copy_each",
-    "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange",
-    "exchange_all", "exchange_each", "exchange_shards", "groups_of_xla_zero", "guard", "guarding", "has_hooks",
-    "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside",
-    "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch",
-    "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "is_usual", "mark_counted",
+    "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "dispatch_modes", "drop_load_hook", "each_tensor",
+    "exchange", "exchange_all", "exchange_each", "exchange_shards", "function_modes", "groups_of_xla_zero", "guard",
+    "guarding", "has_hooks", "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders",
+    "hooked_steps", "inside", "is_autocast_enabled", "is_counted_by_scheduler", "is_flattened", "is_fully_sharded",
+    "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "mark_counted",
     "mark_hooked", "mark_sharding_like", "modes", "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists",
     "part", "put_last", "references", "schema", "set_up_anew", "sharded_like", "step_pre_hooks", "storage_id",
     "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed", "without_memory",

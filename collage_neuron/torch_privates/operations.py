@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,16 +48,23 @@ def without_modes() -> AbstractContextManager[object]:
     return torch.utils._python_dispatch._disable_current_modes()
 
 
-def is_usual(own: int = 0) -> bool:
-    """Returns True if methods do the operations of their names: gradients, modes and autocast are off in this thread.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes see the operations of this thread.
 
-    But for so many modes of our `own`.
+Noticed by `tests/trace/test_methods.py::test_what_changes_an_operation_is_seen`.
+"""
 
-    Noticed by `tests/trace/test_methods.py::test_what_changes_an_operation_is_seen`.
-    """
-    there = torch._C
-    modes = there._len_torch_dispatch_stack() > own or there._len_torch_function_stack()
-    return not (modes or torch.is_grad_enabled() or there._is_any_autocast_enabled())
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""How many modes see its functions and methods.
+
+Noticed by `tests/trace/test_methods.py::test_what_changes_an_operation_is_seen`.
+"""
+
+is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Returns True if autocast is on for some device.
+
+Noticed by `tests/trace/test_methods.py::test_what_changes_an_operation_is_seen`.
+"""
 
 
 def on_lists(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:

@@ -127,26 +127,62 @@ class Geometry(NamedTuple):
 
 
 class Quick(NamedTuple):
-    """What is called in a steady step, as it is looked at first: nearly all has tensors, and one number at most."""
+    """What is called in a steady step, as it is looked at first."""
 
     asked: Any
     """The operation, or the name of the method."""
     places: list[int | None]
-    """Those of its arguments; None for what is no tensor."""
+    """Those of its arguments; None for what is not a tensor that waits."""
     number: str | int | None
-    """The name or the position of its only number; None if it has none."""
+    """The name or the position of its only number, which is a float; None if it has none."""
     returns: int
     """The place of what it returns; -1 for its first argument."""
     calls: int = 1
     """How many operations it is: several have no number, which might be another one for each."""
+    others: tuple[tuple[str | int, Any], ...] = ()
+    """What is more than one float: the name or the position of each argument that has no place there, as written."""
+    named: int = 0
+    """How many keywords there are, with `others`."""
+
+    def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any], place: Callable[[int], int | None]) -> Any:
+        """The numbers among the `others` of a call's arguments; None if it is another call."""
+        if len(kwargs) != self.named:
+            return None
+        found: list[float] = []
+        for where, how in self.others:
+            x: Any = args[where] if isinstance(where, int) else kwargs.get(where, _MISSING)
+            if how is NUMBER or how is WHOLE:
+                if type(x) is not (float if how is NUMBER else int):
+                    return None
+                found.append(x)
+            elif type(how) is HostNumber:
+                if not (type(x) is torch.Tensor and x.is_cpu and (x.dtype, x.shape) == how and not x.requires_grad):
+                    return None
+                found.append(x.item())
+            elif place(id(x)) != how if type(how) is int else (type(x), x) != how:
+                return None
+        return found
+
+
+_MISSING = object()
 
 
 def quick(asked: Any, args: Written, kwargs: Mapping[str, Any], returns: int, calls: int = 1) -> Quick | None:
     """The first look at a call; None if it has to be compared in full."""
     others = [(i, x) for i, x in enumerate(args) if type(x) is not int] + list(kwargs.items())
-    if len(others) > 1 or any(x is not NUMBER for _, x in others) or (others and calls > 1):
+    if any(type(x) is list for _, x in others) or (calls > 1 and any(is_number(x) for _, x in others)):
         return None
-    return Quick(asked, [x if type(x) is int else None for x in args], others[0][0] if others else None, returns, calls)
+    if any(type(x) is tuple and not _is_plain(*x) for _, x in others):
+        return None
+    places = [x if type(x) is int else None for x in args]
+    if len(others) > 1 or any(x is not NUMBER for _, x in others):
+        return Quick(asked, places, None, returns, calls, tuple(others), len(kwargs))
+    return Quick(asked, places, others[0][0] if others else None, returns, calls)
+
+
+def _is_plain(kind: type, x: Any) -> bool:
+    """Returns True for a constant that is the same argument whenever it is equal: 0.0 equals -0.0."""
+    return kind in (type(None), bool, int, str, torch.dtype, torch.device) or (kind is float and x != 0.0)
 
 
 class Call(NamedTuple):

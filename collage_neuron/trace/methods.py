@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from collage_neuron.torch_privates import dispatch_modes, function_modes, is_autocast_enabled
 from collage_neuron.trace.placeholders import MADE, READ, STEP, WaitingParameter, WaitingTensor, waits
 
 _OPERATORS = (
@@ -26,15 +27,21 @@ def _is_operation(name: str) -> bool:
 
 
 def _method(name: str) -> Any:
-    torchs, is_reflected = getattr(torch.Tensor, name), name.startswith("__r")
+    tensor, is_grad_enabled = torch.Tensor, torch.is_grad_enabled
+    torchs, is_reflected = getattr(tensor, name), name.startswith("__r")
 
     def method(*args: Any, **kwargs: Any) -> Any:
         if is_reflected and len(args) == 2 and isinstance(args[1], torch.Tensor):
             return getattr(args[1], f"__{name[3:]}")(args[0])  # Python asks a subclass first, and torch does not
         step = STEP.get()
-        now = getattr(torch.Tensor, name)  # code may have put another one there
-        if step is None or step.is_filled or now is not torchs:
+        now = getattr(tensor, name)  # code may have put another one there
+        if step is None or now is not torchs:
             return now(*args, **kwargs)
+        # One expression: a call of Python's costs as much as two of these questions, and each method asks them.
+        if not (dispatch_modes() > step.modes or function_modes() or is_grad_enabled() or is_autocast_enabled()):
+            found = step.again(1, name, args, kwargs)
+            if found is not None:
+                return found
         return step.method(name, now, args, kwargs)
 
     method.__name__, method.__qualname__, method.__doc__ = name, f"Tensor.{name}", torchs.__doc__

@@ -31,6 +31,11 @@ class Step(Protocol):
     """True once its values are there."""
     given: dict[int, torch.Tensor]
     """What stands for placeholders that have values, by the ids of these."""
+    modes: int
+    """How many modes of ours see its operations."""
+
+    def again(self, by: int, asked: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """What a steady step returns that calls what the last one did: an operation (0), or a method (1); else None."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs an operation, or notes it."""

@@ -28,7 +28,7 @@ from collage_neuron.runtime.same_steps import AS_WRITTEN, LAUNCHES, RAISES
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.inner import inner_of, state_of
+from collage_neuron.states.inner import Inner, state_of
 from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, memories_of, users_of
@@ -63,12 +63,12 @@ class Launching(NamedTuple):
     """Raises TranslationError for jobs that do not do what the calls of a step do."""
 
 
-HOLDERS = 5
+HOLDERS = 6
 """References to a state that a step has replaced, but for marks: from what is restored if the step raises, its `Value`,
-the lists of owners and of objects, and the count. Whoever has one more has kept the state itself."""
+what is presented, the lists of owners and of objects, and the count. Whoever has one more has kept the state itself."""
 
 _NO_STATE: dict[Any, Any] = {}
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _is_cpu = attrgetter("requires_grad"), attrgetter("is_cpu")
 
 
 class Began(NamedTuple):
@@ -107,6 +107,8 @@ class TracedStep:
         """The steps after this one, by the texts of updates, where these do not show what states are for."""
         self._mode: Waiting | None = None
         self._began: Began
+        self._is_planned = False
+        """True if an earlier step has planned this one."""
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
         self._has_raised = self._has_agreed = False
@@ -130,7 +132,9 @@ class TracedStep:
     def planned(self, seen: steady.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
         kept, self.traces.presentation = self.traces.presentation, None  # the next step's if this one is launched
-        if kept is None or seen.structure is not self.traces.structure or bookkeeping(self.optimizer).pins:
+        is_other = kept is None or seen.structure is not self.traces.structure or bookkeeping(self.optimizer).pins
+        self._is_planned = not is_other
+        if kept is None or is_other:
             return None
         return kept, kept.again(
             self.optimizer, dict(zip(map(id, kept.params()), seen.state_of(kept.params()), strict=True))
@@ -138,14 +142,12 @@ class TracedStep:
 
     # --- before the step --------------------------------------------------------------------------------------------
 
-    def begin(self, presentation: Presentation, seen: steady.Seen | None) -> Waiting:
-        """The mode in which the step runs; values are presented."""
+    def begin(self, presentation: Presentation, seen: steady.Seen | None, inside: list[Inner]) -> Waiting:
+        """The mode in which the step runs; values are presented, and optimizers are `inside` this one."""
         params = presentation.params()
-        objects, before = self._found(presentation, params)
+        objects = self._objects(presentation, params)
         tensors = shards.parts(objects, presentation.has_shards)
-        if before == self.traces.before:
-            before = self.traces.before  # kinds are compared with the object first
-        self.traces.before = before
+        before = self.traces.before = self._before(presentation, params, objects)
         gradients = [places["grad"] for places in before.named if "grad" in places]
         places, owners = {id(objects[i]): i for i in gradients}, presentation.gradients.exchanged()
         also = shards.parts([g.owner for g in owners], presentation.has_shards)
@@ -161,38 +163,47 @@ class TracedStep:
             spare = []
         cones, steady = [k.cones for k in earlier], kinds[0].quick if spare else ()
         self._names: dict[int, met.Name] | None = None
-        self._inside = inner_of(self.optimizer)
+        self._inside = inside
         self._mode = Waiting(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
         if not presentation.has_shards and (not spare or kinds[0].fills):
             self._mode.see_made()
-        on_host = all(p.is_cpu for p in params)
+        on_host = all(map(_is_cpu, params))
         for p in params if not (on_host and kinds) else ():
             self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE), only_narrow=on_host)
         return self._mode
 
-    def _found(self, presentation: Presentation, params: list[Any]) -> tuple[list[torch.Tensor], Before]:
-        """What waits, by its places, and how the step finds it."""
+    def _objects(self, presentation: Presentation, params: list[Any]) -> list[torch.Tensor]:
+        """What waits, by its places: of each parameter itself, its states and its gradient."""
         objects: list[torch.Tensor] = []
-        outlines, numbers = presentation.outlines, {id(g): i for i, g in enumerate(self.optimizer.param_groups)}
+        owners, gradients = presentation.owners, presentation.gradients.of
+        for key in map(id, params):
+            objects += owners[key]
+            if key in gradients:
+                objects.append(gradients[key].wide)
+        return objects
+
+    def _before(self, presentation: Presentation, params: list[Any], objects: list[torch.Tensor]) -> Before:
+        """How the step finds what waits: the object of the last step, if nothing is different."""
+        known, outlines = self.traces.before, presentation.outlines
+        dtype, are_parts = torch.get_default_dtype(), self._of_part is not None
+        is_alike = self._is_planned and presentation.gradients.are_as_before
+        if known is not None and is_alike and (known.dtype, known.are_parts) == (dtype, are_parts):
+            return known
+        numbers, count = {id(g): i for i, g in enumerate(self.optimizer.param_groups)}, 0
         before = Before(
             [],
             [outlines[id(p)].own for p in params],
             [numbers[id(g)] for _, g in presentation.groups.values()],
             list(presentation.dtypes.values()),
-            [],
-            torch.get_default_dtype(),
-            self._of_part is not None,
+            [(t.shape, t.stride()) for t in objects],
+            dtype,
+            are_parts,
         )
-        for p in params:
-            first, gradient = len(objects), presentation.gradients.of.get(id(p))
-            objects += presentation.owners[id(p)]
-            places = dict(zip(outlines[id(p)].names, range(first, len(objects)), strict=True))
-            if gradient is not None:
-                places["grad"] = len(objects)
-                objects.append(gradient.wide)
-            before.named.append(places)
-        before.layouts.extend((t.shape, t.stride()) for t in objects)
-        return objects, before
+        for key in map(id, params):
+            names = [*outlines[key].names, *(["grad"] if key in presentation.gradients.of else [])]
+            before.named.append(dict(zip(names, range(count, count + len(names)), strict=True)))
+            count += len(names)
+        return known if known is not None and before == known else before  # kinds are compared with the object first
 
     def _copy_of(self, x: torch.Tensor) -> torch.Tensor:
         if self._has_parts:
@@ -218,7 +229,7 @@ class TracedStep:
     def put_off(self) -> None:
         """The step begins again after what comes now: nothing was done yet."""
         self.end()
-        self._mode = None
+        self._mode, self._is_planned = None, False
 
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
@@ -302,7 +313,7 @@ class TracedStep:
     def _withdraw(self) -> None:
         if self._mode is not None:
             presentation = self._began.presentation
-            withdraw(chain(presentation.pairs(), presentation.gradients.pairs))
+            withdraw(chain(presentation.presented, presentation.gradients.pairs))
 
     def finish(self) -> list[Measured] | None:
         """Launches what the step did; None if it has to be stored as a step as written."""
@@ -343,8 +354,8 @@ class TracedStep:
         return self.traces.add(Kind(before, named, cones, left, left.named(), planned, reads, quick, users))
 
     def _left(self, mode: Waiting) -> Left:
-        params = self._began.params
-        states, grads = [dict.get(self.optimizer.state, p, _NO_STATE) for p in params], [p.grad for p in params]
+        params, own = self._began.params, self._states()
+        states, grads = [own.get(id(p), _NO_STATE) for p in params], [p.grad for p in params]
         check_states(states)
         if self._began.requires_grad != list(map(_requires_grad, params)):
             raise Uncompiled("step() changes requires_grad")
@@ -360,6 +371,11 @@ class TracedStep:
         if any(place is None and g is not None for place, g in zip(left.gradients, grads, strict=True)):
             raise Uncompiled("step() gives a parameter another gradient")
         return left
+
+    def _states(self) -> dict[int, Any]:
+        """The states by the ids of parameters: a tensor is hashed in Python."""
+        states = self.optimizer.state
+        return dict(zip(map(id, dict.keys(states)), dict.values(states), strict=True))
 
     def _outliving(self, kind: Kind, mode: Waiting) -> list[int]:
         """The places of numbers that outlive the step, and of what is made of some; they are no states.
@@ -383,11 +399,10 @@ class TracedStep:
         returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
         if is_shared or more or returned or are_parts_kept or not _are_numbers(kept, first, stays, mode):
             raise Uncompiled(SHARED)
-        if any(map(_is_marked, (mode.tensors[i] for i in self._began.gradients))):
+        if _are_marked([mode.tensors[i] for i in self._began.gradients]):
             self.traces.placeholders.renew()
-        others = (t for i, t in enumerate(made, first) if i not in stays)
         are_kept = kept or any(i is not None and i >= first for i in kind.left.params)
-        if not are_kept and not any(map(_is_marked, others)):
+        if not are_kept and not _are_marked([t for i, t in enumerate(made, first) if i not in stays]):
             self.traces.temporaries = [mode.met.get(i, t) if i in stays else t for i, t in enumerate(made, first)]
         return kept
 
@@ -400,7 +415,8 @@ class TracedStep:
         """Launches the updates of a step."""
         outliving = [(mode.tensors[place], mode.value(place)) for place in self._outliving(kind, mode)]
         optimizer, params, presentation = self.optimizer, self._began.params, self._began.presentation
-        states = [(p, s, dict(s)) for p in params if (s := dict.get(optimizer.state, p)) is not None]
+        own = self._states()
+        states = [(p, s, dict(s)) for p in params if (s := own.get(id(p))) is not None]
         self._withdraw()
         presentation.restore_words()
         mode.exchange_states(met.exchange_back)
@@ -489,7 +505,7 @@ class TracedStep:
             torch_privates.exchange(t, word)
             state[name] = t
             if self.traces.temporaries and place >= first:
-                if type(word) is not torch.Tensor or _is_marked(word):
+                if type(word) is not torch.Tensor or _are_marked([word]):
                     self.traces.temporaries = []
                 else:
                     wait(word)
@@ -526,9 +542,9 @@ def _repeated(error: BaseException) -> UnsupportedUpdate:
     return error if isinstance(error, UnsupportedUpdate) else Exchanged(f"step() catches {error}")
 
 
-def _is_marked(t: torch.Tensor) -> bool:
+def _are_marked(tensors: Sequence[torch.Tensor]) -> bool:
     """Returns True if code has left something on a placeholder: the next step must not find it."""
-    return bool(vars(t) or t.requires_grad or weakref.getweakrefcount(t))
+    return any(any(map(asked, tensors)) for asked in (vars, _requires_grad, weakref.getweakrefcount))
 
 
 def _are_numbers(kept: Sequence[int], first: int, stays: set[int | None], mode: Waiting) -> bool:
@@ -546,6 +562,12 @@ def _may_wait(p: Any) -> bool:
     return type(p) in ORDINARY or shards.may_wait(p)
 
 
+def _other(optimizer: Optimizer) -> Any:
+    """A parameter whose values cannot wait, or None."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return next((p for p in params if not (_may_wait(p) or is_left_alone(p))), None)
+
+
 def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:
     """Why the values of an optimizer cannot wait; empty if they can: all tensors are what they hold, or DTensors.
 
@@ -555,6 +577,6 @@ def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:
         return ASKS
     if torch_privates.modes():
         return "a mode of torch's sees each operation"
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    p = next((p for p in params if not (_may_wait(p) or is_left_alone(p))), None)
+    seen = steady.of(optimizer)
+    p = _other(optimizer) if seen is None else seen.structure.once("cannot wait", lambda: _other(optimizer))
     return "" if p is None else f"the values of a {type(p).__name__} of {p.dtype} on {p.device} cannot wait"

@@ -110,7 +110,7 @@ class Waiting:
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What gets its value at the end: the operation that writes it is under way."""
         self._token: Token[Step | None]
-        self._modes = 0
+        self.modes = 0
         self._making: AbstractContextManager[object] = nullcontext()
         if values and not values[0].is_cpu:
             self.see_made()
@@ -141,7 +141,7 @@ class Waiting:
     def see_made(self) -> None:
         """Tensors that the step makes of a number will wait too."""
         if self.tensors:
-            self._modes, self._making = 1, made.MadeOnDevice(self.tensors[0].device)
+            self.modes, self._making = 1, made.MadeOnDevice(self.tensors[0].device)
 
     # --- one operation ----------------------------------------------------------------------------------------------
 
@@ -163,13 +163,11 @@ class Waiting:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Notes an operation, or runs it."""
-        found = self._again(0, func, args, kwargs)
+        found = self.again(0, func, args, kwargs)
         return self._compared(func, args, kwargs or {}) if found is None else found
 
     def method(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a method of a placeholder: if the last step did so here, torch need not find out what it is."""
-        if torch_privates.is_usual(self._modes) and (found := self._again(1, name, args, kwargs)) is not None:
-            return found
+        """Calls a method of a placeholder, and notes which calls it makes."""
         at, count = self._course.at, len(self.numbers)
         out = function(*args, **kwargs)
         if self._course.is_new and self._course.at > at and not self.is_filled and self.calls[at].method is None:
@@ -185,21 +183,27 @@ class Waiting:
         with suppress(Uncompiled):
             own = self.written_of(args, found, call.rule.is_constant)
             named = dict(zip(kwargs, self.written_of(list(kwargs.values()), found, call.rule.is_constant), strict=True))
-            if numbers and ((own, named) != (call.args, call.kwargs) or repr(found) != repr(numbers)):
+            if (numbers or found) and ((own, named) != (call.args, call.kwargs) or repr(found) != repr(numbers)):
                 return
             if place is not None:
                 method = quick(name, own, named, place, self._course.at - at)
                 self.calls[at] = call._replace(method=method)
 
-    def _again(self, by: int, asked: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """What a steady step returns that calls what the last one did: an operation (0), or a method (1); else None."""
+    def again(self, by: int, asked: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """What a steady step returns that calls what the last one did: an operation (0), a method (1); else None."""
         at = self._course.at
         if at >= len(self._quick) or (expected := self._quick[at][by]) is None:
             return None
-        what, places, number, returns, calls = expected
-        if what != asked or list(map(self._place, map(id, args))) != places:
+        what, places, number, returns, calls, others, _ = expected
+        place = self._place
+        if what != asked or [place(id(x)) for x in args] != places:
             return None
-        if number is None:
+        if others:
+            numbers = expected.numbers(args, kwargs or {}, self._place)
+            if numbers is None:
+                return None
+            self.numbers += numbers
+        elif number is None:
             if kwargs:
                 return None
         else:

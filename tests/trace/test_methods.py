@@ -58,7 +58,8 @@ def _run(update: Any, dtype: torch.dtype, steps: int = 6) -> tuple[Tensor, Any]:
 def test_what_changes_an_operation_is_seen(mode: str, traced: None) -> None:
     """In the fourth step a mode is on that was off in the third."""
     with MODES[mode]():
-        assert not torch_privates.is_usual()
+        asked = torch_privates.dispatch_modes, torch_privates.function_modes, torch_privates.is_autocast_enabled
+        assert torch.is_grad_enabled() or any(ask() for ask in asked)
 
     def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
         with MODES[mode]() if t in (4, 6) else nullcontext():
@@ -82,6 +83,12 @@ CHANGED: dict[str, Callable[[Any, Any, int], Any]] = {
     "reflected": lambda p, g, t: torch.full((3, 4), 3.0) / (g + p.abs()) + (1.0 - g) + 2.0 * p,
     "a constant": lambda p, g, t: g.clamp(-1.0, 1.0 if t < 4 else 2.0),
     "a power": lambda p, g, t: (g.abs() + 1.0) ** (2.0 if t < 4 else 3.0),
+    "a whole power": lambda p, g, t: g.pow(2 if t < 4 else 3) + (g.abs() + 1.0).pow(2.0 if t < 4 else 2),
+    "a limit": lambda p, g, t: g * (g > (0 if t < 4 else 1)) + g * (p.abs() > (0.5 if t < 4 else 0)),
+    "numbers of where": lambda p, g, t: torch.where(g > 0, g, 1.0 if t < 4 else 2.0).mul(torch.where(p > 0, 2.0, 3.0)),
+    "two numbers": lambda p, g, t: g.add(2.0 * t, alpha=0.5).sub(p, alpha=0.25).add(1, alpha=2 if t < 4 else 3),
+    "a named limit": lambda p, g, t: g.clamp(min=-1.0, max=0.5 if t < 4 else 1.0),
+    "a dimension": lambda p, g, t: g * g.sum(dim=0 if t < 4 else 1, keepdim=True),
     "a view": lambda p, g, t: g.t().t() * (p.data if t < 4 else p.detach()),
     "a part": lambda p, g, t: g * g.view(-1)[:4] if t < 4 else g * g.view(-1)[4:8],
     "zero": lambda p, g, t: torch.copysign(g.abs(), (p * 0.0).mul_(1.0 if t < 4 else -1.0)),
