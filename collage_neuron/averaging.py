@@ -21,7 +21,8 @@ from collage_neuron import torch_privates
 from collage_neuron.conversion.models import check_together
 from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.runtime.preconditions import is_left_alone
-from collage_neuron.states import exchanged, kept_formats, low_words
+from collage_neuron.states import exchanged, low_words
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import like, local, rewrite_data
 from collage_neuron.states.store import read_exact, read_fp32
 
@@ -209,9 +210,9 @@ def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tens
     if "param_master" in state and p.device.type == "xla":
         # Comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
         if low_words.is_written(owners[p], p):
-            return read_fp32(p, state, "param", kept_formats.of(owners[p], p)).to(p.device)
+            return read_fp32(p, state, "param", record_of(owners[p], p)).to(p.device)
         return like(local(state["param_master"]), p)
-    return read_exact(p, state, "param", kept_formats.of(owners[p], p)) if p in owners else p.detach().float()
+    return read_exact(p, state, "param", record_of(owners[p], p)) if p in owners else p.detach().float()
 
 
 def _move(pairs: Sequence[Pair], weight: float) -> None:

@@ -12,7 +12,8 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.settings import Settings
-from collage_neuron.states import cleared, kept_formats, low_words
+from collage_neuron.states import cleared, low_words
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local
 from collage_neuron.states.store import is_idle, read_exact, store
 
@@ -46,7 +47,7 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     fmt = format_of_param(group, p)
     check_range(fmt, p, value)
     with torch.no_grad():
-        store(p, optimizer.state[p], "param", fmt, value.detach().float(), kept_formats.of(optimizer, p))
+        store(p, optimizer.state[p], "param", fmt, value.detach().float(), record_of(optimizer, p))
     low_words.remember(optimizer, p, low_words.FRESH if is_idle(optimizer.state[p]) else low_words.STEPPED)
 
 
@@ -63,7 +64,7 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     if not any(p is q for group in optimizer.param_groups for q in group["params"]):
         raise ValueError(f"the tensor of shape {list(p.shape)} is not a parameter of this {type(optimizer).__name__}")
     cleared.restore(optimizer)
-    value = read_exact(p, optimizer.state.get(p, {}), "param", kept_formats.of(optimizer, p)).clone()
+    value = read_exact(p, optimizer.state.get(p, {}), "param", record_of(optimizer, p)).clone()
     return low_words.without_stale(optimizer, p, value)
 
 

@@ -39,7 +39,7 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.runtime.told import reason_of, why
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.imprecise import imprecise_states
+from collage_neuron.states.strategy_checks import imprecise_states
 from collage_neuron.trace import dry_run
 
 

@@ -23,7 +23,7 @@ SKIPPED = "collage_skipped"
 """Key of the number of skipped steps (`nonfinite.skipped_steps`): a device tensor, but a number in checkpoints."""
 
 FORMATS_KEPT = "collage_formats"
-"""Key of the formats of the states of a group, where their keys do not tell them (`states/kept_formats.py`)."""
+"""Key of the formats of the states of a group, where their keys do not tell them (`states/format_record.py`)."""
 
 UNSUPPORTED = "collage_unsupported"
 """Key of a setting that version 0.3.0 had: groups, checkpoints and pickles may have it, and it is dropped."""

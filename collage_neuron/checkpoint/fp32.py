@@ -14,11 +14,11 @@ from collage_neuron.exact import check_range, format_of_param, set_exact_value, 
 from collage_neuron.optimizer import load_inner
 from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.settings import OURS
-from collage_neuron.states import kept_formats, low_words
-from collage_neuron.states.names import is_component
+from collage_neuron.states import low_words
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.state_keys import is_component, may_be_read
 from collage_neuron.states.store import Record, is_host_scalar, is_idle, read_fp32
-from collage_neuron.states.values import may_be_read
 
 StateDict = dict[str, Any]
 
@@ -40,7 +40,7 @@ def _fp32_model(model: torch.nn.Module, optimizer: Optimizer) -> StateDict:
     found: StateDict = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.nn.Parameter) and value in owned:
-            found[name] = read_fp32(value, optimizer.state.get(value, {}), "param", kept_formats.of(optimizer, value))
+            found[name] = read_fp32(value, optimizer.state.get(value, {}), "param", record_of(optimizer, value))
         elif isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
             found[name] = read_fp32(value, {}, "param")
         else:
@@ -57,9 +57,7 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     states = {i: (p, packed["state"].get(i, {})) for i, p in zip(ids, params, strict=True)}
     return {
         "state": {
-            i: _fp32_state(p, state, kept_formats.of(optimizer, p))
-            for i, (p, state) in states.items()
-            if not is_idle(state)
+            i: _fp32_state(p, state, record_of(optimizer, p)) for i, (p, state) in states.items() if not is_idle(state)
         },
         "param_groups": [{k: v for k, v in g.items() if k not in OURS} for g in packed["param_groups"]],
     }

@@ -10,12 +10,11 @@ from dataclasses import replace
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, possible
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.runtime import recorded_formats
-from collage_neuron.runtime.bucketing import naming
 from collage_neuron.runtime.plan import Records
 from collage_neuron.settings import Settings
 from collage_neuron.states import small, words

@@ -15,7 +15,7 @@ from collage_neuron.conversion.budget import within
 from collage_neuron.eager import limits
 from collage_neuron.eager.step import check_sound
 from collage_neuron.eager.storing import formats_as_written
-from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
+from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step, frozen, group_changes
@@ -28,25 +28,15 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import recorded_formats, told
-from collage_neuron.runtime.bucketing import naming
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import UNSUPPORTED, Settings, filled
-from collage_neuron.states import (
-    exchanged,
-    imprecise,
-    inner,
-    kept_formats,
-    low_words,
-    named_states,
-    narrow_counts,
-    small_steps,
-)
+from collage_neuron.states import exchanged, inner, low_words, small_steps, step_counts, strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
-from collage_neuron.states.names import is_component, split_params
-from collage_neuron.states.saved_values import drop_placeholders
+from collage_neuron.states.format_record import drop_placeholders, record_of
+from collage_neuron.states.state_keys import is_component, split_params
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 from collage_neuron.states.strategy_change import describe, rounding_of
 from collage_neuron.trace import dry_run
@@ -120,7 +110,7 @@ def _compile(
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)
-    narrow_counts.widen(optimizer)
+    step_counts.widen(optimizer)
     for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
         group.update(own.as_group())
         group.pop(UNSUPPORTED, None)
@@ -156,8 +146,8 @@ def _tell(
         loaded_before.tell(optimizer, settings, chosen)
     for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
         if recording is not None and not all(map(stays.get, group["params"])):
-            imprecise.tell(base, optimizer, recording.captured.graph, own, of_group)
-            imprecise.tell_of_stuck(base, optimizer, recording, own, of_group)
+            strategy_checks.warn_imprecise(base, optimizer, recording.captured.graph, own, of_group)
+            strategy_checks.warn_stuck(base, optimizer, recording, own, of_group)
     for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
@@ -166,7 +156,7 @@ def _tell(
 
 def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:
     """The formats of a parameter of an optimizer whose steps run as written, and of the states that it has."""
-    return formats_as_written(settings, p, optimizer.state.get(p, {}), kept_formats.of(optimizer, p))
+    return formats_as_written(settings, p, optimizer.state.get(p, {}), record_of(optimizer, p))
 
 
 def _chosen(optimizer: Optimizer, settings: Settings) -> list[Settings]:
@@ -187,7 +177,7 @@ def _plans(
         firsts = [(g, recording) for g, (recording, _) in zip(optimizer.param_groups, plans, strict=True)]
         shown = list(known.of_groups(optimizer)) if known is not None else firsts
         states = [(g, recording.captured.states) for g, recording in shown if recording is not None]
-        named_states.check(optimizer, [own.strategy for own in chosen], states, in_step=False)
+        strategy_checks.check_names(optimizer, [own.strategy for own in chosen], states, in_step=False)
     except UnsupportedUpdate as refusal:
         if known is not None and known.is_of_part:
             raise
@@ -240,7 +230,7 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
     settle(p, state)
     for name in [*names, "param"]:
         value, words = loaded_before.value_and_words(optimizer, p, name, formats[name])
-        store(p, state, name, formats[name], value, kept_formats.of(optimizer, p))
+        store(p, state, name, formats[name], value, record_of(optimizer, p))
         loaded_before.restore(p, state, words)
     low_words.remember(optimizer, p, low_words.FRESH)
     if not state:
@@ -257,6 +247,6 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
             settle(p, state)
         loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
         for name in [*(name for name in formats if name in state), "param"]:
-            ensure_stored(p, state, name, formats[name], 0.0, kept_formats.of(optimizer, p))
+            ensure_stored(p, state, name, formats[name], 0.0, record_of(optimizer, p))
         of_ours = low_words.FRESH if is_idle(state) else low_words.STEPPED
         low_words.remember(optimizer, p, low_words.LOADED if loaded else of_ours)

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import loaded
 from collage_neuron.settings import Settings
-from collage_neuron.states import kept_formats, low_words
-from collage_neuron.states.names import split_params, suffixes
+from collage_neuron.states import low_words
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
+from collage_neuron.states.state_keys import split_params, suffixes
 from collage_neuron.states.store import State, kept_format, read_exact, read_fp32
 
 Words = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -80,7 +81,7 @@ def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Forma
     A word is valid where the first word is still the one that it was saved with: torch may have trained the parameter
     since, without knowing the further words.
     """
-    state, record = optimizer.state[p], kept_formats.of(optimizer, p)
+    state, record = optimizer.state[p], record_of(optimizer, p)
     if not any(name + suffix in state for suffix in suffixes()):
         return read_exact(p, state, name, record), {}
     belongs = low_words.belongs(optimizer, p, name)

@@ -24,8 +24,8 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import RoundedWeights
 from collage_neuron.optimizer.waiting import is_compiled
 from collage_neuron.runtime import wrappers
-from collage_neuron.runtime.living_models import groups_of, outermost, smallest
 from collage_neuron.states import low_words
+from collage_neuron.states.live_objects import groups_of, outermost, smallest
 from collage_neuron.states.sharding import local
 
 

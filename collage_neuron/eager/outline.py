@@ -14,11 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.states import kept_formats, steady
+from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import names_in
+from collage_neuron.states.format_record import record_of
+from collage_neuron.states.state_keys import names_in, values_in
 from collage_neuron.states.store import is_idle, kept_format
-from collage_neuron.states.values import values_in
 
 
 class Named(NamedTuple):
@@ -69,7 +69,7 @@ def outlines(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[Outli
 
 
 def _outline(optimizer: Optimizer, p: torch.Tensor) -> Outline:
-    found, record = dict.get(optimizer.state, p), kept_formats.of(optimizer, p)
+    found, record = dict.get(optimizer.state, p), record_of(optimizer, p)
     state = found if isinstance(found, dict) else {}
     names, as_made = names_in(state), bookkeeping(optimizer).as_made
     others = as_made.get(p, ()) if as_made else ()

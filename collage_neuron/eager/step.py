@@ -24,11 +24,11 @@ from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.storing import Storing
 from collage_neuron.errors import RunsAsWritten, StepInterrupted, UnsupportedUpdate
-from collage_neuron.runtime import same_steps, told
-from collage_neuron.runtime.closures import Call, Once
+from collage_neuron.runtime import cross_rank_check, told
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
+from collage_neuron.runtime.step_arguments import Call, Once
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, inner, low_words, steady
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -219,7 +219,7 @@ class Context:
             self.presentation.alias(self._held.tensors)
             trace = None
         if trace is None and self.is_step and not self._has_agreed and self.presentation.has_shards:
-            self.presentation.agreed(same_steps.AS_WRITTEN)
+            self.presentation.agreed(cross_rank_check.AS_WRITTEN)
             self._has_agreed = True
         self.presentation.enter()
         self._trace = trace

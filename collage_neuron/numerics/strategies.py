@@ -200,7 +200,7 @@ def formats_for(
 
     An fp32 parameter needs no compensation: all its states are stored in fp32, as in torch. What a mapping says counts
     whatever the role is: a negative number in a format without signs makes its block NaN. It may name states that this
-    parameter does not have (`states/named_states.py`).
+    parameter does not have (`states/strategy_checks.py`).
     """
     names = ("param", *states)
     if dtype == torch.float32:

@@ -15,7 +15,7 @@ from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.optimizer import first_step
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import split_params
+from collage_neuron.states.state_keys import split_params
 from collage_neuron.torch_privates import is_flattened
 
 SAID = "bf16 before"

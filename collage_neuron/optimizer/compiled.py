@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer import bypass, frozen, load_inner, load_state, methods, step
-from collage_neuron.runtime import amp, closures, nonfinite
+from collage_neuron.runtime import nonfinite, step_arguments
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
-from collage_neuron.states import cleared, exchanged, inner, kept_formats, low_words, pending, saved_values, small_steps
+from collage_neuron.states import cleared, exchanged, format_record, inner, low_words, pending, small_steps
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -81,16 +81,16 @@ class Compiled(Optimizer):
         if context is not None and context.is_step:
             return torch_privates.unhooked_step(base)(self, *args, **kwargs)  # the user's own step calls it
         with nullcontext() if context is None else context.suspended():
-            return self._take_step(base, closures.call_of(base, args, kwargs))
+            return self._take_step(base, step_arguments.call_of(base, args, kwargs))
 
-    def _take_step(self, base: type[Optimizer], call: closures.Call) -> Any:
+    def _take_step(self, base: type[Optimizer], call: step_arguments.Call) -> Any:
         skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
         is_evaluated = call.closure is not None and (skips or step.may_be_recorded(base, self, call))
         if is_evaluated:
             call = call.evaluated()
         # States that are made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad(), amp.put_aside(self) as left:
-            if amp.prepare(self, left):
+        with torch.inference_mode(False), torch.no_grad(), step_arguments.scaler_attributes(self) as left:
+            if step_arguments.unscale(self, left):
                 return step.take_step(base, self, call)
         return call.loss
 
@@ -126,9 +126,9 @@ class Compiled(Optimizer):
         if inner.inner_of(self):
             base = base_of(type(self))
             return load_inner.save(base, self, partial(methods.presented_lazily, base, self))
-        kept_formats.save(self)
+        format_record.save(self)
         # Before the user's own hooks, which are to see what is saved.
-        handle = self.register_state_dict_post_hook(saved_values.show, prepend=True)
+        handle = self.register_state_dict_post_hook(format_record.show_values, prepend=True)
         try:
             return super().state_dict()
         finally:

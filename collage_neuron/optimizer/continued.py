@@ -18,10 +18,11 @@ from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.optimizer.waiting import is_compiled
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
-from collage_neuron.states import kept_formats, low_words
+from collage_neuron.states import low_words
 from collage_neuron.states.bookkeeping import Bookkeeping
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.marks import Mark, Marks, mark_of
-from collage_neuron.states.names import split_params
+from collage_neuron.states.state_keys import split_params
 from collage_neuron.states.store import read_exact, store
 
 LEFT = "_collage_left"
@@ -69,14 +70,14 @@ def continue_from_others(optimizer: Optimizer) -> None:
     for p, value in _values(optimizer, set(bare)) if bare else ():
         fmt = formats_for(Settings.of(bare[p]).strategy, (), NO_ROLES, p.dtype)["param"]
         if len(fmt.components) > 1:
-            store(p, optimizer.state[p], "param", fmt, value, kept_formats.of(optimizer, p))
+            store(p, optimizer.state[p], "param", fmt, value, record_of(optimizer, p))
             low_words.remember(optimizer, p, low_words.FRESH)
 
 
 def _values(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The exact values of parameters, of those of which somebody has low words."""
     for other, p in _kept_elsewhere(optimizer, params):
-        exact = read_exact(p, other.state[p], "param", kept_formats.of(other, p))
+        exact = read_exact(p, other.state[p], "param", record_of(other, p))
         params = params - {p}
         yield p, low_words.without_stale(other, p, exact)
     for p in params:

@@ -13,7 +13,7 @@ from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.optimizer.continued import continue_from_others
 from collage_neuron.optimizer.kept_values import restore_low_words, written_in_all_processes
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import split_params
+from collage_neuron.states.state_keys import split_params
 
 rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 """Of models that were compiled with an optimizer: the names of frozen parameters that bf16 could not hold.

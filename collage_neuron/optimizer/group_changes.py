@@ -19,7 +19,7 @@ from collage_neuron.errors import StrategyChanged, warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import Settings
-from collage_neuron.states import imprecise, small_steps
+from collage_neuron.states import small_steps, strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.strategy_change import describe, rounding_of
 from collage_neuron.states.words import bytes_of
@@ -96,7 +96,7 @@ def _rate(group: Mapping[str, Any]) -> float | None:
 def _tell_of_steps(optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
     for job in _narrow(jobs):
         base: type[Optimizer] = getattr(type(optimizer), "_collage_base")  # noqa: B009  # compiled.py imports `step`
-        imprecise.tell_of_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
+        strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
         small_steps.tell(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
 
 

@@ -10,7 +10,8 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.optimizer.waiting import models
 from collage_neuron.settings import Settings
-from collage_neuron.states import kept_formats, low_words
+from collage_neuron.states import low_words
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
 from collage_neuron.states.store import store
 
@@ -53,5 +54,5 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
             now = local(p.detach())
             kept = torch.where(high_word(original, cast) == now, original, now.float())
             with torch.no_grad():
-                store(p, optimizer.state[p], "param", fmt, kept, kept_formats.of(optimizer, p))
+                store(p, optimizer.state[p], "param", fmt, kept, record_of(optimizer, p))
             low_words.remember(optimizer, p, low_words.FRESH)

@@ -17,7 +17,7 @@ from collage_neuron.runtime.told import note
 from collage_neuron.settings import Settings
 from collage_neuron.states import small
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.saved_values import drop_placeholders
+from collage_neuron.states.format_record import drop_placeholders
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Records

@@ -21,15 +21,15 @@ from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of
 from collage_neuron.optimizer import load_as_written
 from collage_neuron.optimizer.loaded import begin_anew, refused, settle_settings
 from collage_neuron.runtime import recorded_formats
-from collage_neuron.runtime.bucketing import buckets
 from collage_neuron.runtime.plan import Records
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import joined_words, kept_formats, low_words, narrow_counts, small
+from collage_neuron.states import format_record, joined_words, low_words, small, step_counts
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
-from collage_neuron.states.names import is_component, name_of, split_params, suffixes
-from collage_neuron.states.saved_values import drop_placeholders
+from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import is_sharded, like
+from collage_neuron.states.state_keys import is_component, name_of, split_params, suffixes
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, may_be_word, settle
+from collage_neuron.states.visible_states import buckets
 from collage_neuron.trace import dry_run
 
 Saved = Mapping[str, Any]
@@ -58,20 +58,20 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         as_written = bool(bookkeeping(optimizer).as_written)
         drop_placeholders(optimizer.state.values())
         plain = settle_settings(optimizer, before[1])
-        kept_formats.load(optimizer)
+        format_record.load(optimizer)
         if as_written:
             load_as_written.put_back(optimizer, seen[0], plain)
         else:
             _put_back(optimizer, seen[0])
-        narrow_counts.widen(optimizer)
+        step_counts.widen(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
-        kept_formats.keep(optimizer, kept, formats)
+        format_record.keep(optimizer, kept, formats)
         joined = joined_words.loaded(optimizer)
         if not as_written:  # its next step reads everything as it is, and stores it in its formats
             _settle_formats(base, optimizer, plain)
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
-        kept_formats.put_back(optimizer, formats)
+        format_record.put_back(optimizer, formats)
         ours.as_written = why
         if isinstance(error, KeyError) and seen:
             _refuse_missing(base, error.args[0], seen[0], before[1])
@@ -115,7 +115,7 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[]
             raise refused(
                 f"param_groups[{i}] has {len(group['params'])} parameters and the optimizer's {len(mine['params'])}"
             )
-        kept_formats.check_saved(group, i)
+        format_record.check_saved(group, i)
         params |= zip(group["params"], mine["params"], strict=True)
     as_written = runs_as_written()
     for index, state in saved["state"].items():
@@ -228,7 +228,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
                 settle(p, state)
                 for name, fmt in formats.items():
                     if name in state or (name == "param" and not of_torch):
-                        ensure_stored(p, state, name, fmt, 0.0, kept_formats.of(optimizer, p))
+                        ensure_stored(p, state, name, fmt, 0.0, record_of(optimizer, p))
 
 
 def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
@@ -245,7 +245,7 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
             for p, name in product(params, formats):
                 fmt = formats_of_shape(formats, p.dim())[name]
                 if name == "param" or name in optimizer.state[p]:
-                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0, kept_formats.of(optimizer, p))
+                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0, record_of(optimizer, p))
     for p in split_params(optimizer.state):
         low_words.remember(optimizer, p, low_words.FRESH)
 

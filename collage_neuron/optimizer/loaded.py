@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import cleared, low_words
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import split_params
+from collage_neuron.states.state_keys import split_params
 
 
 def refused(why: str) -> ValueError:

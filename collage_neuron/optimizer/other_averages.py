@@ -21,8 +21,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import RoundedAverage
-from collage_neuron.runtime.living_models import copies
 from collage_neuron.states.bookkeeping import Bookkeeping
+from collage_neuron.states.live_objects import copies_of_models
 from collage_neuron.states.sharding import local, version
 
 WATCHED = 16
@@ -58,7 +58,7 @@ def _found(optimizer: Optimizer) -> list[Copy]:
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
     if len(held) < 2:  # of the many optimizers of a model that have one parameter each
         return []
-    return [Copy(ref(model), ref(copy)) for model, copy in copies(held)]
+    return [Copy(ref(model), ref(copy)) for model, copy in copies_of_models(held)]
 
 
 def _is_told(c: Copy) -> bool:

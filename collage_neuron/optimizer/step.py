@@ -15,31 +15,30 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import bf16_before, continued, first_step, group_changes, left_out, other_averages
+from collage_neuron.optimizer import bf16_before, continued, first_step, group_changes, other_averages
 from collage_neuron.optimizer.finish import finish
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.runtime import agreement, nonfinite, surroundings
-from collage_neuron.runtime.closures import Call
+from collage_neuron.runtime import nonfinite, surroundings
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, job_of, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.recorded_formats import formats_of
-from collage_neuron.runtime.shared_counts import check_counts
+from collage_neuron.runtime.step_arguments import Call
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
-    collector,
     exchanged,
-    imprecise,
     joined_words,
+    live_objects,
     low_words,
-    named_states,
-    narrow_counts,
     small,
     steady,
+    step_counts,
+    strategy_checks,
 )
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.sharding import settle_gradients
+from collage_neuron.states.step_counts import check_unshared_counts
 from collage_neuron.trace import dry_run, repeated, validated
 from collage_neuron.trace.classes import is_traced
 from collage_neuron.trace.kinds import Kind, Traces
@@ -65,7 +64,7 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
-    with surroundings.usual(), collector.paused():
+    with surroundings.usual(), live_objects.collector_paused():
         return _take_step(base, optimizer, call)
 
 
@@ -83,7 +82,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     if ours.joined:
         joined_words.join_again(optimizer)
     ours.seen = steady.look(optimizer)
-    if narrow_counts.widen(optimizer, ours.seen):
+    if step_counts.widen(optimizer, ours.seen):
         ours.seen = steady.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)
@@ -115,7 +114,7 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
         else:
             ours.as_written = ""
             return eager_step.Taken(measured, call.loss)
-    return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
+    return eager_step.take(base, optimizer, refusal, call, partial(nonfinite.decision, optimizer), due, tracing)
 
 
 def _tracing(
@@ -165,7 +164,7 @@ def _validate_traced(
 
 def _check_named(optimizer: Optimizer, jobs: list[Job]) -> None:
     strategies = [Settings.of(group).strategy for group in optimizer.param_groups]
-    named_states.check(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
+    strategy_checks.check_names(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
 
 
 @contextmanager
@@ -189,7 +188,7 @@ def _has_gradient(group: dict[str, Any]) -> bool:
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    check_counts(optimizer, steady.of(optimizer))
+    check_unshared_counts(optimizer, steady.of(optimizer))
     records, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)
@@ -198,9 +197,9 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     group_changes.tell(optimizer, ours.groups, jobs, formats_of)
     known = validate.history_of(optimizer).known
     validate.check(base, optimizer, jobs, take, validated.of_recording, known)
-    finite = _all_finite(optimizer)
+    finite = nonfinite.decision(optimizer)
     with _interrupting(optimizer) as written:
-        measured = take(optimizer, left_out.taken(optimizer, jobs, finite), finite, written)
+        measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)
         exchanged.forget(optimizer)
         low_words.remember_step(optimizer)
     first_step.tell(base, optimizer, jobs)
@@ -212,7 +211,9 @@ def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
     group_changes.tell_of_bytes(optimizer, jobs)
     for job in jobs:
         if job.imprecise:
-            imprecise.tell(base, optimizer, job.recording.captured.graph, job.settings, job.update.formats)
+            strategy_checks.warn_imprecise(
+                base, optimizer, job.recording.captured.graph, job.settings, job.update.formats
+            )
 
 
 def _told(error: BaseException) -> str:
@@ -272,26 +273,8 @@ def _telling(backend: Backend, launches: Sequence[Launch]) -> list[torch.Tensor]
     return list(chain.from_iterable(chain.from_iterable(each.writes for each in launches)))
 
 
-def _skips(job: Job) -> bool:
-    return job.settings.nonfinite == "skip"
-
-
 def _mask(job: Job, finite: torch.Tensor | None) -> torch.Tensor | None:
-    return finite if _skips(job) else None
-
-
-def _all_finite(optimizer: Optimizer) -> torch.Tensor | None:
-    """A device mask: true if all gradients of groups with `nonfinite="skip"` are finite. None without such groups.
-
-    Processes that share parameters share the mask. Each takes part, whether or not it has gradients in this step.
-    """
-    skipping = [group for group in optimizer.param_groups if Settings.of(group).nonfinite == "skip"]
-    if not skipping:
-        return None
-    params = [p for group in skipping for p in group["params"]]
-    finite = agreement.agreed(optimizer, params, nonfinite.all_finite(params))
-    nonfinite.count(optimizer, finite)
-    return finite
+    return finite if job.settings.nonfinite == "skip" else None
 
 
 def _count_draws(jobs: list[Job]) -> None:

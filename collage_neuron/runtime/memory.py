@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.states import small, words
-from collage_neuron.states.names import names_in
+from collage_neuron.states.state_keys import names_in
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job

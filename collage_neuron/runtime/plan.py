@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnsupportedUpdate, naming
 from collage_neuron.numerics.strategies import (
     formats_of_shape,
     has_blocks,
@@ -24,13 +24,13 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime.bucketing import buckets, naming
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.recorded_formats import as_stored, named, rewritten_for, signs_of
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, steady
 from collage_neuron.states.sharding import is_split
+from collage_neuron.states.visible_states import buckets
 
 
 @dataclass(frozen=True)

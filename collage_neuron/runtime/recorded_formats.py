@@ -17,7 +17,8 @@ from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
 from collage_neuron.passes.analysis.roles import pattern, roles_of
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import Settings
-from collage_neuron.states import imprecise, kept_formats, steady
+from collage_neuron.states import steady, strategy_checks
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import is_stored, kept_format
 
 
@@ -90,7 +91,7 @@ def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
         slow, idle = slow_states(captured.graph), idle_states(captured.graph).difference(captured.small)
         roles = roles_of(captured, recording.slots, recording.following)
         formats = formats_for(settings.strategy, captured.states, roles, dtype)
-        lacking = imprecise.imprecise_states(captured.graph, settings, dtype).difference(
+        lacking = strategy_checks.imprecise_states(captured.graph, settings, dtype).difference(
             captured.small
         )  # they are fp32
         # A stochastic store leaves most small decreases out, and follows on average: that is not a stall.
@@ -132,7 +133,7 @@ def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) ->
 def as_stored(optimizer: Optimizer, p: torch.Tensor, idle: frozenset[str]) -> dict[str, Format]:
     """The formats that these states of a parameter have now, if they are stored."""
     state = optimizer.state.get(p, {})
-    record = kept_formats.of(optimizer, p)
+    record = record_of(optimizer, p)
     kept = {name: kept_format(p, state, name, record) for name in idle if name in state}
     plain = [fmt for fmt in FORMATS.values() if fmt.draw is None]  # a state that is not updated is not rounded
     return {

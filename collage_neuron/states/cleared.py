@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
-from collage_neuron.states.names import split_params, split_words, words_of
+from collage_neuron.states.state_keys import split_params, split_words, words_of
 
 
 def note(optimizer: Optimizer, p: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron.states import low_words, small, steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner import inner_of
-from collage_neuron.states.names import is_component, is_shared_word, name_of
+from collage_neuron.states.state_keys import is_component, is_shared_word, name_of
 from collage_neuron.states.store import is_host_scalar
 
 

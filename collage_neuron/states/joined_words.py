@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states import kept_formats
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.marks import mark_of
-from collage_neuron.states.names import split_words
 from collage_neuron.states.sharding import local
+from collage_neuron.states.state_keys import split_words
 from collage_neuron.states.store import read_exact
 
 Words = dict[torch.Tensor, tuple[Mapping[str, torch.Tensor], Mapping[str, str]]]
@@ -25,7 +25,7 @@ Words = dict[torch.Tensor, tuple[Mapping[str, torch.Tensor], Mapping[str, str]]]
 def loaded(optimizer: Optimizer) -> Words:
     """The words that `load_state_dict` has brought for fp32 parameters, before they are stored in their format."""
     split = split_words(optimizer.state)
-    return {p: (w, dict(kept_formats.of(optimizer, p))) for p, w in split.items() if p.dtype == torch.float32}
+    return {p: (w, dict(record_of(optimizer, p))) for p, w in split.items() if p.dtype == torch.float32}
 
 
 def note(optimizer: Optimizer, words: Words) -> None:

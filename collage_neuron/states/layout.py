@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.update import Captured
-from collage_neuron.states import kept_formats, steady
+from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import suffixes
+from collage_neuron.states.format_record import record_of
+from collage_neuron.states.state_keys import suffixes
 from collage_neuron.states.store import ensure_stored
 
 
@@ -34,7 +35,7 @@ def ensure_all_stored(
         if not layout.is_that_of(p, state, recorded.get(p, {})):
             steady.changed(optimizer)
             bookkeeping(optimizer).marks.states.pop(p, None)  # what is stored now is ours
-            record = kept_formats.of(optimizer, p)
+            record = record_of(optimizer, p)
             for name, fmt in formats.items():
                 fill, shape = captured.fresh.get(name, 0.0), captured.shapes.get(name)
                 ensure_stored(p, state, name, fmt, fill, record, shape)

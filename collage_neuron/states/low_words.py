@@ -35,12 +35,13 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import cleared, codes, fitting_words, kept_formats, rewritten, steady
+from collage_neuron.states import cleared, codes, fitting_words, format_record, rewritten, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.marks import STEPPED as STEPPED
 from collage_neuron.states.marks import Split, mark_of
-from collage_neuron.states.names import Names, names_in
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
+from collage_neuron.states.state_keys import Names, names_in
 from collage_neuron.states.store import is_stored, kept_format
 
 FRESH, LOADED = "compiled", "loaded"
@@ -124,7 +125,7 @@ def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
     ours = bookkeeping(optimizer)
     for of_old in (ours.marks.params, ours.words, ours.param_bits):
         of_old.pop(old, None)
-    kept_formats.replace(optimizer, old, new)
+    format_record.replace(optimizer, old, new)
     remember(optimizer, new, FRESH)
 
 
@@ -227,12 +228,12 @@ def _written(ours: Bookkeeping) -> dict[torch.Tensor, str]:
 
 def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
     """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
-    return fitting_words.belongs(p, optimizer.state[p], name, kept_formats.of(optimizer, p))
+    return fitting_words.belongs(p, optimizer.state[p], name, record_of(optimizer, p))
 
 
 def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Format:
     """The format that `p`, or its state `name`, is kept in; a user may have cast the words of a state."""
-    return kept_format(p, optimizer.state.get(p, {}), name, kept_formats.of(optimizer, p))
+    return kept_format(p, optimizer.state.get(p, {}), name, record_of(optimizer, p))
 
 
 def _split_among(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, Format]:
@@ -251,7 +252,7 @@ def _split_formats(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict
     split = {}
     for p in params:
         fmt, state = _format(optimizer, p), optimizer.state.get(p, {})
-        if len(fmt.components) > 1 and is_stored(p, state, "param", fmt, kept_formats.of(optimizer, p)):
+        if len(fmt.components) > 1 and is_stored(p, state, "param", fmt, record_of(optimizer, p)):
             split[id(p)] = fmt
     return split
 
@@ -337,7 +338,7 @@ def _check_codes(optimizer: Optimizer, ours: Bookkeeping) -> list[tuple[torch.Te
         if not _is_noted(marks.get(p, {}).get(name), high)
     ]
     for p, name in [(p, name) for p, name, coded in written if coded]:
-        noted, record = marks.get(p, {}).get(name), kept_formats.of(optimizer, p)
+        noted, record = marks.get(p, {}).get(name), record_of(optimizer, p)
         codes.check_unwritten(p, name, optimizer.state[p][name], noted, record)
     return written
 

@@ -19,8 +19,8 @@ import torch
 
 from collage_neuron.numerics.formats import FORMATS, Format, require_known
 from collage_neuron.states import words
-from collage_neuron.states.names import is_component, suffixes
 from collage_neuron.states.sharding import beside, like, local, rewrite_data
+from collage_neuron.states.state_keys import is_component, suffixes
 
 State = dict[str, Any]
 

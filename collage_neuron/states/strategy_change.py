@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.states import kept_formats, words
+from collage_neuron.states import words
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import is_host_scalar, read_fp32
 
@@ -49,7 +50,7 @@ def rounding_of(
     names = [name for name, fmt in new.items() if name in old and not fmt.reads_as(old[name])]
     found = dict.fromkeys(names, (0.0, 0.0))
     for p in (p for p in params if names and p.dtype == torch.bfloat16):  # others stay fp32
-        state, record = optimizer.state.get(p, {}), kept_formats.of(optimizer, p)
+        state, record = optimizer.state.get(p, {}), record_of(optimizer, p)
         for name in names:
             if name == "param" or (name in state and not is_host_scalar(state[name], p)):
                 value = local(read_fp32(p, state, name, record)).cpu()

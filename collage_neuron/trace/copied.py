@@ -23,7 +23,7 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import inner
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
-from collage_neuron.states.visible import ParamShaped, visible
+from collage_neuron.states.visible_states import ParamShaped, visible
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.classes import attributes_of_torch

@@ -18,8 +18,8 @@ from collage_neuron.passes.capture.recorder import Ref
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import steady
-from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.state_keys import is_component
 from collage_neuron.trace import met
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.cones import Cones

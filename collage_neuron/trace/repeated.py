@@ -18,7 +18,7 @@ from collage_neuron.errors import TranslationError
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.visible import kind_in
+from collage_neuron.states.visible_states import kind_in
 from collage_neuron.trace.followed import Followed, Settings, follow, is_same
 from collage_neuron.trace.recorded import record
 

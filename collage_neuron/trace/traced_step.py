@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import RunsAsWritten, UnsupportedUpdate
 from collage_neuron.runtime import told, wrappers
+from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, RAISES
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
-from collage_neuron.runtime.same_steps import AS_WRITTEN, LAUNCHES, RAISES
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.states import kept_formats, words
-from collage_neuron.states.names import is_shared_word, names_in
+from collage_neuron.states import words
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local, set_gradient
+from collage_neuron.states.state_keys import is_shared_word, names_in
 from collage_neuron.states.store import kept_format
-from collage_neuron.states.visible import OneNumber, ParamShaped, Shaped
+from collage_neuron.states.visible_states import OneNumber, ParamShaped, Shaped
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _corner(t: Tensor, name: str, job: Job, q: Tensor) -> Tensor:
 
 def _value(optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any], name: str, index: Tensor) -> Tensor:
     """The fp32 values of some elements of a state whose words are shared by blocks."""
-    fmt = kept_format(p, state, name, kept_formats.of(optimizer, p))
+    fmt = kept_format(p, state, name, record_of(optimizer, p))
     shape = local(p).shape
     taken = [
         _elements(state[key], index if c.block is None else words.of_elements(index, c.block, shape))

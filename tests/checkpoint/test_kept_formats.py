@@ -24,7 +24,8 @@ from collage_neuron.numerics.eft import Value, widen
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.settings import FORMATS_KEPT
-from collage_neuron.states import kept_formats
+from collage_neuron.states import format_record
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import kept_format, read_exact
 
 NAME = BF16_INT8.name
@@ -74,7 +75,7 @@ def test_what_keys_would_tell_wrong_is_saved() -> None:
     optimizer, p = start({"*": NAME})
     assert recorded(optimizer) is None  # nothing is stored yet
     assert recorded(stepped(optimizer)) == ALL
-    assert kept_formats.of(optimizer, p) == ALL
+    assert record_of(optimizer, p) == ALL
     optimizer, _ = start({"*": "bf16", "exp_avg": NAME})
     assert recorded(stepped(optimizer)) == {"exp_avg": NAME}
 
@@ -85,7 +86,7 @@ def test_what_keys_tell_is_recorded_and_not_saved(strategy: str) -> None:
     """So that a checkpoint has the keys that it had before there was a record, and templates of both load either."""
     optimizer, p = start(strategy)
     assert recorded(stepped(optimizer)) is None
-    assert kept_formats.of(optimizer, p).keys() == {"param", "exp_avg", "exp_avg_sq"}
+    assert record_of(optimizer, p).keys() == {"param", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.filterwarnings("ignore::collage_neuron.StrategyChanged")
@@ -106,10 +107,10 @@ def test_parameters_of_a_group_may_differ() -> None:
     assert found[0] == {"param": NAME, "momentum_buffer": NAME}
     assert found[1] == {"param": [NAME, None], "momentum_buffer": [NAME, None]}
     other = copy.deepcopy(optimizer)
-    kept_formats.load(other)
+    format_record.load(other)
     third, fourth = other.param_groups[1]["params"]
-    assert kept_formats.of(other, third)["momentum_buffer"] == NAME
-    assert "momentum_buffer" not in kept_formats.of(other, fourth)
+    assert record_of(other, third)["momentum_buffer"] == NAME
+    assert "momentum_buffer" not in record_of(other, fourth)
 
 
 def test_what_the_second_word_is_worth_is_measured_not_told_by_its_type() -> None:
@@ -122,7 +123,7 @@ def test_what_the_second_word_is_worth_is_measured_not_told_by_its_type() -> Non
 def test_a_copy_has_the_record(copied: Any) -> None:
     optimizer, p = start({"*": COARSE.name})
     other, q = copied((stepped(optimizer), p))
-    assert kept_format(q, other.state[q], "exp_avg", kept_formats.of(other, q)) is COARSE
+    assert kept_format(q, other.state[q], "exp_avg", record_of(other, q)) is COARSE
 
 
 def test_a_checkpoint_brings_the_record() -> None:
@@ -132,8 +133,8 @@ def test_a_checkpoint_brings_the_record() -> None:
     saved["state"][0]["exp_avg_lo"].fill_(100)
     other, q = start({"*": COARSE.name})
     other.load_state_dict(saved)
-    assert kept_formats.of(other, q) == dict.fromkeys(ALL, COARSE.name)
-    value = read_exact(q, other.state[q], "exp_avg", kept_formats.of(other, q))
+    assert record_of(other, q) == dict.fromkeys(ALL, COARSE.name)
+    value = read_exact(q, other.state[q], "exp_avg", record_of(other, q))
     assert torch.equal(value, other.state[q]["exp_avg"].float())
     assert not torch.equal(value, BF16_INT8.decode([other.state[q]["exp_avg"], other.state[q]["exp_avg_lo"]]))
 
@@ -143,8 +144,8 @@ def test_an_optimizer_that_was_put_together_by_hand_finds_the_record() -> None:
     stepped(optimizer).state_dict()
     other = collage_neuron.compile(AdamW([p], lr=1e-2), strategy={"*": COARSE.name})
     other.state, other.param_groups = optimizer.state, optimizer.param_groups
-    kept_formats.put_back(other, {})
-    assert kept_format(p, other.state[p], "exp_avg", kept_formats.of(other, p)) is COARSE
+    format_record.put_back(other, {})
+    assert kept_format(p, other.state[p], "exp_avg", record_of(other, p)) is COARSE
 
 
 @pytest.mark.filterwarnings("ignore::collage_neuron.StrategyChanged")
@@ -154,7 +155,7 @@ def test_words_move_between_formats_of_the_same_keys_and_types() -> None:
     assert optimizer.state[p]["exp_avg_lo"].any()
     collage_neuron.compile(optimizer, strategy={"*": COARSE.name})
     assert not optimizer.state[p]["exp_avg_lo"].any()
-    assert kept_formats.of(optimizer, p) == dict.fromkeys(ALL, COARSE.name)
+    assert record_of(optimizer, p) == dict.fromkeys(ALL, COARSE.name)
 
 
 @pytest.mark.sampled(of=3)
@@ -178,11 +179,11 @@ def test_a_format_that_is_not_known_here_is_named(monkeypatch: pytest.MonkeyPatc
     saved = copy.deepcopy(stepped(optimizer).state_dict())
     other, q = start("plus")
     saved["param_groups"][0]["collage_strategy"] = "plus"
-    before = dict(kept_formats.of(other, q))
+    before = dict(record_of(other, q))
     monkeypatch.delitem(FORMATS, COARSE.name)
     with pytest.raises(ValueError, match=r"\[0\] has states that were stored as 'coarse', a format that is not known"):
         other.load_state_dict(saved)
-    assert kept_formats.of(other, q) == before
+    assert record_of(other, q) == before
 
 
 def test_an_fp32_checkpoint_has_no_key_of_ours() -> None:
@@ -206,7 +207,7 @@ def test_states_of_a_strategy_whose_formats_were_others_are_converted(
     stepped(old)
     saved = pickle.dumps(old.state_dict() if way == "state dict" else old)
     names = ("exp_avg", "exp_avg_sq")
-    before = [read_exact(p, old.state[p], name, kept_formats.of(old, p)) for name in names]
+    before = [read_exact(p, old.state[p], name, record_of(old, p)) for name in names]
     monkeypatch.setitem(STRATEGIES, "split422", new)
     optimizer, q = start("split422")
     if way == "pickle":
@@ -214,10 +215,10 @@ def test_states_of_a_strategy_whose_formats_were_others_are_converted(
         q = optimizer.param_groups[0]["params"][0]
     else:
         optimizer.load_state_dict(pickle.loads(saved))
-    record = kept_formats.of(optimizer, q)
+    record = record_of(optimizer, q)
     for name, value in zip(names, before, strict=True):
         error = FORMATS[record[name]].error
         assert error is not None
         assert ((read_exact(q, optimizer.state[q], name, record) - value).abs() <= 1.01 * error(value.abs())).all()
     stepped(optimizer)
-    assert set(kept_formats.of(optimizer, q).values()) == {"bf16+int16", "i16q8", "u16q16"}
+    assert set(record_of(optimizer, q).values()) == {"bf16+int16", "i16q8", "u16q16"}

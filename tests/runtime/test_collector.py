@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import collage_neuron
-from collage_neuron.states.collector import paused
+from collage_neuron.states.live_objects import collector_paused
 
 
 class Asking(torch.optim.Optimizer):
@@ -57,7 +57,7 @@ def test_the_collector_is_as_it_was_in_a_step_and_after_it(enabled: bool) -> Non
     assert set(seen) == {(enabled, 0)}
     assert gc.isenabled() == enabled
     assert gc.get_threshold() == before
-    with pytest.raises(KeyError), paused():
+    with pytest.raises(KeyError), collector_paused():
         raise KeyError
     assert gc.get_threshold() == before
 
@@ -74,10 +74,10 @@ def test_what_a_step_does_to_the_collector_lasts() -> None:
 
 def test_pauses_within_and_beside_one_another_end_with_the_first_threshold() -> None:
     before = gc.get_threshold()
-    one, other = paused(), paused()
+    one, other = collector_paused(), collector_paused()
     with one:
         other.__enter__()
-        with paused():
+        with collector_paused():
             assert gc.get_threshold()[0] == 0
     other.__exit__(None, None, None)
     assert gc.get_threshold() == before

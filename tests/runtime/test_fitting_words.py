@@ -11,7 +11,7 @@ from torch import Tensor
 import collage_neuron
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.states import fitting_words, low_words
-from collage_neuron.states.names import words_of
+from collage_neuron.states.state_keys import words_of
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
 

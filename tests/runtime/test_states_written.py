@@ -17,7 +17,7 @@ import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.checkpoint import fp32
 from collage_neuron.states import low_words
-from collage_neuron.states.names import names_in
+from collage_neuron.states.state_keys import names_in
 from collage_neuron.states.store import read_exact
 
 TWO_WORDS: list[Any] = ["plus", "full", {"*": "bf16x2"}, {"*": "bf16+fp32"}]

@@ -6,12 +6,17 @@ only keeps `state` and `param_groups` (torch's state_dict, torch.distributed.che
 `settings.FORMATS_KEPT`. Listed there are formats of users, since another process may know another format with the same
 keys, and those that keys would give wrongly. Older checkpoints, and those of runs that need no record, have the keys
 that they always had.
+
+States whose words are shared by blocks are in checkpoints as their fp32 values, shaped and sharded like the parameter,
+since blocks are those of the shard that a process has. Values can be sharded in another way, or read by plain torch,
+and loading encodes them in the blocks that are there then: the same bits where blocks stay whole, and otherwise within
+one rounding of the format.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +26,11 @@ from collage_neuron.numerics import formats
 from collage_neuron.numerics.formats import BUILT_IN, FORMATS
 from collage_neuron.settings import FORMATS_KEPT
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.store import Record, told_by_keys
+from collage_neuron.states.state_keys import is_shared_word, names_in
+from collage_neuron.states.store import Record, State, read_fp32, told_by_keys
 
 
-def of(optimizer: Optimizer, p: torch.Tensor) -> Record:
+def record_of(optimizer: Optimizer, p: torch.Tensor) -> Record:
     """The record of the parameter `p`, which callers write to: format names by state name, and by `param`."""
     kept = bookkeeping(optimizer).formats
     record = kept.get(p)
@@ -68,7 +74,7 @@ def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> No
 def keep(optimizer: Optimizer, params: Collection[torch.Tensor], before: Mapping[torch.Tensor, Record]) -> None:
     """Restores the record of `params` themselves, whose words were kept while states were loaded."""
     for p in params:
-        of(optimizer, p).update({name: fmt for name, fmt in before.get(p, {}).items() if name == "param"})
+        record_of(optimizer, p).update({name: fmt for name, fmt in before.get(p, {}).items() if name == "param"})
 
 
 def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -161,3 +167,40 @@ def _damaged(group: Mapping[str, Any], index: int) -> ValueError:
         "state_dict() writes (a JSON object: the name of a format by state, or a list of them, one for each "
         "parameter): it is damaged"
     )
+
+
+# --- states of blocks -------------------------------------------------------------------------------------------------
+
+
+PLACEHOLDER = 0
+"""What stands for a shared word in a checkpoint.
+
+torch.distributed.checkpoint reads a flattened state by the keys of the live one (`_unflatten_optim_state_dict`), so
+each of them must be there.
+"""
+
+
+def show_values(optimizer: Optimizer, packed: dict[str, Any]) -> None:
+    """Replaces the words of coded states in what `Optimizer.state_dict` returned by their values."""
+    ids = (i for group in packed["param_groups"] for i in group["params"])
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    for i, p in zip(ids, params, strict=True):
+        state = packed["state"].get(i)
+        if isinstance(state, Mapping) and names_in(state).coded:
+            packed["state"][i] = _with_values(optimizer, p, state)  # a new one: torch's is the live state itself
+
+
+@torch.no_grad()
+def _with_values(optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any]) -> State:
+    record, coded = record_of(optimizer, p), names_in(state).coded
+    shown: State = {key: PLACEHOLDER if is_shared_word(key, state) else value for key, value in state.items()}
+    for name in coded:
+        shown[name] = read_fp32(p, state, name, record).to(p.device)
+    return shown
+
+
+def drop_placeholders(states: Iterable[State]) -> None:
+    """Removes what stands for shared words in states that were loaded."""
+    for state in states:
+        for key in [k for k, v in state.items() if not isinstance(v, torch.Tensor) and is_shared_word(k, state)]:
+            del state[key]

@@ -1,6 +1,9 @@
-"""Classifies the keys of a state: the optimizer's own, or further words of a state or of the parameter.
+"""Classifies what is in a state: the optimizer's own keys, further words of a state or of the parameter, and values.
 
-This depends on names only, and all parameters of a group have the same names, so it is computed once for equal names.
+Which key is what depends on names only, and all parameters of a group have the same names, so it is computed once for
+equal names. Which states are values that are stored in formats, and which are kept as the optimizer made them, depends
+on the tensors too: every tensor that a captured step updates is a value, and a step as written (`eager`) may leave
+anything in a state.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 
 from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.states.sharding import is_sharded_like
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def is_shared_word(key: Any, state: Iterable[Any]) -> bool:
 
 def names_in(state: Mapping[str, Any]) -> Names:
     """The names of the states and words in `state`."""
-    return _found(tuple(state), suffixes(), shared_suffixes())
+    return _classified(tuple(state), suffixes(), shared_suffixes())
 
 
 def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -106,11 +110,13 @@ def split_words(states: Mapping[Any, Any]) -> dict[torch.Tensor, dict[str, torch
 
 def _in_all(states: Mapping[Any, Any]) -> Iterator[tuple[torch.Tensor, Names]]:
     endings, shared = suffixes(), shared_suffixes()
-    return ((p, _found(tuple(state), endings, shared)) for p, state in states.items() if isinstance(p, torch.Tensor))
+    return (
+        (p, _classified(tuple(state), endings, shared)) for p, state in states.items() if isinstance(p, torch.Tensor)
+    )
 
 
 @lru_cache(4096)
-def _found(keys: tuple[Any, ...], endings: frozenset[str], shared: frozenset[str]) -> Names:
+def _classified(keys: tuple[Any, ...], endings: frozenset[str], shared: frozenset[str]) -> Names:
     texts = [key for key in keys if isinstance(key, str)]
     split = tuple(key for key in texts if any(key + suffix in keys for suffix in endings - shared))
     coded = frozenset(key for key in texts if any(key + suffix in keys for suffix in shared))
@@ -120,4 +126,48 @@ def _found(keys: tuple[Any, ...], endings: frozenset[str], shared: frozenset[str
         coded,
         tuple(key for key in keys if key in {*split, *coded}),
         tuple(key for key in ("param" + suffix for suffix in endings) if key in keys),
+    )
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def is_value(x: object, p: torch.Tensor) -> bool:
+    """Returns True for a state that a step as written stores in a format: fp32 or bf16, in the parameter's shape.
+
+    A single number of fp32 is kept as it is, since it may count; one of bf16 is a word. float64, float16, another
+    device (a state on the host) and other placements than those of a parameter in shards were chosen by the
+    optimizer's author.
+    """
+    if not isinstance(x, torch.Tensor) or not _is_alike(x, p) or x.device != p.device or not is_sharded_like(x, p):
+        return False
+    return x.numel() != 1 or x.dtype == torch.bfloat16
+
+
+def values_in(state: Mapping[str, Any], p: torch.Tensor, record: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the states of `p` that are values now; captured steps, whose formats are recorded, have more."""
+    names = names_in(state)
+    recorded = {
+        k for k in names.own if k in record and _is_of_elements(state[k], p) and state[k].dim() >= min(p.dim(), 1)
+    }
+    return tuple(k for k in names.own if k in names.watched or k in recorded or is_value(state[k], p))
+
+
+def may_be_read(state: Mapping[str, Any], name: str, p: torch.Tensor, record: Mapping[str, str]) -> bool:
+    """Returns True for a state with a value in fp32: one that is stored in words, or is a word of its shape."""
+    is_recorded = name in record and _is_of_elements(state[name], p)
+    return name in names_in(state).watched or is_recorded or _is_alike(state[name], p)
+
+
+def _is_of_elements(x: object, p: torch.Tensor) -> bool:
+    """Returns True for a word of each element of `p`, in any shape: captured steps keep states in other shapes too."""
+    return isinstance(x, torch.Tensor) and x.numel() == p.numel() and _is_alike(x, x)
+
+
+def _is_alike(x: object, p: torch.Tensor) -> bool:
+    return (
+        isinstance(x, torch.Tensor)
+        and x.shape == p.shape
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.layout is torch.strided
     )

@@ -1,4 +1,7 @@
-"""Warns of states that are kept in one word although the update divides by them and their role is not recognised.
+"""What a strategy says of states, compared with the states of an update: names that it has not, and formats too narrow.
+
+A name in a mapping that no parameter has a state of is a spelling mistake. Optimizers that run Muon and Adam in one
+step have states that only some parameters have: one mapping names them all.
 
 `plus` gives two words to states that are recognised to accumulate slowly (`passes/analysis/accumulators.py`). First
 moments lose little in bf16. Any other state of which the parameter's update takes a root, or by which it divides, may
@@ -16,7 +19,8 @@ keep no more of the parameter than one rounded word (`bf16`) lose more than that
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -25,12 +29,81 @@ from torch.optim import Optimizer
 from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.rounding import digits
-from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
 from collage_neuron.passes.analysis.accumulators import denominators, lossy_denominators, slow_states
 from collage_neuron.passes.analysis.decays import decays
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
+
+Names = frozenset[str]
+Group = dict[str, Any]
+
+
+def check_names_as_written(optimizer: Optimizer, shown: Mapping[torch.Tensor, Collection[str]]) -> None:
+    """Checks a step as written before its results are stored; `shown` are the states of each parameter after it.
+
+    Warns instead if there are parameters that have had no gradient so far, and may have such a state later.
+
+    Raises:
+        ValueError: a mapping names a state that no parameter of the groups with that mapping has.
+    """
+    for names, groups in _unchecked(optimizer, [Settings.of(group).strategy for group in optimizer.param_groups]):
+        params = [p for group in groups for p in group["params"]]
+        states = dict.fromkeys(name for p in params for name in shown[p])
+        if not names <= states.keys():
+            if not any(p.requires_grad and p.grad is None and not shown[p] for p in params):
+                raise ValueError(_wrong_name(names, states))
+            if all(p.grad is None for p in params):
+                continue
+            text = _wrong_name(names, states)
+            warnings.warn(f"{text}. Some parameters had no gradient so far: if none of them has it, it is misspelt",
+                          stacklevel=2)  # fmt: skip
+        bookkeeping(optimizer).named.add(names)
+
+
+def check_names(
+    optimizer: Optimizer,
+    strategies: Sequence[StrategyLike],
+    shown: Iterable[tuple[Group, Collection[str]]],
+    in_step: bool = True,
+) -> None:
+    """Checks the strategies of the groups, each mapping once, against the states of updates, with their groups.
+
+    In a step parameters without a gradient may have other states, and nothing is said yet.
+
+    Raises:
+        ValueError: a mapping names a state that no parameter of the groups with that mapping has.
+    """
+    there = list(shown)
+    for names, groups in _unchecked(optimizer, strategies):
+        ids = set(map(id, groups))
+        states = dict.fromkeys(name for group, own in there if id(group) in ids for name in own)
+        if not names <= states.keys():
+            params = [p for group in groups for p in group["params"]]
+            if in_step and any(p.requires_grad and p.grad is None for p in params):
+                continue
+            raise ValueError(_wrong_name(names, states))
+        bookkeeping(optimizer).named.add(names)
+
+
+def _unchecked(optimizer: Optimizer, strategies: Sequence[StrategyLike]) -> Iterator[tuple[Names, list[Group]]]:
+    """The names of states in mappings that were not checked before, with the groups that have these mappings."""
+    found: dict[Names, list[Group]] = {}
+    for group, strategy in zip(optimizer.param_groups, strategies, strict=True):
+        if isinstance(strategy, Mapping) and group["params"]:
+            found.setdefault(frozenset(strategy.keys() - {"param", "*"}), []).append(group)
+    known = bookkeeping(optimizer).named
+    return ((names, groups) for names, groups in found.items() if names and names not in known)
+
+
+def _wrong_name(names: Names, states: Collection[str]) -> str:
+    """What is wrong with a mapping of these names."""
+    known = ", ".join(["param", *states])
+    return f"the strategy names {min(names.difference(states))!r}; this update has {known} (and `*`: the rest)"
+
+
+# --- states in too few bits -------------------------------------------------------------------------------------------
 
 
 class ImpreciseState(UserWarning):
@@ -61,7 +134,7 @@ def _vanishes(fmt: Format) -> bool:
     return fmt.is_coded and fmt.signed
 
 
-def tell(
+def warn_imprecise(
     base: type[Optimizer], optimizer: Optimizer, graph: fx.Graph, settings: Settings, formats: Mapping[str, Format]
 ) -> None:
     """Warns of the imprecise states of an update of bf16 parameters, of each once in the life of an optimizer."""
@@ -73,7 +146,7 @@ def tell(
         warnings.warn(_sentence(base, new, graph, settings, formats), ImpreciseState, stacklevel=2)
 
 
-def tell_of_stuck(
+def warn_stuck(
     base: type[Optimizer],
     optimizer: Optimizer,
     recording: Recording,

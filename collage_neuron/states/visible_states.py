@@ -1,19 +1,22 @@
-"""A parameter's state as the optimizer's own code knows it."""
+"""A parameter's state as the optimizer's own code knows it, and which parameters share an update, as theirs agree."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states import format_record, steady
 from collage_neuron.states import small as small_states
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import names_in
 from collage_neuron.states.sharding import ORDINARY
+from collage_neuron.states.state_keys import names_in
 from collage_neuron.states.steady import Seen
 from collage_neuron.states.store import is_host_scalar
 
@@ -68,18 +71,6 @@ def _without_value(value: Any, p: torch.Tensor) -> ParamShaped:
     return Shaped(p, value.shape) if is_other else ParamShaped(p)
 
 
-def told(
-    states: Mapping[Any, Mapping[str, Any]], params: Iterable[torch.Tensor], small: Collection[str]
-) -> list[tuple[Any, ...]]:
-    """A key of the properties of a state on which a recording depends."""
-    found = []
-    for p in params:
-        state = states.get(p, {})
-        numbers = {name: number(state[name]) for name in numbers_in(state, p, small)}
-        found.append(tuple((name, numbers.get(name)) for name in names_in(state).own))
-    return found
-
-
 def numbers_in(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> tuple[str, ...]:
     """The names of the host's numbers in a state: those of all else are tensors, `small` ones of one number."""
     names = names_in(state)
@@ -93,19 +84,13 @@ def _is_number(name: str, value: Any, p: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or (value.dim() == 0 and is_host_scalar(value, p)):
         return True
     if not value.dtype.is_floating_point:
-        _check_floating(name, value.dtype)
-    return False
-
-
-def _check_floating(name: str, dtype: torch.dtype) -> None:
-    """Raises for an integer or boolean state of the parameter's shape."""
-    if not dtype.is_floating_point:
         raise UnsupportedUpdate(
-            f"the update keeps optimizer.state[p][{name!r}] in {dtype}, shaped like the parameter; states are stored "
-            "in floating-point formats, where counts end (at 256 in bf16) and logic is arithmetic: keep it in float32 "
-            f"and store it so (strategy={{{name!r}: 'fp32', ...}}), count in a number for all elements, or leave the "
-            "optimizer uncompiled"
+            f"the update keeps optimizer.state[p][{name!r}] in {value.dtype}, shaped like the parameter; states are "
+            "stored in floating-point formats, where counts end (at 256 in bf16) and logic is arithmetic: keep it in "
+            f"float32 and store it so (strategy={{{name!r}: 'fp32', ...}}), count in a number for all elements, or "
+            "leave the optimizer uncompiled"
         )
+    return False
 
 
 def number(value: Any) -> Any:
@@ -115,7 +100,7 @@ def number(value: Any) -> Any:
     return repr(value)
 
 
-# --- the same in a steady step ----------------------------------------------------------------------------------------
+# --- which parameters share an update ---------------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
@@ -137,17 +122,6 @@ def _kinds(seen: Seen) -> _Kinds:
     small = tuple(sorted(bookkeeping(seen.optimizer).small))
     found: _Kinds = seen.structure.once(("kinds", small), lambda: _Kinds(small))
     return found
-
-
-def told_in(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[tuple[Any, ...]]:
-    """A key for each parameter, equal for those that share a recording; what it says is what `visible.told` says."""
-    kinds = _kinds(seen)
-    kept = [(kinds.of(p, state), state) for p, state in zip(params, seen.state_of(params), strict=True)]
-    numbers = _read([state[name] for kind, state in kept for name in kind.tensors])
-    return [
-        (kind.id, *islice(numbers, len(kind.tensors)), *(number(state[name]) for name in kind.others))
-        for kind, state in kept
-    ]
 
 
 class _Alike(NamedTuple):
@@ -221,3 +195,34 @@ class _Kinds:
         dtypes = tuple(state[name].dtype for name in tensors)
         key = type(p), p.dtype, p.device, names_in(state).own, tensors, dtypes, others
         return Kind(self._ids.setdefault(key, len(self._ids)), tensors, others)
+
+
+def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
+    """Parameters that share an update: those with equal host scalars (step counts), states, class, dtype, device."""
+    found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    seen = steady.of(optimizer)
+    try:
+        if seen is not None and (same := alike(seen, params)) is not None:
+            return same
+        kinds = _Kinds(bookkeeping(optimizer).small) if seen is None else _kinds(seen)
+        keys = _keys(
+            kinds, params, [optimizer.state.get(p, {}) for p in params] if seen is None else seen.state_of(params)
+        )
+    except UnsupportedUpdate:
+        format_record.require_known(optimizer)  # a word of an unknown format looks like a state of the user's
+        raise
+    for p, key in zip(params, keys, strict=True):
+        found[key].append(p)
+    return list(found.values())
+
+
+def _keys(
+    kinds: _Kinds, params: Sequence[torch.nn.Parameter], states: Sequence[Mapping[str, Any]]
+) -> list[tuple[Any, ...]]:
+    """A key for each parameter, equal for those that share a recording."""
+    kept = [(kinds.of(p, state), state) for p, state in zip(params, states, strict=True)]
+    numbers = _read([state[name] for kind, state in kept for name in kind.tensors])
+    return [
+        (kind.id, *islice(numbers, len(kind.tensors)), *(number(state[name]) for name in kind.others))
+        for kind, state in kept
+    ]

@@ -1,16 +1,22 @@
-"""Closures: the arguments of a step, and a closure that is evaluated once before it."""
+"""What a step is called with: its arguments, a closure that is evaluated before it, and what a GradScaler leaves it.
+
+`torch.amp.GradScaler` leaves two tasks to a fused optimizer, by two attributes: the step must divide gradients by
+`grad_scale` unless it is None, and must be skipped if `found_inf` is not zero. For any other optimizer it does both
+itself.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import Parameter
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.torch_privates import unhooked_step
+from collage_neuron import torch_privates
 
 
 class Call(NamedTuple):
@@ -92,7 +98,7 @@ _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 def _parameters(base: type[Optimizer]) -> list[Parameter]:
     """The parameters of `step`, without `self`."""
-    found = list(inspect.signature(unhooked_step(base)).parameters.values())
+    found = list(inspect.signature(torch_privates.unhooked_step(base)).parameters.values())
     return found[1:] if found and found[0].kind not in _VARIABLE else found
 
 
@@ -108,3 +114,32 @@ def _name(base: type[Optimizer]) -> str:
     """The name of the closure argument: `closure`, or else the first one."""
     names = [p.name for p in _parameters(base)]
     return "closure" if "closure" in names else _positional(base)[0]
+
+
+# --- torch.amp.GradScaler ---------------------------------------------------------------------------------------------
+
+
+_LEFT_TO_STEP = ("grad_scale", "found_inf")
+
+
+@contextmanager
+def scaler_attributes(optimizer: Optimizer) -> Iterator[dict[str, torch.Tensor | None]]:
+    """Removes the two attributes from an optimizer, since a step that is not fused does not know them."""
+    held = vars(optimizer)
+    names = _LEFT_TO_STEP if torch_privates.unscales_itself(optimizer) else ()
+    taken = {name: held.pop(name) for name in names if name in held}
+    try:
+        yield taken
+    finally:
+        held.update(taken)
+
+
+def unscale(optimizer: Optimizer, left: dict[str, torch.Tensor | None]) -> bool:
+    """Divides gradients by their scale, in place as a fused step does; returns False if the step is to be skipped."""
+    found_inf, scale = left.get("found_inf"), left.get("grad_scale")
+    if found_inf is not None and found_inf.item() != 0:
+        return False
+    if scale is not None:
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.div_(scale.to(p.grad.device))
+    return True
