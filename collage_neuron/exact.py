@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
-from collage_neuron.optimizer.waiting import require_compiled
+from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import Settings
-from collage_neuron.states import cleared, low_words
+from collage_neuron.states import external_writes
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local
 from collage_neuron.states.store import is_idle, read_exact, store
@@ -48,7 +48,9 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     check_range(fmt, p, value)
     with torch.no_grad():
         store(p, optimizer.state[p], "param", fmt, value.detach().float(), record_of(optimizer, p))
-    low_words.remember(optimizer, p, low_words.FRESH if is_idle(optimizer.state[p]) else low_words.STEPPED)
+    external_writes.remember(
+        optimizer, p, external_writes.FRESH if is_idle(optimizer.state[p]) else external_writes.STEPPED
+    )
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
@@ -63,9 +65,9 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     require_compiled(optimizer)
     if not any(p is q for group in optimizer.param_groups for q in group["params"]):
         raise ValueError(f"the tensor of shape {list(p.shape)} is not a parameter of this {type(optimizer).__name__}")
-    cleared.restore(optimizer)
+    external_writes.restore_words(optimizer)
     value = read_exact(p, optimizer.state.get(p, {}), "param", record_of(optimizer, p)).clone()
-    return low_words.without_stale(optimizer, p, value)
+    return external_writes.without_stale(optimizer, p, value)
 
 
 def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from collage_neuron.exact import check_range, format_of_param, set_exact_value, sharded_or_not
 from collage_neuron.optimizer import load_inner
-from collage_neuron.optimizer.waiting import require_compiled
+from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import OURS
-from collage_neuron.states import low_words
+from collage_neuron.states import external_writes
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.state_keys import is_component, may_be_read
@@ -31,7 +31,7 @@ def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[S
     tensors are new; they are on the CPU if the parameters are on an XLA device.
     """
     require_compiled(optimizer)
-    low_words.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     return _fp32_model(model, optimizer), _fp32_optimizer(optimizer)
 
 

@@ -18,27 +18,33 @@ from collage_neuron.eager.storing import formats_as_written
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.optimizer import first_step, frozen, group_changes
+from collage_neuron.optimizer import continued, first_step_report, group_settings
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
 from collage_neuron.optimizer.continued import continue_from_others, leave_words
-from collage_neuron.optimizer.kept_values import restore_low_words, written_in_all_processes
-from collage_neuron.optimizer.waiting import models, models_of
+from collage_neuron.optimizer.group_settings import describe_change, rounding_of
+from collage_neuron.optimizer.pending_models import models, models_of, restore_low_words, written_in_all_processes
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import recorded_formats, told
+from collage_neuron.runtime import fallback_warning, update_formats
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import UNSUPPORTED, Settings, filled
-from collage_neuron.states import exchanged, inner, low_words, small_steps, step_counts, strategy_checks
+from collage_neuron.states import (
+    external_writes,
+    inner,
+    replaced_params,
+    step_counts,
+    strategy_checks,
+    update_underflow,
+)
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.state_keys import is_component, split_params
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
-from collage_neuron.states.strategy_change import describe, rounding_of
 from collage_neuron.trace import dry_run
 
 FP32 = FORMATS["fp32"]
@@ -98,15 +104,15 @@ def _compile(
     records = dry_run.records(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
     chosen = _chosen(optimizer, settings)
-    bookkeeping(optimizer).told -= {told.SAID}
+    bookkeeping(optimizer).told -= {fallback_warning.SAID}
     plans, refusal = _plans(base, optimizer, chosen, known)
     if compiled:
-        low_words.drop_stale(optimizer)
+        external_writes.drop_stale(optimizer)
     else:
         for i, (group, (_, of_group)) in enumerate(zip(optimizer.param_groups, plans, strict=True)):
             loaded_before.check_not_cast(optimizer, group, of_group, i)
     for i, group in enumerate(optimizer.param_groups):
-        frozen.tell(group["params"], i)
+        continued.warn_of_rounded(group["params"], i)
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)
@@ -120,10 +126,10 @@ def _compile(
     params = (p for group in optimizer.param_groups for p in group["params"])
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
-    exchanged.remember(optimizer)
-    group_changes.note(optimizer)
+    replaced_params.remember(optimizer)
+    group_settings.note_groups(optimizer)
     bookkeeping(optimizer).as_written = ""
-    bookkeeping(optimizer).told -= {first_step.SAID, group_changes.BYTES}
+    bookkeeping(optimizer).told -= {first_step_report.SAID, group_settings.BYTES}
     if refusal is not None and shape_of_part(optimizer) is None:  # of parts it is not known yet
         bookkeeping(optimizer).as_written = str(refusal)
     return settings
@@ -151,7 +157,7 @@ def _tell(
     for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
-            small_steps.tell(optimizer, i, own, moved, recording, compiled_class(base, settings))
+            update_underflow.tell(optimizer, i, own, moved, recording, compiled_class(base, settings))
 
 
 def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:
@@ -185,7 +191,7 @@ def _plans(
         check_sound(optimizer, chosen)
         limits.check_states(optimizer)
         if shape_of_part(optimizer) is None:  # of parts it is not known yet
-            told.warn(base, optimizer, refusal)
+            fallback_warning.warn(base, optimizer, refusal)
         return [(None, {})] * len(chosen), refusal
     return plans, None
 
@@ -199,7 +205,7 @@ def _plan(base: type[Optimizer], group: dict[str, Any], settings: Settings, reco
     require_sound(backend, p.device, settings.strategy)
     with naming(base):
         recording = records(group, p)
-        formats = recorded_formats.formats_of(recording, settings, torch.bfloat16)
+        formats = update_formats.formats_of(recording, settings, torch.bfloat16)
         check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic), p.device)
     return recording, formats
 
@@ -210,7 +216,7 @@ def _tell_of_change(
     """Warns of what is gained and lost if a compiled optimizer with states is compiled for other formats."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
         _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
-        change = describe(i, old, new, rounding_of(optimizer, group["params"], old, new))
+        change = describe_change(i, old, new, rounding_of(optimizer, group["params"], old, new))
         if change:
             warnings.warn(change, StrategyChanged, stacklevel=5)
 
@@ -232,7 +238,7 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
         value, words = loaded_before.value_and_words(optimizer, p, name, formats[name])
         store(p, state, name, formats[name], value, record_of(optimizer, p))
         loaded_before.restore(p, state, words)
-    low_words.remember(optimizer, p, low_words.FRESH)
+    external_writes.remember(optimizer, p, external_writes.FRESH)
     if not state:
         del optimizer.state[p]
     if grad is not None:
@@ -248,5 +254,5 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
         loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
         for name in [*(name for name in formats if name in state), "param"]:
             ensure_stored(p, state, name, formats[name], 0.0, record_of(optimizer, p))
-        of_ours = low_words.FRESH if is_idle(state) else low_words.STEPPED
-        low_words.remember(optimizer, p, low_words.LOADED if loaded else of_ours)
+        of_ours = external_writes.FRESH if is_idle(state) else external_writes.STEPPED
+        external_writes.remember(optimizer, p, external_writes.LOADED if loaded else of_ours)

@@ -22,10 +22,9 @@ from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.models import check_model, note_frozen, tell_rounded, to_bf16
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
-from collage_neuron.optimizer.frozen import COMPILED
-from collage_neuron.optimizer.kept_values import high_word
-from collage_neuron.optimizer.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
-from collage_neuron.runtime import step_arguments, wrappers
+from collage_neuron.optimizer.continued import COMPILED
+from collage_neuron.optimizer.pending_models import CompileOptimizer, Pending, high_word, is_compiled, models, models_of
+from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import rewrite_data
 from collage_neuron.states.shared_memory import check_unshared
@@ -123,7 +122,7 @@ def _compile_waiting(optimizer: Optimizer) -> bool:
     """Compiles an optimizer over such a model; returns True if it is one."""
     waiting = next((models[model] for model in models_of(optimizer)), None)
     if waiting is not None:
-        with wrappers.followed(optimizer=optimizer), step_arguments.scaler_attributes(optimizer):
+        with wrappers.followed(optimizer=optimizer), step_call.scaler_attributes(optimizer):
             waiting.compile_optimizer(optimizer, waiting.settings)
     return waiting is not None
 

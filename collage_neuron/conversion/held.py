@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer.waiting import models, models_of
+from collage_neuron.optimizer.pending_models import models, models_of
 from collage_neuron.states.inner import inner_of
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.reachable import reachable

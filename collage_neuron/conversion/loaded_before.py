@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import loaded
 from collage_neuron.settings import Settings
-from collage_neuron.states import low_words
+from collage_neuron.states import external_writes
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import split_params, suffixes
@@ -71,7 +71,7 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
 
 def _out_of_date(optimizer: Optimizer, p: torch.Tensor) -> float:
     """The share of the elements of `p` whose low word does not belong to the value in `p`."""
-    share: float = 1 - low_words.belongs(optimizer, p).double().mean().item() if p.numel() else 0.0
+    share: float = 1 - external_writes.belongs(optimizer, p).double().mean().item() if p.numel() else 0.0
     return share
 
 
@@ -84,7 +84,7 @@ def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Forma
     state, record = optimizer.state[p], record_of(optimizer, p)
     if not any(name + suffix in state for suffix in suffixes()):
         return read_exact(p, state, name, record), {}
-    belongs = low_words.belongs(optimizer, p, name)
+    belongs = external_writes.belongs(optimizer, p, name)
     tensors = {
         key: local(p.detach() if key == "param" else state[key]).cpu()
         for key in fmt.keys(name)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import bits
-from collage_neuron.states import steady
+from collage_neuron.states import structure_guard
 from collage_neuron.states.inner import inner_of
 from collage_neuron.states.sharding import ORDINARY, version
 from collage_neuron.states.shared_memory import is_given_back
@@ -40,7 +40,11 @@ class Held:
     """
 
     def __init__(
-        self, optimizer: Optimizer, params: Iterable[torch.Tensor], known: Set[int], seen: steady.Seen | None = None
+        self,
+        optimizer: Optimizer,
+        params: Iterable[torch.Tensor],
+        known: Set[int],
+        seen: structure_guard.Seen | None = None,
     ) -> None:
         """With what the step has `seen`, states are dictionaries of plain values."""
         own = [vars(x) for x in (optimizer, *(each.optimizer for each in inner_of(optimizer)))]

@@ -18,9 +18,9 @@ from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
 from collage_neuron.monitoring.writers import Writer
 from collage_neuron.optimizer.compiled import Compiled
-from collage_neuron.optimizer.waiting import models_of
+from collage_neuron.optimizer.pending_models import models_of
 from collage_neuron.passes.backends.registry import choose, preferred
-from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime.step_call import Measured
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from collage_neuron.eager import limits
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.runtime.told import note
+from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.settings import Settings
-from collage_neuron.states import small
+from collage_neuron.states import reduced_states
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import drop_placeholders
 
@@ -43,7 +43,7 @@ def runs_as_written(
         return bool(ours.as_written)
     ours.as_written = ""
     for _, recording in () if known is None else known.of_groups(optimizer):
-        small.learn(ours, recording.captured)
+        reduced_states.learn(ours, recording.captured)
     try:
         for group in optimizer.param_groups:
             if group["params"]:

@@ -20,10 +20,10 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
 from collage_neuron.optimizer import load_as_written
 from collage_neuron.optimizer.loaded import begin_anew, refused, settle_settings
-from collage_neuron.runtime import recorded_formats
+from collage_neuron.runtime import update_formats
 from collage_neuron.runtime.plan import Records
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import format_record, joined_words, low_words, small, step_counts
+from collage_neuron.states import external_writes, format_record, joined_words, reduced_states, step_counts
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import is_sharded, like
@@ -133,7 +133,7 @@ def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping) -> 
         raise refused(f"{where} is a {type(state).__name__} and not a mapping of names to values")
     for key, value in state.items():
         unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape
-        if unlike and not small.may_be_state(name_of(key, state), value, p, ours):
+        if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
             raise refused(
                 f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
                 "checkpoint of another model, or are the parameters in another order?"
@@ -202,7 +202,7 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
         for p in group["params"]:
             own = {k: v for k, v in before.get(p, {}).items() if k in ["param" + suffix for suffix in suffixes()]}
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
-            known = p in bookkeeping(optimizer).param_bits or not low_words.is_written(optimizer, p)
+            known = p in bookkeeping(optimizer).param_bits or not external_writes.is_written(optimizer, p)
             if own and not expected and known:
                 optimizer.state[p].update(own)
                 kept.add(p)
@@ -247,7 +247,7 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
                 if name == "param" or name in optimizer.state[p]:
                     ensure_stored(p, optimizer.state[p], name, fmt, 0.0, record_of(optimizer, p))
     for p in split_params(optimizer.state):
-        low_words.remember(optimizer, p, low_words.FRESH)
+        external_writes.remember(optimizer, p, external_writes.FRESH)
 
 
 def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Records) -> Mapping[str, Format]:
@@ -262,8 +262,8 @@ def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Recor
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    formats = recorded_formats.formats_of(recording, Settings.of(group), p.dtype)
-    idle = recorded_formats.idle_formats(optimizer, p, recording)
+    formats = update_formats.formats_of(recording, Settings.of(group), p.dtype)
+    idle = update_formats.idle_formats(optimizer, p, recording)
     # A state of blocks was saved as its value, which is not the format that it had.
     return {**formats, **{name: fmt for name, fmt in idle.items() if not formats[name].is_coded}}
 

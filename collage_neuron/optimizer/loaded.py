@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import cleared, low_words
+from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.state_keys import split_params
 
@@ -55,6 +55,6 @@ def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
     ours.groups.clear()  # of another strategy it was told
     for p in split_params(optimizer.state):
         if p in kept:  # as before, the next step looks at what was written since they were stored
-            cleared.note(optimizer, p)
+            external_writes.note_words(optimizer, p)
         else:
-            low_words.remember(optimizer, p, low_words.LOADED)
+            external_writes.remember(optimizer, p, external_writes.LOADED)

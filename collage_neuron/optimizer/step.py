@@ -15,26 +15,24 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import bf16_before, continued, first_step, group_changes, other_averages
-from collage_neuron.optimizer.finish import finish
-from collage_neuron.optimizer.launches import launches_of
+from collage_neuron.optimizer import continued, first_step_report, group_settings, other_averages
+from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.runtime import nonfinite, surroundings
-from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime import nonfinite, torch_defaults
 from collage_neuron.runtime.plan import Job, job_of, plan
 from collage_neuron.runtime.preconditions import check_environment
-from collage_neuron.runtime.recorded_formats import formats_of
-from collage_neuron.runtime.step_arguments import Call
+from collage_neuron.runtime.step_call import Call, Measured
+from collage_neuron.runtime.update_formats import formats_of
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
-    exchanged,
+    external_writes,
     joined_words,
     live_objects,
-    low_words,
-    small,
-    steady,
+    reduced_states,
+    replaced_params,
     step_counts,
     strategy_checks,
+    structure_guard,
 )
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.sharding import settle_gradients
@@ -64,7 +62,7 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
-    with surroundings.usual(), live_objects.collector_paused():
+    with torch_defaults.plain_defaults(), live_objects.collector_paused():
         return _take_step(base, optimizer, call)
 
 
@@ -75,15 +73,15 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
         raise StepInterrupted(ours.interrupted)
     watcher: Watcher | None = ours.watcher
     due = watcher is not None and watcher.due()
-    exchanged.follow(optimizer)
-    bf16_before.tell(base, optimizer)
+    replaced_params.follow(optimizer)
+    first_step_report.hint_at_source(base, optimizer)
     other_averages.look(optimizer, ours)
     continued.leave_words(optimizer, ours)
     if ours.joined:
         joined_words.join_again(optimizer)
-    ours.seen = steady.look(optimizer)
+    ours.seen = structure_guard.look(optimizer)
     if step_counts.widen(optimizer, ours.seen):
-        ours.seen = steady.look(optimizer)
+        ours.seen = structure_guard.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)
     finally:
@@ -139,13 +137,13 @@ def _tracing(
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:
     """Takes a step that has been traced; whether it is skipped was known before."""
     for job in jobs:
-        small.learn(bookkeeping(optimizer), job.recording.captured)
+        reduced_states.learn(bookkeeping(optimizer), job.recording.captured)
     _check_named(optimizer, jobs)
     _tell(base, optimizer, jobs)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, jobs, None, written)
     bookkeeping(optimizer).as_written = ""
-    first_step.tell(base, optimizer, jobs)
+    first_step_report.report(base, optimizer, jobs)
     return measured
 
 
@@ -188,27 +186,27 @@ def _has_gradient(group: dict[str, Any]) -> bool:
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    check_unshared_counts(optimizer, steady.of(optimizer))
+    check_unshared_counts(optimizer, structure_guard.of(optimizer))
     records, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)
     _tell(base, optimizer, jobs)
-    low_words.drop_stale(optimizer)
-    group_changes.tell(optimizer, ours.groups, jobs, formats_of)
+    external_writes.drop_stale(optimizer)
+    group_settings.warn_of_changes(optimizer, ours.groups, jobs, formats_of)
     known = validate.history_of(optimizer).known
     validate.check(base, optimizer, jobs, take, validated.of_recording, known)
     finite = nonfinite.decision(optimizer)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)
-        exchanged.forget(optimizer)
-        low_words.remember_step(optimizer)
-    first_step.tell(base, optimizer, jobs)
+        replaced_params.forget(optimizer)
+        external_writes.remember_step(optimizer)
+    first_step_report.report(base, optimizer, jobs)
     return measured
 
 
 def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
     """Warns of states that turn out to need more bits than their formats have, or than the user asked for."""
-    group_changes.tell_of_bytes(optimizer, jobs)
+    group_settings.warn_of_bytes(optimizer, jobs)
     for job in jobs:
         if job.imprecise:
             strategy_checks.warn_imprecise(

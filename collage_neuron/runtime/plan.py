@@ -14,10 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate, naming
-from collage_neuron.numerics.strategies import (
-    formats_of_shape,
-    has_blocks,
-)
+from collage_neuron.numerics.strategies import formats_of_shape, has_blocks
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
@@ -25,10 +22,10 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
-from collage_neuron.runtime.recorded_formats import as_stored, named, rewritten_for, signs_of
 from collage_neuron.runtime.rounding_probe import require_sound
+from collage_neuron.runtime.update_formats import as_stored, named, rewritten_for, signs_of
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, steady
+from collage_neuron.states import replaced_params, structure_guard
 from collage_neuron.states.sharding import is_split
 from collage_neuron.states.visible_states import buckets
 
@@ -92,8 +89,8 @@ def plan(
     check_settings(group, index)
     params = list(compress(group["params"], map(_is_given, map(attrgetter("grad"), group["params"]))))
     places = _Places(index, params)
-    check_stepped(params, places, steady.of(optimizer))
-    exchanged.check_same(optimizer, params, places)
+    check_stepped(params, places, structure_guard.of(optimizer))
+    replaced_params.check_same(optimizer, params, places)
     return [
         plan_update(base, optimizer, group, part, records, measured)
         for bucket in buckets(optimizer, params)
@@ -121,7 +118,9 @@ def plan_update(
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
-    _backend_of(Settings.of(group), p, steady.of(optimizer))  # which may not be sound: before anything is recorded
+    _backend_of(
+        Settings.of(group), p, structure_guard.of(optimizer)
+    )  # which may not be sound: before anything is recorded
     with naming(base):
         recording = records(group, p)
         if any(map(math.isnan, recording.slots)):  # those of a traced step may be values, of gradients that are NaN
@@ -141,7 +140,7 @@ def job_of(
     """The job of a recording: the update of `params`, rewritten for the group's strategy."""
     if recording.captured.seen_as is not None:
         _check_as_seen(params, recording.captured)
-    settings, seen = Settings.of(group), steady.of(optimizer)
+    settings, seen = Settings.of(group), structure_guard.of(optimizer)
     backend, signs = _backend_of(settings, params[0], seen), signs_of(seen, recording, settings)
     wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)
     last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
@@ -153,8 +152,8 @@ def job_of(
     return job
 
 
-def _backend_of(settings: Settings, p: torch.Tensor, seen: steady.Seen | None) -> Backend:
-    return steady.once_a_step(seen, ("backend", settings, p.device), partial(_backend, settings, p.device))
+def _backend_of(settings: Settings, p: torch.Tensor, seen: structure_guard.Seen | None) -> Backend:
+    return structure_guard.once_a_step(seen, ("backend", settings, p.device), partial(_backend, settings, p.device))
 
 
 def _backend(settings: Settings, device: torch.device) -> Backend:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states import steady
+from collage_neuron.states import structure_guard
 from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import is_distributed, is_sharded
 
@@ -141,7 +141,7 @@ def is_part(p: Any) -> bool:
     return torch_privates.is_flattened(p) or bool(getattr(p, "tensor_model_parallel", False))
 
 
-def shape_of_part(optimizer: Optimizer, seen: steady.Seen | None = None) -> list[int] | None:
+def shape_of_part(optimizer: Optimizer, seen: structure_guard.Seen | None = None) -> list[int] | None:
     """The shape of a parameter that is such a part, or of torch_xla's ZeRO-1; None if all are whole, or DTensors."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = next(filter(is_part, params), None)
@@ -150,7 +150,7 @@ def shape_of_part(optimizer: Optimizer, seen: steady.Seen | None = None) -> list
     return None if found is None else list(found.shape)
 
 
-def are_of_zero(optimizer: Optimizer, seen: steady.Seen | None) -> bool:
+def are_of_zero(optimizer: Optimizer, seen: structure_guard.Seen | None) -> bool:
     """The same as `gives_parts`, which lists all objects of the process: once for a step that has `seen` the same."""
     ask = partial(gives_parts, optimizer)
     return ask() if seen is None else seen.structure.once("gives_parts", ask)

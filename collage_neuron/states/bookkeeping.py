@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states.marks import Marks, mark_of
+from collage_neuron.states.write_detection import Marks, mark_of
 
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""

@@ -84,13 +84,6 @@ def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
         kept[new] = kept.pop(old)
 
 
-def require_known(optimizer: Optimizer) -> None:
-    """Raises ValueError if a parameter or state is recorded in a format that is not registered."""
-    for record in bookkeeping(optimizer).formats.values():
-        for name, fmt in record.items():
-            formats.require_known(fmt, f"the optimizer has values ({name}) that are")
-
-
 def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
     """The formats of the parameter and its states that are not built in, or that keys would give wrongly.
 

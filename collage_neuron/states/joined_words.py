@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.marks import mark_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import split_words
 from collage_neuron.states.store import read_exact
+from collage_neuron.states.write_detection import mark_of
 
 Words = dict[torch.Tensor, tuple[Mapping[str, torch.Tensor], Mapping[str, str]]]
 """By parameter: the further words, and the record of their format."""

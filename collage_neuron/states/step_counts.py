@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states import steady
-from collage_neuron.states.steady import Seen
+from collage_neuron.states import structure_guard
+from collage_neuron.states.structure_guard import Seen
 
 ENDS = {torch.bfloat16: 2.0**8, torch.float16: 2.0**11}
 """By the type of a count, where it stands still."""
@@ -25,16 +25,14 @@ Place = tuple[dict[str, Any], str]
 """A state and a key in it."""
 
 
-def widen(optimizer: Optimizer, seen: steady.Seen | None = None) -> bool:
+def widen(optimizer: Optimizer, seen: structure_guard.Seen | None = None) -> bool:
     """Makes such counts fp32, and warns of those that may stand still; returns True if there were any.
 
     `seen` is what the step in progress has found, if it did.
     """
-    if seen is None:
-        places = [(state, key) for p, state in optimizer.state.items() for key in _narrow(p, state)]
-    else:
-        known = seen.structure.once("narrow counts", lambda: _places(seen))
-        places = [(seen.states[i], key) for i, key in known]
+    if seen is not None and not seen.structure.once("narrow counts", lambda: bool(_places(optimizer))):
+        return False
+    places = _places(optimizer)
     if places:
         _warn(optimizer, places)
         for state, key in places:
@@ -42,10 +40,8 @@ def widen(optimizer: Optimizer, seen: steady.Seen | None = None) -> bool:
     return bool(places)
 
 
-def _places(seen: steady.Seen) -> list[tuple[int, str]]:
-    """Where such counts are: the place of the state and the key."""
-    pairs = enumerate(zip(seen.owners, seen.states, strict=True))
-    return [(i, key) for i, (p, state) in pairs for key in _narrow(p, state)]
+def _places(optimizer: Optimizer) -> list[Place]:
+    return [(state, key) for p, state in optimizer.state.items() for key in _narrow(p, state)]
 
 
 def _narrow(p: Any, state: Any) -> Iterable[str]:

@@ -12,13 +12,14 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states import format_record, steady
-from collage_neuron.states import small as small_states
+from collage_neuron.numerics import formats
+from collage_neuron.states import reduced_states as small_states
+from collage_neuron.states import structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.states.state_keys import names_in
-from collage_neuron.states.steady import Seen
 from collage_neuron.states.store import is_host_scalar
+from collage_neuron.states.structure_guard import Seen
 
 
 class ParamShaped:
@@ -200,7 +201,7 @@ class _Kinds:
 def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
     """Parameters that share an update: those with equal host scalars (step counts), states, class, dtype, device."""
     found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
-    seen = steady.of(optimizer)
+    seen = structure_guard.of(optimizer)
     try:
         if seen is not None and (same := alike(seen, params)) is not None:
             return same
@@ -209,11 +210,18 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
             kinds, params, [optimizer.state.get(p, {}) for p in params] if seen is None else seen.state_of(params)
         )
     except UnsupportedUpdate:
-        format_record.require_known(optimizer)  # a word of an unknown format looks like a state of the user's
+        require_known(optimizer)  # a word of an unknown format looks like a state of the user's
         raise
     for p, key in zip(params, keys, strict=True):
         found[key].append(p)
     return list(found.values())
+
+
+def require_known(optimizer: Optimizer) -> None:
+    """Raises ValueError if a parameter or state is recorded in a format that is not registered."""
+    for record in bookkeeping(optimizer).formats.values():
+        for name, fmt in record.items():
+            formats.require_known(fmt, f"the optimizer has values ({name}) that are")
 
 
 def _keys(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import TranslationError
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.states import steady
+from collage_neuron.states import structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.visible_states import kind_in
 from collage_neuron.trace.followed import Followed, Settings, follow, is_same
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Repeats:
     """The recordings of one step."""
 
-    def __init__(self, base: type[Optimizer], optimizer: Optimizer, seen: steady.Seen) -> None:
+    def __init__(self, base: type[Optimizer], optimizer: Optimizer, seen: structure_guard.Seen) -> None:
         self._base, self._optimizer, self._seen = base, optimizer, seen
         ours = bookkeeping(optimizer)
         self._known: dict[Any, list[Followed | None]] = seen.structure.known.setdefault("followed", {})
@@ -73,5 +73,5 @@ _BRANCHES = 8
 
 def of_step(base: type[Optimizer], optimizer: Optimizer) -> Records:
     """What has the recordings of the step in progress."""
-    seen = steady.of(optimizer)
+    seen = structure_guard.of(optimizer)
     return partial(record, base, optimizer) if seen is None else Repeats(base, optimizer, seen).record

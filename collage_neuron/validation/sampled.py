@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
-from collage_neuron.states import small, words
+from collage_neuron.states import reduced_states, words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner import own_class
@@ -117,7 +117,7 @@ def sample_of(
     for name, fmt in job.update.formats.items():
         fill, shape = captured.fresh.get(name, 0.0), captured.shapes.get(name)
         ensure_stored(q, other.state[q], name, fmt, fill, record, shape)
-    small.ensure(other, [q], captured)
+    reduced_states.ensure(other, [q], captured)
     assert q.grad is not None
     own = replace(job, group=group, params=[q], recording=planned.recording)
     return Sample(other, own, q.grad.to("cpu", copy=True), planned, is_drawn)
@@ -128,7 +128,7 @@ def _is_shaped(x: object) -> bool:
 
 
 def _own(x: Any) -> Any:
-    """A copy of what a step writes to in place (`optimizer/finish.py`): the optimizer's own stays as it is.
+    """A copy of what a step writes to in place (`optimizer/launches.py`): the optimizer's own stays as it is.
 
     Not of a number that a traced step has left in a group: it has no value yet, and nobody reads it there.
     """

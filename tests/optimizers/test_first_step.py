@@ -13,7 +13,7 @@ from models import backward, mlp
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron.optimizer.first_step import log
+from collage_neuron.optimizer.first_step_report import log
 from collage_neuron.passes.backends import registry
 
 BACKEND = registry.choose("auto", torch.device("cpu")).name

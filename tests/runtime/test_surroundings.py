@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron.errors import StepInterrupted
 from collage_neuron.passes.backends.native.backend import BACKEND, Engine
-from collage_neuron.runtime.surroundings import usual
+from collage_neuron.runtime.torch_defaults import plain_defaults
 
 BACKENDS = ["reference", pytest.param("native", marks=pytest.mark.skipif(bool(BACKEND.missing()), reason="no code"))]
 
@@ -108,14 +108,14 @@ def test_a_default_dtype_that_comes_first_changes_no_bit_on_xla(runs: dict[str, 
 def test_the_default_dtype_is_restored_after_the_last_of_two_steps_at_once() -> None:
     torch.set_default_dtype(torch.bfloat16)
     with ExitStack() as other_thread:
-        with usual():
-            other_thread.enter_context(usual())
+        with plain_defaults():
+            other_thread.enter_context(plain_defaults())
         assert torch.get_default_dtype() is torch.float32
     assert torch.get_default_dtype() is torch.bfloat16
 
 
 def test_nothing_is_done_where_nothing_is_set() -> None:
-    assert usual() is usual()
+    assert plain_defaults() is plain_defaults()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""Low words of parameters that other code wrote: the one policy, at any time (docs/checkpoints.md).
+"""Weights and states that other code wrote: what becomes of their low words, at any time (docs/checkpoints.md).
 
 Other code may write a parameter between `compile` and the first step, between steps, or as it loads a model:
 
@@ -19,8 +19,15 @@ parameter with its low word.
 Processes of DDP begin with the weights of one of them, of which the others do not have the low words: what is written
 in replicas before the first step costs all of its low words, in all processes alike.
 
+`optimizer.state.clear()`, `optimizer.state = defaultdict(dict)` and `del optimizer.state[p]` are common ways to drop
+moments. The further words of a parameter are stored there too, although they are part of the weights: they are put back
+before they are needed. Only loading a checkpoint, or another strategy, removes them.
+
 The low words of states that were written or exchanged are kept where hi + lo rounds to hi. The codes of states whose
-words blocks share are no numbers: a step raises if other code wrote them (`codes`).
+words blocks share are integers, on which arithmetic means nothing: `state["exp_avg"].fill_(1e-4)` makes integer codes
+0, and `mul_(2)` of a fourth root is a factor of 16; torch raises for few such writes. Nobody can tell what was meant,
+so the next step raises, and so do checkpoints and copies. A tensor of values that is assigned has another type, and is
+encoded (`store.kept_format`). Codes that were moved or copied are as they were.
 
 Writes are noticed by cheap signs: a parameter's version counter and address, a state's version counter and identity.
 """
@@ -29,25 +36,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import cleared, codes, fitting_words, format_record, rewritten, steady
+from collage_neuron.states import coarse_writes, fitting_words, format_record, structure_guard
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.marks import STEPPED as STEPPED
-from collage_neuron.states.marks import Split, mark_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
-from collage_neuron.states.state_keys import Names, names_in
+from collage_neuron.states.state_keys import names_in, split_params, split_words, words_of
 from collage_neuron.states.store import is_stored, kept_format
+from collage_neuron.states.write_detection import STEPPED as STEPPED
+from collage_neuron.states.write_detection import Split, mark_of
 
 FRESH, LOADED = "compiled", "loaded"
 """The last event of a parameter with low words, if it is not STEPPED."""
-
-Named = tuple[torch.Tensor, dict[str, Any], Names]
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
@@ -55,7 +61,7 @@ def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
     ours = bookkeeping(optimizer)
     ours.marks.params[p] = (what, mark_of(p))
     ours.param_bits.pop(p, None)
-    cleared.note(optimizer, p)
+    note_words(optimizer, p)
     if what == FRESH and "param" + MASTER not in ours.words.get(p, {}):  # a master tells what it belongs to
         _note_bits(ours, p)
 
@@ -83,29 +89,28 @@ def before_load(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
 
 def remember_step(optimizer: Optimizer) -> None:
     """After a step: all low words belong to their parameters."""
-    ours, found = bookkeeping(optimizer), steady.of(optimizer)
+    ours, found = bookkeeping(optimizer), structure_guard.of(optimizer)
     ours.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
     if found is None:
-        named = list(_named(optimizer))
-        words = {p: {key: state[key] for key in names.words} for p, state, names in named if names.words}
+        words = split_words(optimizer.state)
         ours.marks.params.clear()
         ours.mark(words, STEPPED)
-        _note_states(named, ours)
+        remember_states(optimizer)
         ours.words.clear()
         ours.words.update(words)
     else:
         ours.marks.mark_all(*_split_and_highs(found))
-        cleared.note_all(ours, found)
-    rewritten.stepped(ours, ours.words)
+        _note_all_words(ours, found)
+    coarse_writes.stepped(ours, ours.words)
 
 
-def _split_and_highs(found: steady.Seen) -> tuple[Split, list[torch.Tensor]]:
+def _split_and_highs(found: structure_guard.Seen) -> tuple[Split, list[torch.Tensor]]:
     """Where there are low words, and the states there."""
     split, places = found.structure.once("low words", lambda: _found_split(found))
     return split, [found.states[i][name] for i, name in places]
 
 
-def _found_split(found: steady.Seen) -> tuple[Split, list[tuple[int, str]]]:
+def _found_split(found: structure_guard.Seen) -> tuple[Split, list[tuple[int, str]]]:
     """Where there are low words; of the states, the place of the owner and the name."""
     names = list(map(names_in, found.states))
     numbered = [(i, name) for i, of_state in enumerate(names) for name in of_state.watched]
@@ -135,15 +140,15 @@ def drop_stale(optimizer: Optimizer) -> None:
     Raises:
         ValueError: codes were written; nothing was changed.
     """
-    ours, found = bookkeeping(optimizer), steady.of(optimizer)
+    ours, found = bookkeeping(optimizer), structure_guard.of(optimizer)
     if found is not None and ours.marks.are_those_of(*_split_and_highs(found)):
         return  # states are not cleared either: the low words are where the last step left them
-    _drop_stale_of_states(optimizer, ours)
-    cleared.restore(optimizer)
+    _drop_stale_of_states(optimizer)
+    restore_words(optimizer)
     written = _written(ours)
     if not written:
         return
-    rewritten.look(optimizer, _times_written(ours, written))
+    coarse_writes.look(optimizer, _times_written(ours, written))
     split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(ours, p, fmt)}
     fitting = {p: fmt for p, fmt in split.items() if written[p] == STEPPED and not _is_known(ours, p)}
     left = split.keys() - fitting_words.reset_at_once(optimizer, fitting)
@@ -151,7 +156,10 @@ def drop_stale(optimizer: Optimizer) -> None:
     for p, where in stale.items():
         if where.any():
             fitting_words.reset_where(p, optimizer.state[p], "param", split[p], where)
-    mismatched = max((_share(where) for p, where in stale.items() if written[p] == LOADED), default=0.0)
+    mismatched = max(
+        (where.double().mean().item() for p, where in stale.items() if written[p] == LOADED and where.numel()),
+        default=0.0,
+    )
     if mismatched:
         warnings.warn(
             f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
@@ -159,10 +167,6 @@ def drop_stale(optimizer: Optimizer) -> None:
             "optimizer's",
             stacklevel=4,
         )
-
-
-def _share(where: torch.Tensor) -> float:
-    return where.double().mean().item() if where.numel() else 0.0
 
 
 def _times_written(ours: Bookkeeping, written: Mapping[torch.Tensor, str]) -> dict[torch.Tensor, int]:
@@ -194,17 +198,15 @@ def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     """Where the low word of `p`, which was written, does not count any more; on the CPU."""
     ours = bookkeeping(optimizer)
     what, _ = ours.marks.params[p]
-    if what == FRESH and _is_replica(p):
+    known = what != LOADED and _is_known(ours, p)
+    if (what == FRESH and _is_replica(p)) or (what == STEPPED and known and _brought_others(ours)):
         return torch.ones(p.shape, dtype=torch.bool, device="cpu")
-    if what == STEPPED and _is_known(ours, p) and _brought_others(ours):
-        return torch.ones(p.shape, dtype=torch.bool, device="cpu")
-    if what != LOADED and _is_known(ours, p):
-        return _bits(p) != ours.param_bits[p][0].view(torch.int16)
-    return ~belongs(optimizer, p)
+    return torch.ne(*_bits(ours, p)) if known else ~belongs(optimizer, p)
 
 
-def _bits(p: torch.Tensor) -> torch.Tensor:
-    return local(p.detach()).cpu().view(torch.int16)
+def _bits(ours: Bookkeeping, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of `p`, and those that were noted; on the CPU."""
+    return _on_host(p).view(torch.int16), ours.param_bits[p][0].view(torch.int16)
 
 
 def _brought_others(ours: Bookkeeping) -> bool:
@@ -216,7 +218,7 @@ def _brought_others(ours: Bookkeeping) -> bool:
     loaded = [p for p, (what, _) in ours.marks.params.items() if what == STEPPED and _is_known(ours, p)]
     versions = [version(p) for p in loaded]
     if ours.load_compared is None or ours.load_compared[0] != versions:
-        differ = any(not torch.equal(_bits(p), ours.param_bits[p][0].view(torch.int16)) for p in loaded)
+        differ = any(not torch.equal(*_bits(ours, p)) for p in loaded)
         ours.load_compared = versions, differ
     return ours.load_compared[1]
 
@@ -238,7 +240,7 @@ def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Forma
 
 def _split_among(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, Format]:
     """The formats of those of `params` that are kept in several words, all as their formats have them."""
-    found = steady.of(optimizer)
+    found = structure_guard.of(optimizer)
     known = (
         _split_formats(optimizer, params)
         if found is None
@@ -274,37 +276,28 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
 # --- states ----------------------------------------------------------------------------------------------------
 
 
-def _named(optimizer: Optimizer) -> Iterable[Named]:
-    """The parameters in `optimizer.state`, each with its state and the names in it."""
+def _watched(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor, bool]]:
+    """The states with further words: parameter, name, first word, and True if this holds codes."""
     states: Mapping[Any, Any] = optimizer.state
-    return ((p, state, names_in(state)) for p, state in states.items() if isinstance(p, torch.Tensor))
+    for p, state in states.items():
+        if isinstance(p, torch.Tensor):
+            names = names_in(state)
+            highs = ((name, state[name]) for name in names.watched)
+            yield from ((p, name, x, name in names.coded) for name, x in highs if isinstance(x, torch.Tensor))
 
 
 def remember_states(optimizer: Optimizer) -> None:
     """Notes that the low words of all states belong to what the states hold now."""
-    _note_states(_named(optimizer), bookkeeping(optimizer))
-
-
-def _note_states(named: Iterable[Named], ours: Bookkeeping) -> None:
-    """The same of the parameters, states and names in `named`."""
-    marks = ours.marks.states
+    marks = bookkeeping(optimizer).marks.states
     marks.clear()  # in place: an optimizer made by copy.copy shares them
-    for p, highs, _ in _watched_states(named):
-        marks[p] = {name: (high, version(high)) for name, high in highs}
-
-
-def _watched_states(named: Iterable[Named]) -> Iterator[tuple[torch.Tensor, list[tuple[str, torch.Tensor]], Names]]:
-    """The parameters that have states with further words, the names and first words of these, and all names."""
-    for p, state, names in named:
-        highs = [(name, state[name]) for name in names.watched if isinstance(state[name], torch.Tensor)]
-        if highs:
-            yield p, highs, names
+    for p, name, high, _ in _watched(optimizer):
+        marks.setdefault(p, {})[name] = high, version(high)
 
 
 @torch.no_grad()
-def _drop_stale_of_states(optimizer: Optimizer, ours: Bookkeeping) -> None:
+def _drop_stale_of_states(optimizer: Optimizer) -> None:
     """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
-    written = _check_codes(optimizer, ours)
+    written = check_codes(optimizer)
     for p, name, coded in written:
         if coded or optimizer.state[p][name].numel() != p.numel():
             continue  # the step raises
@@ -313,7 +306,7 @@ def _drop_stale_of_states(optimizer: Optimizer, ours: Bookkeeping) -> None:
         if stale.any():
             fitting_words.reset_where(p, optimizer.state[p], name, _format(optimizer, p, name), stale)
     if written:
-        _note_states(_named(optimizer), ours)
+        remember_states(optimizer)
 
 
 def _shape_alike(state: dict[str, Any], name: str, fmt: Format) -> None:
@@ -323,25 +316,88 @@ def _shape_alike(state: dict[str, Any], name: str, fmt: Format) -> None:
             state[key] = state[key].reshape(state[name].shape)
 
 
-def check_codes(optimizer: Optimizer) -> None:
-    """Raises ValueError if other code wrote the codes of a state since the last step."""
-    _check_codes(optimizer, bookkeeping(optimizer))
+def check_codes(optimizer: Optimizer) -> list[tuple[torch.Tensor, str, bool]]:
+    """The states that were written since the last step, or are new, and True for those that hold codes.
 
-
-def _check_codes(optimizer: Optimizer, ours: Bookkeeping) -> list[tuple[torch.Tensor, str, bool]]:
-    """The same; returns the states that were written or are new, and True for those that hold codes."""
-    marks = ours.marks.states
-    written = [
-        (p, name, name in names.coded)
-        for p, highs, names in _watched_states(_named(optimizer))
-        for name, high in highs
-        if not _is_noted(marks.get(p, {}).get(name), high)
-    ]
-    for p, name in [(p, name) for p, name, coded in written if coded]:
-        noted, record = marks.get(p, {}).get(name), record_of(optimizer, p)
-        codes.check_unwritten(p, name, optimizer.state[p][name], noted, record)
+    Raises:
+        ValueError: other code wrote codes. New ones (loaded, copied) have not been noted.
+    """
+    marks, written = bookkeeping(optimizer).marks.states, []
+    for p, name, high, coded in _watched(optimizer):
+        noted = marks.get(p, {}).get(name)
+        if noted is None or noted[0] is not high or noted[1] != version(high):
+            written.append((p, name, coded))
+            if coded and noted is not None:
+                _check_unwritten(p, name, high, noted, record_of(optimizer, p))
     return written
 
 
-def _is_noted(noted: tuple[torch.Tensor, int] | None, high: torch.Tensor) -> bool:
-    return noted is not None and noted[0] is high and noted[1] == version(high)
+def _check_unwritten(
+    p: torch.Tensor, name: str, now: torch.Tensor, noted: tuple[torch.Tensor, int], record: Mapping[str, str]
+) -> None:
+    """Raises for codes that are not those that were noted with their version; values have another type."""
+    before, its_version = noted
+    if now.dtype == before.dtype and (
+        version(before) != its_version or not torch.equal(_on_host(now), _on_host(before))
+    ):
+        raise ValueError(
+            f"the state {name!r} of a parameter of shape {list(p.shape)} was written between steps, and it holds codes "
+            f"({record.get(name, 'of blocks')}, {now.dtype}), not values. Nothing was updated: assign a floating-point "
+            f"tensor of values, optimizer.state[p][{name!r}] = torch.zeros_like(p, dtype=torch.float32), which the "
+            "next step encodes, or use optimizer.state_dict() and load_state_dict(), which hold values"
+        )
+
+
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    return local(x.detach()).cpu()
+
+
+# --- states that user code cleared ------------------------------------------------------------------------------------
+
+
+def note_words(optimizer: Optimizer, p: torch.Tensor) -> None:
+    """Remembers the further words of `p` as they are now, or that it has none."""
+    words = words_of(optimizer.state.get(p, {}))
+    if words:
+        bookkeeping(optimizer).words[p] = words
+    else:
+        bookkeeping(optimizer).words.pop(p, None)
+
+
+def _note_all_words(ours: Bookkeeping, seen: structure_guard.Seen) -> None:
+    """Remembers the further words of all parameters, after a step."""
+    owners, places = seen.structure.once("words", lambda: _places_of_words(seen))
+    words = [seen.states[i][key] for i, key in places]
+    held = ours.words.values()
+    if (
+        list(map(id, chain.from_iterable(map(dict.values, held)))) == list(map(id, words))
+        and list(chain.from_iterable(held)) == [key for _, key in places]
+        and list(map(id, ours.words)) == owners
+    ):
+        return
+    ours.words.clear()  # in place: an optimizer made by copy.copy shares them
+    for (i, key), word in zip(places, words, strict=True):
+        ours.words.setdefault(seen.owners[i], {})[key] = word
+
+
+def _places_of_words(seen: structure_guard.Seen) -> tuple[list[int], list[tuple[int, str]]]:
+    """The ids of the parameters with further words; for each word the place of its owner and its key."""
+    places = [(i, key) for i, state in enumerate(seen.states) for key in words_of(state)]
+    return list(dict.fromkeys(id(seen.owners[i]) for i, _ in places)), places
+
+
+def restore_words(optimizer: Optimizer) -> None:
+    """Gives parameters back the words that were cleared away with their states."""
+    words, seen = bookkeeping(optimizer).words, structure_guard.of(optimizer)
+    of_structure = (
+        None if seen is None else seen.structure.once("split", lambda: list(map(id, split_words(optimizer.state))))
+    )
+    if of_structure == list(map(id, words)):
+        return
+    split = split_params(optimizer.state)
+    if words.keys() <= split:
+        return
+    structure_guard.changed(optimizer)
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for p in words.keys() & held - split:
+        optimizer.state.setdefault(p, {}).update(words[p])

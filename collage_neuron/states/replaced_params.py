@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states import low_words, small, steady
+from collage_neuron.states import external_writes, reduced_states, structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner import inner_of
 from collage_neuron.states.state_keys import is_component, is_shared_word, name_of
@@ -43,7 +43,7 @@ def follow(optimizer: Optimizer) -> None:
                     k: v if is_host_scalar(v, old) and not is_component(k, state) else v.to(new.device)
                     for k, v in state.items()
                 }
-                low_words.replace(optimizer, old, new)
+                external_writes.replace(optimizer, old, new)
                 for each in inner_of(optimizer):
                     if old in each.optimizer.state:  # the same object if `state` is
                         each.optimizer.state[new] = each.optimizer.state.pop(old)
@@ -53,7 +53,7 @@ def follow(optimizer: Optimizer) -> None:
 
 def forget(optimizer: Optimizer) -> None:
     """Called after the first step, from which on parameters may not be replaced."""
-    ours, seen = bookkeeping(optimizer), steady.of(optimizer)
+    ours, seen = bookkeeping(optimizer), structure_guard.of(optimizer)
     ours.compiled_with = []
     known = {} if seen is None else seen.structure.known
     if "narrow" not in known:
@@ -68,7 +68,7 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
 
     `places` say in words where the parameters are.
     """
-    narrow, seen = bookkeeping(optimizer).narrow, steady.of(optimizer)
+    narrow, seen = bookkeeping(optimizer).narrow, structure_guard.of(optimizer)
     known = {} if seen is None else seen.structure.known
     # If it is the set that an earlier step made of parameters of these types, none can have been converted since.
     same: set[int] = known.setdefault("same", set()) if known.get("narrow") is narrow else set()
@@ -109,7 +109,7 @@ def _check_same(
         for key, value in state.items():
             unlike = isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0
             unlike = unlike and not is_shared_word(key, state)
-            if unlike and not small.may_be_state(name_of(key, state), value, p, ours):
+            if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
                 raise ValueError(
                     f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
                     "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.ir.update import Captured
-from collage_neuron.states import steady
+from collage_neuron.states import structure_guard
 from collage_neuron.states.bookkeeping import Bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 
@@ -92,7 +92,7 @@ def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -
         for name in captured.small:
             old, shape = state.get(name), captured.shape_of(name, p.shape)
             if not _is_kept(old, p, shape):
-                steady.changed(optimizer)
+                structure_guard.changed(optimizer)
                 found = torch.as_tensor(_start(old, name, p, captured), dtype=torch.float32, device=p.device)
                 state[name] = found.expand(shape).clone(memory_format=torch.contiguous_format)
             if id(state[name]) in seen:
@@ -110,6 +110,6 @@ def _is_kept(x: Any, p: Tensor, shape: tuple[int, ...]) -> bool:
     return 0 not in x.stride() or x.is_contiguous()
 
 
-def of(states: Sequence[Mapping[str, Any]], captured: Captured) -> list[dict[str, Tensor]]:
+def states_of(states: Sequence[Mapping[str, Any]], captured: Captured) -> list[dict[str, Tensor]]:
     """The states of one number of each parameter, by name."""
     return [{name: state[name] for name in captured.small} for state in states] if captured.small else []

@@ -7,8 +7,9 @@ is the same in two steps: code that warms up by hand sets another one in each.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,15 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import StrategyChanged, warn_user
 from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.rounding import digits
+from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import Settings
-from collage_neuron.states import small_steps, strategy_checks
+from collage_neuron.states import strategy_checks, update_underflow, words
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.strategy_change import describe, rounding_of
+from collage_neuron.states.format_record import record_of
+from collage_neuron.states.sharding import local
+from collage_neuron.states.store import is_host_scalar, read_fp32
 from collage_neuron.states.words import bytes_of
 
 if TYPE_CHECKING:
@@ -34,13 +39,13 @@ Noted = dict[int, tuple[Any, Any, bool]]
 """`Bookkeeping.groups`: of each group its strategy, its learning rate, and whether that was looked at."""
 
 
-def note(optimizer: Optimizer) -> None:
+def note_groups(optimizer: Optimizer) -> None:
     """Notes all groups as they are: `compile` has said what is to be said of them."""
     groups = optimizer.param_groups
     bookkeeping(optimizer).groups = {i: (_strategy(group), _rate(group), True) for i, group in enumerate(groups)}
 
 
-def tell(optimizer: Optimizer, noted: Noted, jobs: Sequence[Job], formats_of: FormatsOf) -> None:
+def warn_of_changes(optimizer: Optimizer, noted: Noted, jobs: Sequence[Job], formats_of: FormatsOf) -> None:
     """Before a step: warns of what was changed since the last one, which is `noted`; a steady step compares only."""
     for i, group in enumerate(optimizer.param_groups):
         strategy, rate, looked = noted.get(i, (None, None, False))
@@ -58,7 +63,7 @@ def tell(optimizer: Optimizer, noted: Noted, jobs: Sequence[Job], formats_of: Fo
             noted[i] = _strategy(group), _rate(group), settled
 
 
-def tell_of_bytes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
+def warn_of_bytes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     """Warns once of a step that needs more bytes than its strategy was chosen by (`compile(bytes=N)`).
 
     A number of the group has changed, so that a state needs more words, or the step has made another state.
@@ -97,13 +102,13 @@ def _tell_of_steps(optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> Non
     for job in _narrow(jobs):
         base: type[Optimizer] = getattr(type(optimizer), "_collage_base")  # noqa: B009  # compiled.py imports `step`
         strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
-        small_steps.tell(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
+        update_underflow.tell(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
 
 
 def _follow(optimizer: Optimizer, index: int, rate: float, jobs: Sequence[Job]) -> None:
     for job in _narrow(jobs)[:1]:
         params = [p for each in _narrow(jobs) for p in each.params]
-        small_steps.follow(optimizer, index, rate, job.settings, params, job.recording)
+        update_underflow.follow(optimizer, index, rate, job.settings, params, job.recording)
 
 
 def _narrow(jobs: Sequence[Job]) -> list[Job]:
@@ -114,6 +119,70 @@ def _tell_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any, f
     settings = replace(job.settings, strategy=before, arithmetic="fp32")  # which every strategy allows
     old, new = (formats_of(job.recording, s, torch.bfloat16) for s in (settings, job.settings))
     params = [p for p in job.group["params"] if p.dtype == torch.bfloat16]
-    told = describe(index, old, new, rounding_of(optimizer, params, old, new)) if params else None
+    told = describe_change(index, old, new, rounding_of(optimizer, params, old, new)) if params else None
     if told:
         warnings.warn(told, StrategyChanged, stacklevel=6)
+
+
+# --- what a change of strategy gains and loses ------------------------------------------------------------------------
+
+
+def describe_change(
+    index: int, old: Mapping[str, Format], new: Mapping[str, Format], moved: Mapping[str, float]
+) -> str | None:
+    """What a group gains and loses when its formats change from `old` to `new`; None if nothing does.
+
+    `moved` says by how much the values change (`rounding_of`).
+    """
+    changed = {name: (digits(old[name]), digits(fmt)) for name, fmt in new.items() if name in old}
+    gained = [_change(n, old, new) for n, (before, after) in changed.items() if after > before]
+    lost = [
+        _change(n, old, new) + _measured(moved.get(n, 0.0))
+        for n, (before, after) in changed.items()
+        if after < before or moved.get(n)
+    ]
+    if not gained and not lost:
+        return None
+    size = [words.bytes_of(formats) + torch.bfloat16.itemsize for formats in (old, new)]  # and the gradient
+    text = f"param_groups[{index}] goes from {size[0]} to {size[1]} bytes per parameter. "
+    text += f"Gained: {', '.join(gained) or 'nothing'}"
+    text += "; what was rounded away before does not come back. " if gained else ". "
+    return text + f"Lost: {', '.join(lost) or 'nothing, every value is carried over exactly'}."
+
+
+def rounding_of(
+    optimizer: Optimizer, params: Iterable[torch.Tensor], old: Mapping[str, Format], new: Mapping[str, Format]
+) -> dict[str, float]:
+    """By how much storing the values of `params` and their states in other formats changes them.
+
+    The norm of the changes over the norm of the values, by name. What both formats store alike is not read.
+    """
+    names = [name for name, fmt in new.items() if name in old and not fmt.reads_as(old[name])]
+    found = dict.fromkeys(names, (0.0, 0.0))
+    for p in (p for p in params if names and p.dtype == torch.bfloat16):  # others stay fp32
+        state, record = optimizer.state.get(p, {}), record_of(optimizer, p)
+        for name in names:
+            if name == "param" or (name in state and not is_host_scalar(state[name], p)):
+                value = local(read_fp32(p, state, name, record)).cpu()
+                found[name] = _added(found[name], value, _rounded(formats_of_shape(new, p.dim())[name], name, value))
+    return {name: math.sqrt(error / total) if total else 0.0 for name, (error, total) in found.items()}
+
+
+def _rounded(fmt: Format, name: str, value: torch.Tensor) -> torch.Tensor:
+    return words.decode(fmt, words.settled(fmt, name, value), name)
+
+
+def _added(sums: tuple[float, float], value: torch.Tensor, rounded: torch.Tensor) -> tuple[float, float]:
+    both = value.isfinite() & rounded.isfinite()
+    error, size = (torch.where(both, x, 0.0).double().square().sum() for x in (rounded - value, value))
+    return sums[0] + float(error), sums[1] + float(size)
+
+
+def _change(name: str, old: Mapping[str, Format], new: Mapping[str, Format]) -> str:
+    before, after = old[name], new[name]
+    errors = f"rounded to 2**-{digits(after)} instead of 2**-{digits(before)}"
+    return f"{name} in {after.name} instead of {before.name} ({errors})"
+
+
+def _measured(moved: float) -> str:
+    return f", which changes its values now by {moved:.2g} of their norm" if moved else ""

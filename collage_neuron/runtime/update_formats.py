@@ -17,7 +17,7 @@ from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
 from collage_neuron.passes.analysis.roles import pattern, roles_of
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import Settings
-from collage_neuron.states import steady, strategy_checks
+from collage_neuron.states import strategy_checks, structure_guard
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import is_stored, kept_format
 
@@ -49,11 +49,11 @@ def named(settings: Settings) -> object:
     return STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
 
 
-def signs_of(seen: steady.Seen | None, recording: Recording, settings: Settings) -> object:
+def signs_of(seen: structure_guard.Seen | None, recording: Recording, settings: Settings) -> object:
     """What the formats depend on of the numbers of a step, and of the one after; the same object for equal patterns."""
     strategy = settings.strategy
     named = isinstance(strategy, str)
-    if not (named and steady.once_a_step(seen, ("tells roles", strategy), partial(tells_roles, strategy))):
+    if not (named and structure_guard.once_a_step(seen, ("tells roles", strategy), partial(tells_roles, strategy))):
         return None
     later = recording.following
     return _one_object((pattern(recording.slots), later and (later.captured.text, pattern(later.slots))))
@@ -68,7 +68,7 @@ def rewritten_for(
     optimizer: Optimizer, recording: Recording, settings: Settings, signs: object, dtype: torch.dtype
 ) -> Rewritten:
     """`_rewritten` for the numbers of this step, or of an earlier one of this optimizer with the same pattern."""
-    seen, captured = steady.of(optimizer), recording.captured
+    seen, captured = structure_guard.of(optimizer), recording.captured
     if seen is None:
         return _rewritten(recording, settings, dtype)
     table = seen.structure.table("rewritten")

@@ -1,4 +1,4 @@
-"""What a step is called with: its arguments, a closure that is evaluated before it, and what a GradScaler leaves it.
+"""The call of a step: its arguments, a closure evaluated before it, what GradScaler leaves to it, what it measures.
 
 `torch.amp.GradScaler` leaves two tasks to a fused optimizer, by two attributes: the step must divide gradients by
 `grad_scale` unless it is None, and must be skipped if `found_inf` is not zero. For any other optimizer it does both
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, NamedTuple
 
@@ -63,6 +64,20 @@ def call_of(base: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, A
         return Call(args, kwargs, closure_among(base, args, kwargs))
     except TypeError as error:
         return Call(args, kwargs, problem=str(error))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of one parameter's update."""
+
+    param: torch.nn.Parameter
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+    """Of the sums and of the counts (`passes/rewrite/instrument.py`)."""
+    sums: torch.Tensor
+    counts: torch.Tensor
+    """Vectors on the parameter's device, not fetched yet."""
+    number: Any
+    """The optimizer's own count after the step, a number on the host; None if it has none."""
 
 
 # --- the arguments of step --------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class _DefaultDtype:
 _FP32 = _DefaultDtype()
 
 
-def usual() -> AbstractContextManager[None]:
+def plain_defaults() -> AbstractContextManager[None]:
     """A context in which tensors are made in fp32 on the CPU unless said otherwise, and subnormal numbers are kept.
 
     A user's step runs in it too, so that the numbers that it makes (`torch.tensor(0.1)`) are those of an fp32 run, as

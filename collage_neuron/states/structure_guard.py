@@ -115,8 +115,9 @@ def once_a_step(seen: Seen | None, question: Any, answer: Callable[[], T]) -> T:
     return found
 
 
-def states_of(optimizer: Optimizer, params: Sequence[torch.Tensor], seen: Seen | None) -> list[dict[str, Any]]:
+def states_of(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
     """The states of `params`, of what the step has found if it did; else new ones where there is none."""
+    seen = of(optimizer)
     return [optimizer.state[p] for p in params] if seen is None else seen.state_of(params)
 
 
