@@ -13,6 +13,7 @@ from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local
 from collage_neuron.states.store import is_idle, read_exact, store
@@ -63,7 +64,7 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
         ValueError: `p` is not one of its parameters.
     """
     require_compiled(optimizer)
-    if not any(p is q for group in optimizer.param_groups for q in group["params"]):
+    if not any(p is q for q in params_of(optimizer)):
         raise ValueError(f"the tensor of shape {list(p.shape)} is not a parameter of this {type(optimizer).__name__}")
     external_writes.restore_words(optimizer)
     value = read_exact(p, optimizer.state.get(p, {}), "param", record_of(optimizer, p)).clone()

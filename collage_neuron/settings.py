@@ -52,7 +52,7 @@ class Settings:
     seed: int = 0
     validate: str = "on"
     verbose: bool = True
-    """Of an optimizer and its class, not of a group: whether its first step is told of (`optimizer/first_step_report.py`)."""
+    """Of an optimizer and its class, not of a group: True if its first step is reported (`first_step_report`)."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)

@@ -15,6 +15,7 @@ from collage_neuron.optimizer import load_inner
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import OURS
 from collage_neuron.states import external_writes
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.state_keys import is_component, may_be_read
@@ -36,7 +37,7 @@ def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[S
 
 
 def _fp32_model(model: torch.nn.Module, optimizer: Optimizer) -> StateDict:
-    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    owned = set(params_of(optimizer))
     found: StateDict = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.nn.Parameter) and value in owned:
@@ -53,7 +54,7 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     if load_inner.KEY in packed:
         return load_inner.plain(packed)
     ids = (i for group in packed["param_groups"] for i in group["params"])
-    params = (p for group in optimizer.param_groups for p in group["params"])
+    params = params_of(optimizer)
     states = {i: (p, packed["state"].get(i, {})) for i, p in zip(ids, params, strict=True)}
     return {
         "state": {

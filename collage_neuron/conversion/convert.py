@@ -41,7 +41,7 @@ from collage_neuron.states import (
     strategy_checks,
     update_underflow,
 )
-from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
+from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.state_keys import is_component, split_params
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
@@ -123,7 +123,7 @@ def _compile(
         for p in group["params"]:
             formats = of_group if recording is not None else _as_written(optimizer, p, own)
             _adopt(optimizer, p, dict.fromkeys(formats, FP32) if stays.get(p) else formats, compiled)
-    params = (p for group in optimizer.param_groups for p in group["params"])
+    params = params_of(optimizer)
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
     replaced_params.remember(optimizer)

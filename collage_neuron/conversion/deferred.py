@@ -26,6 +26,7 @@ from collage_neuron.optimizer.continued import COMPILED
 from collage_neuron.optimizer.pending_models import CompileOptimizer, Pending, high_word, is_compiled, models, models_of
 from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import rewrite_data
 from collage_neuron.states.shared_memory import check_unshared
 
@@ -106,7 +107,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _tell_of_plain(optimizer: Optimizer) -> None:
     """Warns of an optimizer over bf16 parameters of a compiled model, unless it wraps a compiled one."""
     parts = [x for value in vars(optimizer).values() for x in (value if isinstance(value, (list, tuple)) else [value])]
-    own = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
+    own = [p for p in params_of(optimizer) if p.dtype == torch.bfloat16]
     if any(hasattr(p, COMPILED) for p in own) and not any(map(is_compiled, parts)):
         warn_user(
             f"this {type(optimizer).__name__} is not compiled and trains bf16 parameters of a model that "

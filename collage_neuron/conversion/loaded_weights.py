@@ -25,6 +25,7 @@ from collage_neuron.errors import RoundedWeights
 from collage_neuron.optimizer.pending_models import is_compiled
 from collage_neuron.runtime import wrappers
 from collage_neuron.states import external_writes
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.live_objects import groups_of, outermost, smallest
 from collage_neuron.states.sharding import local
 
@@ -46,7 +47,7 @@ def _hook(module: torch.nn.Module, hook: Any) -> None:
 
 def watch_models_of(optimizer: Optimizer) -> None:
     """The same for the models that the bf16 parameters of `optimizer` belong to, as far as they are built already."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
+    held = {id(p) for p in params_of(optimizer) if p.dtype == torch.bfloat16}
     for model in outermost(held) if held else ():
         watch(smallest(model, held))
 

@@ -18,7 +18,7 @@ from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import reduced_states, structure_guard
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import first_element, gradients, local, writable_gradient
 from collage_neuron.states.state_keys import suffixes
@@ -32,7 +32,7 @@ def launches_of(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> 
     """The launches of a job: one, or one per parameter if the update draws random bits."""
     if not job.update.draws:
         return [launch(optimizer, job, finite)]
-    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    numbers = {id(p): i for i, p in enumerate(params_of(optimizer))}
     key = job.settings.seed, job.group.get(DRAWN, 0)
     drawing = {p: [*key, numbers[id(p)], first_element(p)] for p in job.params}
     return [launch(optimizer, replace(job, params=[p]), finite, drawing[p]) for p in job.params]

@@ -17,9 +17,11 @@ from torch.optim import Optimizer
 
 from collage_neuron.eager.held import tensors_in
 from collage_neuron.numerics.formats import FORMATS, require_known
-from collage_neuron.optimizer.loaded import begin_anew, refused, settle_settings
+from collage_neuron.optimizer.load_checks import refused
+from collage_neuron.optimizer.load_state import begin_anew, settle_settings
 from collage_neuron.settings import OURS
 from collage_neuron.states import inner
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import names_in, split_params, suffixes, words_of
@@ -51,7 +53,7 @@ def save(base: type[Optimizer], optimizer: Optimizer, presented: Presented) -> d
 
 
 def _params(optimizer: Optimizer) -> list[Any]:
-    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+    return list(dict.fromkeys(params_of(optimizer)))
 
 
 def _of(optimizer: Optimizer, p: Any, states: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import RoundedAverage
-from collage_neuron.states.bookkeeping import Bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, params_of
 from collage_neuron.states.live_objects import copies_of_models
 from collage_neuron.states.sharding import local, version
 
@@ -55,7 +55,7 @@ def look(optimizer: Optimizer, ours: Bookkeeping) -> None:
 
 
 def _found(optimizer: Optimizer) -> list[Copy]:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
+    held = {id(p) for p in params_of(optimizer) if p.dtype == torch.bfloat16}
     if len(held) < 2:  # of the many optimizers of a model that have one parameter each
         return []
     return [Copy(ref(model), ref(copy)) for model, copy in copies_of_models(held)]

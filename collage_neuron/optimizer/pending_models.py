@@ -18,6 +18,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
 from collage_neuron.states.store import store
@@ -46,7 +47,7 @@ models: WeakKeyDictionary[torch.nn.Module, Pending] = WeakKeyDictionary()
 
 def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
     """The models given to `compile` alone that `optimizer` has parameters of."""
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owned = set(map(id, params_of(optimizer)))
     return [model for model in models if not owned.isdisjoint(map(id, model.parameters()))]
 
 

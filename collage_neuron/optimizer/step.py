@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import continued, first_step_report, group_settings, other_averages
+from collage_neuron.optimizer import continued, first_step_report, group_settings, load_state, other_averages
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.runtime import nonfinite, torch_defaults
@@ -26,7 +26,6 @@ from collage_neuron.runtime.update_formats import formats_of
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
     external_writes,
-    joined_words,
     live_objects,
     reduced_states,
     replaced_params,
@@ -78,7 +77,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     other_averages.look(optimizer, ours)
     continued.leave_words(optimizer, ours)
     if ours.joined:
-        joined_words.join_again(optimizer)
+        load_state.join_again(optimizer)
     ours.seen = structure_guard.look(optimizer)
     if step_counts.widen(optimizer, ours.seen):
         ours.seen = structure_guard.look(optimizer)

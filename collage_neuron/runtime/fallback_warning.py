@@ -7,7 +7,7 @@ import re
 from torch.optim import Optimizer
 
 from collage_neuron.errors import RunsAsWritten, UnknownUpdate, UnsupportedUpdate, warn_user
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 
 SAID = "as written"
 """In `Bookkeeping.told` once it was warned of."""
@@ -54,7 +54,7 @@ def warn(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate
 
 
 def _sentence(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> str:
-    groups, elements = optimizer.param_groups, sum(p.numel() for g in optimizer.param_groups for p in g["params"])
+    groups, elements = optimizer.param_groups, sum(p.numel() for p in params_of(optimizer))
     return (
         f"{base.__name__} cannot be compiled: {reason_of(str(refusal))}. So step() of "
         f"{'its only group' if len(groups) == 1 else f'all {len(groups)} groups'} runs as written, on fp32 values of "

@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.states.bookkeeping import params_of
 
 
 class Call(NamedTuple):
@@ -155,6 +156,6 @@ def unscale(optimizer: Optimizer, left: dict[str, torch.Tensor | None]) -> bool:
     if found_inf is not None and found_inf.item() != 0:
         return False
     if scale is not None:
-        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        for p in (p for p in params_of(optimizer) if p.grad is not None):
             p.grad.div_(scale.to(p.grad.device))
     return True

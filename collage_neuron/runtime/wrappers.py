@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states import structure_guard
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import is_distributed, is_sharded
 
@@ -143,7 +144,7 @@ def is_part(p: Any) -> bool:
 
 def shape_of_part(optimizer: Optimizer, seen: structure_guard.Seen | None = None) -> list[int] | None:
     """The shape of a parameter that is such a part, or of torch_xla's ZeRO-1; None if all are whole, or DTensors."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     found = next(filter(is_part, params), None)
     if found is None and params and are_of_zero(optimizer, seen):
         found = params[0]

@@ -158,6 +158,11 @@ def bookkeeping(optimizer: Optimizer) -> Bookkeeping:
     return found
 
 
+def params_of(optimizer: Optimizer) -> list[Any]:
+    """The parameters of all groups, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 @contextmanager
 def discarded_on_error(optimizer: Optimizer) -> Iterator[None]:
     """An optimizer that `compile` rejects has no attribute of ours afterwards, unless it had it before."""

@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.states import coarse_writes, fitting_words, format_record, structure_guard
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
 from collage_neuron.states.state_keys import names_in, split_params, split_words, words_of
@@ -398,6 +398,6 @@ def restore_words(optimizer: Optimizer) -> None:
     if words.keys() <= split:
         return
     structure_guard.changed(optimizer)
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+    held = set(params_of(optimizer))
     for p in words.keys() & held - split:
         optimizer.state.setdefault(p, {}).update(words[p])

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics import formats
 from collage_neuron.numerics.formats import BUILT_IN, FORMATS
 from collage_neuron.settings import FORMATS_KEPT
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.state_keys import is_shared_word, names_in
 from collage_neuron.states.store import Record, State, read_fp32, told_by_keys
 
@@ -176,7 +176,7 @@ each of them must be there.
 def show_values(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     """Replaces the words of coded states in what `Optimizer.state_dict` returned by their values."""
     ids = (i for group in packed["param_groups"] for i in group["params"])
-    params = (p for group in optimizer.param_groups for p in group["params"])
+    params = params_of(optimizer)
     for i, p in zip(ids, params, strict=True):
         state = packed["state"].get(i)
         if isinstance(state, Mapping) and names_in(state).coded:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 
 States = Mapping[Any, Any]
 
@@ -112,7 +112,7 @@ def check(optimizer: Optimizer) -> None:
             f"{name} cannot be compiled: its constructor calls none of torch.optim.Optimizer, and makes no hooks; let "
             "it call super().__init__()"
         )
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = set(map(id, params_of(optimizer)))
     for each in found:
         inside = type(each.optimizer).__name__
         if hasattr(type(each.optimizer), "_collage_base"):
@@ -125,7 +125,7 @@ def check(optimizer: Optimizer) -> None:
                 f"{name} cannot be compiled: its {inside} is inside another optimizer, which was compiled and has its "
                 "states; make a new one"
             )
-        if not own.issuperset(id(p) for group in each.optimizer.param_groups for p in group["params"]):
+        if not own.issuperset(id(p) for p in params_of(each.optimizer)):
             raise UnsupportedUpdate(
                 f"{name} cannot be compiled: it steps a {inside} over parameters that are in none of its own groups, "
                 "and values are kept for the parameters of an optimizer; give it all of them"

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.states import external_writes, reduced_states, structure_guard
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.inner import inner_of
 from collage_neuron.states.state_keys import is_component, is_shared_word, name_of
 from collage_neuron.states.store import is_host_scalar
@@ -28,7 +28,7 @@ def remember(optimizer: Optimizer) -> None:
 
 
 def _narrow(optimizer: Optimizer) -> set[torch.Tensor]:
-    params = (p for group in optimizer.param_groups for p in group["params"])
+    params = params_of(optimizer)
     return {p for p in params if p.dtype == torch.bfloat16}
 
 
