@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.optimizer import load_state
+from collage_neuron.optimizer import load_checks
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
 from collage_neuron.states.format_record import record_of
@@ -57,7 +57,7 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
     """
     for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
         if all(key in group for key in asked.as_group()):
-            load_state.tell_of_settings(i, asked, own)
+            load_checks.tell_of_settings(i, asked, own)
     shares = [_out_of_date(optimizer, p) for p in split_params(optimizer.state) if p.dtype == torch.float32]
     if any(shares):
         warnings.warn(

@@ -6,7 +6,7 @@ import copyreg
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial, wraps
 from typing import Any
@@ -22,7 +22,7 @@ from collage_neuron.optimizer import bypass, continued, load_inner, load_state, 
 from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
-from collage_neuron.states import external_writes, format_record, inner, pending, replaced_params, update_underflow
+from collage_neuron.states import external_writes, format_record, inner, replaced_params, update_underflow
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -173,7 +173,7 @@ class Compiled(Optimizer):
         super().__setstate__({**state, **ours, "state": started})
         # copy.copy shares it
         inner.put_states(self, whole if isinstance(whole, States) else States(dict, started | idle))
-        pending.end(whole.values())
+        _sync_xla(whole.values())
         bypass.watch(self)
 
     def _check_implied(self, implied: Mapping[str, Any]) -> None:
@@ -188,6 +188,18 @@ class Compiled(Optimizer):
         if "_collage_defaults" in self.__dict__:
             return self._collage_defaults
         return {key: self.defaults[key] for key in KEYS if key in self.defaults}
+
+
+def _sync_xla(states: Iterable[Mapping[Any, Any]]) -> None:
+    """Ends the graph of XLA if states are there, so that copies of tensors (`copy.deepcopy`) are none of their buffers.
+
+    Until then, a copy is only another name of a buffer. A step that writes the copy in the same graph gives the buffer
+    away, and what was copied is lost.
+    """
+    if any(isinstance(x, torch.Tensor) and x.device.type == "xla" for state in states for x in state.values()):
+        import torch_xla  # an extra: imported only where parameters are on an XLA device
+
+        torch_xla.sync()
 
 
 def _implied(base: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Checks of a checkpoint: an error names the key that cannot be part of a state of the optimizer."""
+"""What every load of a checkpoint begins and ends with: checks of its keys; settings, and what was known before it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.settings import KEYS
-from collage_neuron.states import format_record, reduced_states
+from collage_neuron.settings import KEYS, Settings
+from collage_neuron.states import external_writes, format_record, reduced_states
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
-from collage_neuron.states.sharding import is_sharded
-from collage_neuron.states.state_keys import is_component, name_of, suffixes
-from collage_neuron.states.store import is_idle, may_be_word
+from collage_neuron.states.sharding import is_sharded, local
+from collage_neuron.states.state_keys import is_component, name_of, split_params, suffixes
+from collage_neuron.states.store import is_idle, may_be_word, read_exact
+from collage_neuron.states.write_detection import mark_of
 
 Saved = Mapping[str, Any]
 
@@ -124,3 +126,62 @@ def _is_misread(name: str, stored: torch.dtype, dtype: torch.dtype) -> bool:
     """
     alike = stored.is_floating_point == dtype.is_floating_point
     return stored != dtype and not (alike and (name != "param" or dtype.is_floating_point))
+
+
+# --- what every load ends with ----------------------------------------------------------------------------------------
+
+
+def settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[bool]:
+    """Restores settings: from a checkpoint of ours, else the group's own. Returns which groups are of plain torch."""
+    plain = ["collage_strategy" not in group for group in optimizer.param_groups]
+    for i, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+        for key in KEYS:
+            if key in old:
+                group.setdefault(key, old[key])
+        try:
+            loaded, own = Settings.of(group), Settings.of(old)
+        except ValueError as error:
+            raise refused(f"param_groups[{i}]: {error}") from error
+        tell_of_settings(i, own, loaded)
+    return plain
+
+
+def tell_of_settings(index: int, own: Settings, loaded: Settings) -> None:
+    """Warns if a checkpoint brought another strategy or arithmetic than the optimizer was, or is, compiled for."""
+    if (loaded.strategy, loaded.arithmetic) != (own.strategy, own.arithmetic):
+        warnings.warn(
+            f"param_groups[{index}] was compiled for strategy {own.strategy!r}, arithmetic {own.arithmetic!r} and goes "
+            f"on with those of the checkpoint, {loaded.strategy!r} and {loaded.arithmetic!r}, as torch does with "
+            f"every setting of a group. To switch: collage_neuron.compile(optimizer, strategy={own.strategy!r}, "
+            f"arithmetic={own.arithmetic!r}) after loading",
+            stacklevel=5,
+        )
+
+
+def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
+    """Forgets what was known of the last state; low words of all but `kept` belong to what the parameters will hold."""
+    ours = bookkeeping(optimizer)
+    ours.interrupted = ""
+    ours.words.clear()
+    ours.marks.states.clear()
+    ours.groups.clear()  # of another strategy it was told
+    for p in split_params(optimizer.state):
+        if p in kept:  # as before, the next step looks at what was written since they were stored
+            external_writes.note_words(optimizer, p)
+        else:
+            external_writes.remember(optimizer, p, external_writes.LOADED)
+
+
+@torch.no_grad()
+def join_again(optimizer: Optimizer) -> None:
+    """Before a step: adds low words that a checkpoint brought to fp32 parameters that were written with bf16 values.
+
+    Such words (of a run without `keep_fp32`) join the value that is there when the optimizer is loaded. If the model is
+    loaded after it, that value is replaced by the high words.
+    """
+    ours = bookkeeping(optimizer)
+    for p, (further, record, mark) in ours.joined.items():
+        high = p.detach().bfloat16()
+        if mark != mark_of(p) and torch.equal(local(high).float(), local(p.detach())):
+            p.copy_(read_exact(high, further, "param", record))
+    ours.joined.clear()

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.eager.held import tensors_in
 from collage_neuron.numerics.formats import FORMATS, require_known
-from collage_neuron.optimizer.load_checks import refused
-from collage_neuron.optimizer.load_state import begin_anew, settle_settings
+from collage_neuron.optimizer.load_checks import begin_anew, refused, settle_settings
 from collage_neuron.settings import OURS
 from collage_neuron.states import inner
 from collage_neuron.states.bookkeeping import params_of

@@ -7,7 +7,6 @@ undone. So a truncated checkpoint, or one of another optimizer, raises and leave
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,17 +20,24 @@ from collage_neuron.eager import limits
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
-from collage_neuron.optimizer.load_checks import Saved, check_saved, check_words, refuse_missing, refused
+from collage_neuron.optimizer.load_checks import (
+    Saved,
+    begin_anew,
+    check_saved,
+    check_words,
+    refuse_missing,
+    settle_settings,
+)
 from collage_neuron.runtime import update_formats
 from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.runtime.plan import Records
-from collage_neuron.settings import KEYS, Settings
+from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes, format_record, reduced_states, step_counts
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
-from collage_neuron.states.sharding import like, local
+from collage_neuron.states.sharding import like
 from collage_neuron.states.state_keys import is_component, split_params, split_words, suffixes
-from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, read_exact, settle
+from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle
 from collage_neuron.states.visible_states import buckets
 from collage_neuron.states.write_detection import mark_of
 from collage_neuron.trace import dry_run
@@ -256,62 +262,3 @@ def _own(x: Any, p: torch.Tensor) -> Any:
     if type(x) in (list, tuple):
         return type(x)(_own(y, p) for y in x)
     return copy.deepcopy(x)
-
-
-@torch.no_grad()
-def join_again(optimizer: Optimizer) -> None:
-    """Before a step: adds low words that a checkpoint brought to fp32 parameters that were written with bf16 values.
-
-    Such words (of a run without `keep_fp32`) join the value that is there when the optimizer is loaded. If the model is
-    loaded after it, that value is replaced by the high words.
-    """
-    ours = bookkeeping(optimizer)
-    for p, (further, record, mark) in ours.joined.items():
-        high = p.detach().bfloat16()
-        if mark != mark_of(p) and torch.equal(local(high).float(), local(p.detach())):
-            p.copy_(read_exact(high, further, "param", record))
-    ours.joined.clear()
-
-
-# --- what every load ends with ----------------------------------------------------------------------------------------
-
-
-def settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[bool]:
-    """Restores settings: from a checkpoint of ours, else the group's own. Returns which groups are of plain torch."""
-    plain = ["collage_strategy" not in group for group in optimizer.param_groups]
-    for i, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
-        for key in KEYS:
-            if key in old:
-                group.setdefault(key, old[key])
-        try:
-            loaded, own = Settings.of(group), Settings.of(old)
-        except ValueError as error:
-            raise refused(f"param_groups[{i}]: {error}") from error
-        tell_of_settings(i, own, loaded)
-    return plain
-
-
-def tell_of_settings(index: int, own: Settings, loaded: Settings) -> None:
-    """Warns if a checkpoint brought another strategy or arithmetic than the optimizer was, or is, compiled for."""
-    if (loaded.strategy, loaded.arithmetic) != (own.strategy, own.arithmetic):
-        warnings.warn(
-            f"param_groups[{index}] was compiled for strategy {own.strategy!r}, arithmetic {own.arithmetic!r} and goes "
-            f"on with those of the checkpoint, {loaded.strategy!r} and {loaded.arithmetic!r}, as torch does with "
-            f"every setting of a group. To switch: collage_neuron.compile(optimizer, strategy={own.strategy!r}, "
-            f"arithmetic={own.arithmetic!r}) after loading",
-            stacklevel=5,
-        )
-
-
-def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
-    """Forgets what was known of the last state; low words of all but `kept` belong to what the parameters will hold."""
-    ours = bookkeeping(optimizer)
-    ours.interrupted = ""
-    ours.words.clear()
-    ours.marks.states.clear()
-    ours.groups.clear()  # of another strategy it was told
-    for p in split_params(optimizer.state):
-        if p in kept:  # as before, the next step looks at what was written since they were stored
-            external_writes.note_words(optimizer, p)
-        else:
-            external_writes.remember(optimizer, p, external_writes.LOADED)

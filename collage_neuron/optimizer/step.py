@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import continued, first_step_report, group_settings, load_state, other_averages
+from collage_neuron.optimizer import continued, first_step_report, group_settings, load_checks, other_averages
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.runtime import nonfinite, torch_defaults
@@ -77,7 +77,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     other_averages.look(optimizer, ours)
     continued.leave_words(optimizer, ours)
     if ours.joined:
-        load_state.join_again(optimizer)
+        load_checks.join_again(optimizer)
     ours.seen = structure_guard.look(optimizer)
     if step_counts.widen(optimizer, ours.seen):
         ours.seen = structure_guard.look(optimizer)
