@@ -1,4 +1,4 @@
-"""A step count in bf16 or fp16 counts in fp32, and two states that share one are rejected, as are groups that compute."""
+"""A step count in bf16 or fp16 counts in fp32; two states that share one, and groups that compute, are rejected."""
 
 from __future__ import annotations
 
