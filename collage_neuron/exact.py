@@ -9,14 +9,14 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.numerics.strategies import param_format
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local
-from collage_neuron.states.store import is_idle, read_exact, store
+from collage_neuron.states.store import is_idle, read_exact
 
 
 def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor | float) -> None:
@@ -48,10 +48,9 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     fmt = format_of_param(group, p)
     check_range(fmt, p, value)
     with torch.no_grad():
-        store(p, optimizer.state[p], "param", fmt, value.detach().float(), record_of(optimizer, p))
-    external_writes.remember(
-        optimizer, p, external_writes.FRESH if is_idle(optimizer.state[p]) else external_writes.STEPPED
-    )
+        is_fresh = is_idle(optimizer.state.get(p, {}))
+        event = external_writes.FRESH if is_fresh else external_writes.STEPPED
+        external_writes.put(optimizer, p, fmt, value.detach().float(), event)
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
@@ -73,7 +72,7 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
 
 def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:
     """The storage format of the parameter `p` under the settings of its group."""
-    return formats_for(Settings.of(group).strategy, (), NO_ROLES, p.dtype)["param"]
+    return param_format(Settings.of(group).strategy, p.dtype)
 
 
 def check_range(fmt: Format, p: torch.Tensor, value: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import continued, first_step_report, group_settings
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
 from collage_neuron.optimizer.continued import continue_from_others, leave_words
-from collage_neuron.optimizer.group_settings import describe_change, rounding_of
+from collage_neuron.optimizer.group_settings import describe_change
 from collage_neuron.optimizer.pending_models import models, models_of, restore_low_words, written_in_all_processes
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
@@ -216,7 +216,7 @@ def _tell_of_change(
     """Warns of what is gained and lost if a compiled optimizer with states is compiled for other formats."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
         _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
-        change = describe_change(i, old, new, rounding_of(optimizer, group["params"], old, new))
+        change = describe_change(optimizer, i, group["params"], old, new)
         if change:
             warnings.warn(change, StrategyChanged, stacklevel=5)
 

@@ -21,7 +21,7 @@ from collage_neuron import torch_privates
 from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.models import check_model, note_frozen, tell_rounded, to_bf16
 from collage_neuron.errors import RoundedWeights, warn_user
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.numerics.strategies import param_format
 from collage_neuron.optimizer.continued import COMPILED
 from collage_neuron.optimizer.pending_models import CompileOptimizer, Pending, high_word, is_compiled, models, models_of
 from collage_neuron.runtime import step_call, wrappers
@@ -48,7 +48,7 @@ def compile_model(
     check_model(model)
     stay = kept(model, buffers, named)
     waiting = Pending(settings, frozenset(n for n, p in model.named_parameters() if p in stay), compile_optimizer)
-    fmt = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)["param"]
+    fmt = param_format(settings.strategy, torch.bfloat16)
     with wrappers.followed(model):
         check_unshared((), model.parameters())
         for name, p in model.named_parameters():

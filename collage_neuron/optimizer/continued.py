@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import RoundedWeights, warn_user
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.numerics.strategies import param_format
 from collage_neuron.optimizer.pending_models import is_compiled, restore_low_words, written_in_all_processes
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
@@ -27,7 +27,7 @@ from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.state_keys import split_params
-from collage_neuron.states.store import read_exact, store
+from collage_neuron.states.store import read_exact
 from collage_neuron.states.write_detection import Mark, Marks, mark_of
 
 LEFT = "_collage_left"
@@ -73,10 +73,9 @@ def continue_from_others(optimizer: Optimizer) -> None:
     split = split_params(optimizer.state)
     bare = {p: group for group in optimizer.param_groups for p in group["params"] if _is_bare(p) and p not in split}
     for p, value in _values(optimizer, set(bare)) if bare else ():
-        fmt = formats_for(Settings.of(bare[p]).strategy, (), NO_ROLES, p.dtype)["param"]
+        fmt = param_format(Settings.of(bare[p]).strategy, p.dtype)
         if len(fmt.components) > 1:
-            store(p, optimizer.state[p], "param", fmt, value, record_of(optimizer, p))
-            external_writes.remember(optimizer, p, external_writes.FRESH)
+            external_writes.put(optimizer, p, fmt, value)
 
 
 def _values(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for, param_format
 from collage_neuron.passes.backends.registry import passed_over
 from collage_neuron.settings import Settings
 from collage_neuron.states import reduced_states, words
@@ -152,12 +152,11 @@ def _starts_from_high_words(optimizer: Optimizer) -> bool:
     trained = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not trained or split_params(optimizer.state) or any(is_flattened(p) for p, _ in trained):
         return False
-    return all(p.dtype == torch.bfloat16 and _is_split(group, p.dtype) for p, group in trained)
+    return all(p.dtype == torch.bfloat16 and _is_split(group, p) for p, group in trained)
 
 
-def _is_split(group: dict[str, Any], dtype: torch.dtype) -> bool:
-    formats = formats_for(Settings.of(group).strategy, (), NO_ROLES, dtype)
-    return len(formats["param"].components) > 1
+def _is_split(group: dict[str, Any], p: torch.Tensor) -> bool:
+    return len(param_format(Settings.of(group).strategy, p.dtype).components) > 1
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,23 +20,16 @@ from collage_neuron.errors import StrategyChanged, warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.settings import Settings
-from collage_neuron.states import strategy_checks, update_underflow, words
+from collage_neuron.runtime.update_formats import formats_of
+from collage_neuron.states import strategy_checks, update_underflow
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import is_host_scalar, read_fp32
-from collage_neuron.states.words import bytes_of
+from collage_neuron.states.words import bytes_of, decode, settled
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
-
-FormatsOf = Callable[[Recording, Settings, torch.dtype], Mapping[str, Format]]
-"""`recorded_formats.formats_of`."""
-
-Noted = dict[int, tuple[Any, Any, bool]]
-"""`Bookkeeping.groups`: of each group its strategy, its learning rate, and whether that was looked at."""
 
 
 def note_groups(optimizer: Optimizer) -> None:
@@ -45,8 +38,9 @@ def note_groups(optimizer: Optimizer) -> None:
     bookkeeping(optimizer).groups = {i: (_strategy(group), _rate(group), True) for i, group in enumerate(groups)}
 
 
-def warn_of_changes(optimizer: Optimizer, noted: Noted, jobs: Sequence[Job], formats_of: FormatsOf) -> None:
-    """Before a step: warns of what was changed since the last one, which is `noted`; a steady step compares only."""
+def warn_of_changes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
+    """Before a step: warns of what was changed since the last one, which was noted; a steady step compares only."""
+    noted = bookkeeping(optimizer).groups
     for i, group in enumerate(optimizer.param_groups):
         strategy, rate, looked = noted.get(i, (None, None, False))
         if looked and rate == _rate(group) and strategy == group.get("collage_strategy"):
@@ -59,7 +53,7 @@ def warn_of_changes(optimizer: Optimizer, noted: Noted, jobs: Sequence[Job], for
             elif i in noted and isinstance(new := _rate(group), float):
                 _follow(optimizer, i, new, own)
             if strategy is not None and strategy != _strategy(group):
-                _tell_of_strategy(optimizer, i, own[0], strategy, formats_of)
+                _tell_of_strategy(optimizer, i, own[0], strategy)
             noted[i] = _strategy(group), _rate(group), settled
 
 
@@ -115,12 +109,11 @@ def _narrow(jobs: Sequence[Job]) -> list[Job]:
     return [job for job in jobs if job.params[0].dtype == torch.bfloat16]
 
 
-def _tell_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any, formats_of: FormatsOf) -> None:
+def _tell_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any) -> None:
     settings = replace(job.settings, strategy=before, arithmetic="fp32")  # which every strategy allows
     old, new = (formats_of(job.recording, s, torch.bfloat16) for s in (settings, job.settings))
     params = [p for p in job.group["params"] if p.dtype == torch.bfloat16]
-    told = describe_change(index, old, new, rounding_of(optimizer, params, old, new)) if params else None
-    if told:
+    if params and (told := describe_change(optimizer, index, params, old, new)):
         warnings.warn(told, StrategyChanged, stacklevel=6)
 
 
@@ -128,12 +121,14 @@ def _tell_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any, f
 
 
 def describe_change(
-    index: int, old: Mapping[str, Format], new: Mapping[str, Format], moved: Mapping[str, float]
+    optimizer: Optimizer,
+    index: int,
+    params: Iterable[torch.Tensor],
+    old: Mapping[str, Format],
+    new: Mapping[str, Format],
 ) -> str | None:
-    """What a group gains and loses when its formats change from `old` to `new`; None if nothing does.
-
-    `moved` says by how much the values change (`rounding_of`).
-    """
+    """What a group gains and loses when the formats of `params` change from `old` to `new`; None if nothing does."""
+    moved = _rounding_of(optimizer, params, old, new)
     changed = {name: (digits(old[name]), digits(fmt)) for name, fmt in new.items() if name in old}
     gained = [_change(n, old, new) for n, (before, after) in changed.items() if after > before]
     lost = [
@@ -143,14 +138,14 @@ def describe_change(
     ]
     if not gained and not lost:
         return None
-    size = [words.bytes_of(formats) + torch.bfloat16.itemsize for formats in (old, new)]  # and the gradient
+    size = [bytes_of(formats) + torch.bfloat16.itemsize for formats in (old, new)]  # and the gradient
     text = f"param_groups[{index}] goes from {size[0]} to {size[1]} bytes per parameter. "
     text += f"Gained: {', '.join(gained) or 'nothing'}"
     text += "; what was rounded away before does not come back. " if gained else ". "
     return text + f"Lost: {', '.join(lost) or 'nothing, every value is carried over exactly'}."
 
 
-def rounding_of(
+def _rounding_of(
     optimizer: Optimizer, params: Iterable[torch.Tensor], old: Mapping[str, Format], new: Mapping[str, Format]
 ) -> dict[str, float]:
     """By how much storing the values of `params` and their states in other formats changes them.
@@ -164,12 +159,9 @@ def rounding_of(
         for name in names:
             if name == "param" or (name in state and not is_host_scalar(state[name], p)):
                 value = local(read_fp32(p, state, name, record)).cpu()
-                found[name] = _added(found[name], value, _rounded(formats_of_shape(new, p.dim())[name], name, value))
+                fmt = formats_of_shape(new, p.dim())[name]
+                found[name] = _added(found[name], value, decode(fmt, settled(fmt, name, value), name))
     return {name: math.sqrt(error / total) if total else 0.0 for name, (error, total) in found.items()}
-
-
-def _rounded(fmt: Format, name: str, value: torch.Tensor) -> torch.Tensor:
-    return words.decode(fmt, words.settled(fmt, name, value), name)
 
 
 def _added(sums: tuple[float, float], value: torch.Tensor, rounded: torch.Tensor) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from collage_neuron.eager import limits
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
+from collage_neuron.numerics.strategies import formats_of_shape, param_format
 from collage_neuron.optimizer.load_checks import (
     Saved,
     begin_anew,
@@ -138,7 +138,8 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
         for p in [] if of_torch else split_params(optimizer.state) & set(group["params"]):
-            check_words(optimizer.state[p], formats_for(Settings.of(group).strategy, (), NO_ROLES, p.dtype), names[p])
+            param = {"param": param_format(Settings.of(group).strategy, p.dtype)}
+            check_words(optimizer.state[p], param, names[p])
         if group["params"] and not stepped:
             _formats(optimizer, group, group["params"][0], records)  # the settings may be those of another optimizer
         for params in buckets(optimizer, stepped):

@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import params_of
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
-from collage_neuron.states.store import store
 
 CompileOptimizer = Callable[[Optimizer, Settings], None]
 
@@ -51,11 +49,6 @@ def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
     return [model for model in models if not owned.isdisjoint(map(id, model.parameters()))]
 
 
-def settings_for(optimizer: Optimizer) -> Settings | None:
-    """The settings of the first of these models; None if there is none."""
-    return next((models[model].settings for model in models_of(optimizer)), None)
-
-
 def is_compiled(optimizer: object) -> bool:
     """Returns True for an instance of a compiled class, like `isinstance(optimizer, Compiled)`.
 
@@ -69,7 +62,7 @@ def require_compiled(optimizer: object) -> None:
     if is_compiled(optimizer):
         return
     name = type(optimizer).__name__
-    if isinstance(optimizer, Optimizer) and settings_for(optimizer) is not None:
+    if isinstance(optimizer, Optimizer) and models_of(optimizer):
         raise TypeError(
             f"{name} is not compiled yet: after compile(model) an optimizer is compiled when it first steps; ask then, "
             "or give both to collage_neuron.compile(model, optimizer)"
@@ -108,12 +101,8 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
             if p in settled or value.shape != p.shape:
                 continue
             original = local(spread(value.to(p.device), p))
-            fmt, cast = (
-                formats_for(settings.strategy, (), NO_ROLES, p.dtype)["param"]
-                for settings in (Settings.of(owned[id(p)][1]), waiting.settings)
-            )
-            now = local(p.detach())
+            cast, now = param_format(waiting.settings.strategy, p.dtype), local(p.detach())
             kept = torch.where(high_word(original, cast) == now, original, now.float())
+            fmt = param_format(Settings.of(owned[id(p)][1]).strategy, p.dtype)
             with torch.no_grad():
-                store(p, optimizer.state[p], "param", fmt, kept, record_of(optimizer, p))
-            external_writes.remember(optimizer, p, external_writes.FRESH)
+                external_writes.put(optimizer, p, fmt, kept)

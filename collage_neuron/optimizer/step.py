@@ -22,7 +22,6 @@ from collage_neuron.runtime import nonfinite, torch_defaults
 from collage_neuron.runtime.plan import Job, job_of, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.step_call import Call, Measured
-from collage_neuron.runtime.update_formats import formats_of
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
     external_writes,
@@ -191,7 +190,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     _check_named(optimizer, jobs)
     _tell(base, optimizer, jobs)
     external_writes.drop_stale(optimizer)
-    group_settings.warn_of_changes(optimizer, ours.groups, jobs, formats_of)
+    group_settings.warn_of_changes(optimizer, jobs)
     known = validate.history_of(optimizer).known
     validate.check(base, optimizer, jobs, take, validated.of_recording, known)
     finite = nonfinite.decision(optimizer)

@@ -48,7 +48,7 @@ from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_o
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
 from collage_neuron.states.state_keys import names_in, split_params, split_words, words_of
-from collage_neuron.states.store import is_stored, kept_format
+from collage_neuron.states.store import is_stored, kept_format, store
 from collage_neuron.states.write_detection import STEPPED as STEPPED
 from collage_neuron.states.write_detection import Split, mark_of
 
@@ -73,6 +73,12 @@ def _note_bits(ours: Bookkeeping, p: torch.Tensor) -> None:
     """
     if p in ours.words and p.dtype == torch.bfloat16 and not p.is_meta:
         ours.param_bits[p] = local(p.detach()).to("cpu", copy=True), version(p)
+
+
+def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor, what: str = FRESH) -> None:
+    """Stores the exact `value` of `p`, from which training goes on; `what` is its event (FRESH, STEPPED)."""
+    store(p, optimizer.state[p], "param", fmt, value, record_of(optimizer, p))
+    remember(optimizer, p, what)
 
 
 def before_load(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:

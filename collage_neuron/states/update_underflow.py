@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import digits
-from collage_neuron.numerics.strategies import DEFAULT, NO_ROLES, StrategyLike, bytes_with_adam, formats_for
+from collage_neuron.numerics.strategies import DEFAULT, bytes_with_adam, param_format
 from collage_neuron.numerics.underflow import LOST, Pace, Scale, cheapest, is_short, lost
 from collage_neuron.passes.analysis.accumulators import denominators
 from collage_neuron.passes.analysis.decays import decays
@@ -51,7 +51,7 @@ def tell(
     others they are measured (`validation/arrived.py`). What a scheduler that warms up has set first does not count.
     `cls` is the compiled class of `optimizer`, which may not have it yet.
     """
-    fmt = _format(settings.strategy)
+    fmt = param_format(settings.strategy, torch.bfloat16)
     open_ = [what for what in (STEPS, DECAY) if not _is_told(optimizer, index, what, cls)]
     if not is_short(fmt) or not open_:
         return
@@ -79,7 +79,7 @@ def follow(
 
     Rates that rise do not warn: warming up is short.
     """
-    fmt, paces, cls = _format(settings.strategy), bookkeeping(optimizer).paces, type(optimizer)
+    fmt, paces, cls = param_format(settings.strategy, torch.bfloat16), bookkeeping(optimizer).paces, type(optimizer)
     if not is_short(fmt) or _is_told(optimizer, index, STEPS, cls) or not _is_normalized(recording.captured.graph):
         return
     step = bookkeeping(optimizer).steps
@@ -117,10 +117,6 @@ def tell_measured(optimizer: Optimizer, index: int, settings: Settings, fmt: For
     )
     if not _is_told(optimizer, index, STEPS, type(optimizer)):
         _warn(optimizer, index, {STEPS}, type(optimizer), said, settings, None)
-
-
-def _format(strategy: StrategyLike) -> Format:
-    return formats_for(strategy, (), NO_ROLES, torch.bfloat16)["param"]
 
 
 def _once(index: int, what: str) -> str:
