@@ -71,7 +71,7 @@ class AveragedModel(torch.nn.Module):
     """
 
     n_averaged: torch.Tensor
-    _collage_averages_exactly = True  # `living_models`: this copy of a model is no concern
+    _collage_averages_exactly = True  # `live_objects`: this copy of a model is no concern
 
     def __init__(
         self,

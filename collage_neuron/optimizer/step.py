@@ -34,7 +34,6 @@ from collage_neuron.states import (
 )
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.sharding import settle_gradients
-from collage_neuron.states.step_counts import check_unshared_counts
 from collage_neuron.trace import dry_run, repeated, validated
 from collage_neuron.trace.classes import is_traced
 from collage_neuron.trace.kinds import Kind, Traces
@@ -184,7 +183,7 @@ def _has_gradient(group: dict[str, Any]) -> bool:
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    check_unshared_counts(optimizer, structure_guard.of(optimizer))
+    step_counts.check_unshared(optimizer)
     records, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)

@@ -171,14 +171,12 @@ def _of_flat(params: Sequence[Any]) -> Iterator[Reduce]:
 
 def _of_wrapper(optimizer: Optimizer) -> Iterator[Reduce]:
     """The reductions for ZeRO-1 of torch and torch_xla, where each process has other parameters or shards."""
-    name = "ZeroRedundancyOptimizer"
     of_torch = "torch.distributed.optim.zero_redundancy_optimizer"
-    for zero in wrappers.instances(of_torch, name) if is_distributed() else ():
+    for zero in wrappers.instances(of_torch, "ZeroRedundancyOptimizer") if is_distributed() else ():
         if vars(zero).get("optim") is optimizer:
             yield _all_reduce(zero.process_group, torch_privates.device_of_zero(zero))
-    for zero in wrappers.instances("torch_xla.distributed.zero_redundancy_optimizer", name):
-        if vars(zero).get("base_optimizer") is optimizer:
-            yield from _all_reduce_of_xla(zero)
+    for zero in wrappers.zero_of_xla(optimizer):
+        yield from _all_reduce_of_xla(zero)
 
 
 def _all_reduce_of_xla(zero: Any) -> Iterator[Reduce]:

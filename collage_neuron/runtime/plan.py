@@ -42,32 +42,9 @@ class Job:
     settings: Settings
     """Those of the group."""
     imprecise: frozenset[str]
-    """States that may need more bits than their formats have (`imprecise`)."""
+    """States that may need more bits than their formats have (`strategy_checks`)."""
     watched: frozenset[str]
     """The values that a measured step measures: the parameter, and the states that may stall."""
-
-
-class _Place(NamedTuple):
-    """Where a parameter of a step is, put into words only if a check fails."""
-
-    number: int
-    group: int
-    p: torch.Tensor
-
-    def __str__(self) -> str:
-        shape = list(self.p.shape)
-        return f"a parameter (number {self.number} with a gradient, shape {shape}) of param_groups[{self.group}]"
-
-
-@dataclass(frozen=True)
-class _Places:
-    """The places of the parameters of a group that have a gradient."""
-
-    group: int
-    params: list[torch.nn.Parameter]
-
-    def __iter__(self) -> Iterator[_Place]:
-        return (_Place(j, self.group, p) for j, p in enumerate(self.params))
 
 
 Records = Callable[[dict[str, Any], torch.nn.Parameter], Recording]
@@ -87,10 +64,9 @@ def plan(
     `records` has, or makes, the recordings of the next step.
     """
     check_settings(group, index)
-    params = list(compress(group["params"], map(_is_given, map(attrgetter("grad"), group["params"]))))
-    places = _Places(index, params)
-    check_stepped(params, places, structure_guard.of(optimizer))
-    replaced_params.check_same(optimizer, params, places)
+    params = list(compress(group["params"], map(partial(is_not, None), map(attrgetter("grad"), group["params"]))))
+    check_stepped(params, _places(index, params), structure_guard.of(optimizer))
+    replaced_params.check_same(optimizer, params, _places(index, params))
     return [
         plan_update(base, optimizer, group, part, records, measured)
         for bucket in buckets(optimizer, params)
@@ -98,7 +74,12 @@ def plan(
     ]
 
 
-_is_given = partial(is_not, None)
+def _places(group: int, params: Sequence[torch.Tensor]) -> Iterator[str]:
+    """Where parameters are, put into words only if a check asks."""
+    return (
+        f"a parameter (number {i} with a gradient, shape {list(p.shape)}) of param_groups[{group}]"
+        for i, p in enumerate(params)
+    )
 
 
 def _parts(group: dict[str, Any], params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
@@ -153,13 +134,12 @@ def job_of(
 
 
 def _backend_of(settings: Settings, p: torch.Tensor, seen: structure_guard.Seen | None) -> Backend:
-    return structure_guard.once_a_step(seen, ("backend", settings, p.device), partial(_backend, settings, p.device))
+    def sound() -> Backend:
+        backend = choose(settings.backend, p.device)
+        require_sound(backend, p.device, settings.strategy)
+        return backend
 
-
-def _backend(settings: Settings, device: torch.device) -> Backend:
-    backend = choose(settings.backend, device)
-    require_sound(backend, device, settings.strategy)
-    return backend
+    return structure_guard.once_a_step(seen, ("backend", settings, p.device), sound)
 
 
 class _Wanted(NamedTuple):
@@ -176,7 +156,7 @@ class _Wanted(NamedTuple):
 
 
 class _Last(NamedTuple):
-    """The job of an earlier step, for parameters in a list that the structure keeps (`visible.alike`)."""
+    """The job of an earlier step, for parameters in a list that the structure keeps (`visible_states.alike`)."""
 
     job: Job
     wanted: _Wanted

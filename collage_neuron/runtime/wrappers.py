@@ -128,8 +128,13 @@ def instances(module: str, name: str) -> list[Any]:
 
 def gives_parts(optimizer: Optimizer) -> bool:
     """Returns True if torch_xla's ZeRO-1 holds the optimizer, and has given it a part of each parameter."""
+    return bool(zero_of_xla(optimizer))
+
+
+def zero_of_xla(optimizer: Optimizer) -> list[Any]:
+    """The ZeRO-1 of torch_xla that holds the optimizer, if one does."""
     found = instances("torch_xla.distributed.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
-    return any(vars(zero).get("base_optimizer") is optimizer for zero in found)
+    return [zero for zero in found if vars(zero).get("base_optimizer") is optimizer]
 
 
 def is_part(p: Any) -> bool:
@@ -146,15 +151,12 @@ def shape_of_part(optimizer: Optimizer, seen: structure_guard.Seen | None = None
     """The shape of a parameter that is such a part, or of torch_xla's ZeRO-1; None if all are whole, or DTensors."""
     params = params_of(optimizer)
     found = next(filter(is_part, params), None)
-    if found is None and params and are_of_zero(optimizer, seen):
+    ask = partial(
+        gives_parts, optimizer
+    )  # it lists all objects of the process: once for a step that has `seen` the same
+    if found is None and params and (ask() if seen is None else seen.structure.once("gives_parts", ask)):
         found = params[0]
     return None if found is None else list(found.shape)
-
-
-def are_of_zero(optimizer: Optimizer, seen: structure_guard.Seen | None) -> bool:
-    """The same as `gives_parts`, which lists all objects of the process: once for a step that has `seen` the same."""
-    ask = partial(gives_parts, optimizer)
-    return ask() if seen is None else seen.structure.once("gives_parts", ask)
 
 
 SUMS = "its step adds up elements of a parameter (a norm, a mean), or sees it in another shape (view)"

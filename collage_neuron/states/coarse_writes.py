@@ -9,7 +9,7 @@ loop that writes after each step is looked at, and the second one of any other.
 * A single write that changes nothing may be a decay of less than half an ulp, or a clamp that is not reached: only
   TIMES_IDLE of them are. Two writes that change nothing are weights that came and went (averages, SAM).
 
-Masks and clamps, which leave zeros and weights at a bound, and loads of a state dict (`low_words`) are no reason.
+Masks and clamps, which leave zeros and weights at a bound, and loads of a state dict (`external_writes`) are no reason.
 """
 
 from __future__ import annotations

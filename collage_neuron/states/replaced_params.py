@@ -55,10 +55,7 @@ def forget(optimizer: Optimizer) -> None:
     """Called after the first step, from which on parameters may not be replaced."""
     ours, seen = bookkeeping(optimizer), structure_guard.of(optimizer)
     ours.compiled_with = []
-    known = {} if seen is None else seen.structure.known
-    if "narrow" not in known:
-        known["narrow"] = _narrow(optimizer)
-    ours.narrow = known["narrow"]
+    ours.narrow = _narrow(optimizer) if seen is None else seen.structure.once("narrow", lambda: _narrow(optimizer))
 
 
 def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object]) -> None:
@@ -68,13 +65,28 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
 
     `places` say in words where the parameters are.
     """
-    narrow, seen = bookkeeping(optimizer).narrow, structure_guard.of(optimizer)
+    ours, seen = bookkeeping(optimizer), structure_guard.of(optimizer)
     known = {} if seen is None else seen.structure.known
     # If it is the set that an earlier step made of parameters of these types, none can have been converted since.
-    same: set[int] = known.setdefault("same", set()) if known.get("narrow") is narrow else set()
-    if not same.issuperset(map(id, params)):
-        _check_same(optimizer, params, places, narrow)
-        same.update(map(id, params))
+    same: set[int] = known.setdefault("same", set()) if known.get("narrow") is ours.narrow else set()
+    if same.issuperset(map(id, params)):
+        return
+    for p, where in zip(params, places, strict=True):
+        check_converted([p], [where], ours.narrow)
+        if p.dtype == torch.bfloat16 and p in ours.fp32:
+            _warn_of_rounding(where)
+            ours.fp32 = {q for q in ours.fp32 if q.dtype == torch.float32}  # one warning for all
+        state = optimizer.state.get(p, {})
+        for key, value in state.items():
+            unlike = isinstance(value, torch.Tensor) and value.shape != p.shape and value.dim() > 0
+            unlike = unlike and not is_shared_word(key, state)
+            if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
+                raise ValueError(
+                    f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
+                    "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "
+                    "first, and compile after that"
+                )
+    same.update(map(id, params))
 
 
 def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]) -> None:
@@ -88,30 +100,9 @@ def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], na
             )
 
 
-def _tell_of_rounding(where: object) -> None:
+def _warn_of_rounding(where: object) -> None:
     warnings.warn(
         f"{where} was left in float32 by compile, and is bfloat16 now, as others may be: model.to(torch.bfloat16) or "
         "model.bfloat16() has rounded it, and its low word starts at zero. Leave that call out after compile",
-        stacklevel=6,
+        stacklevel=5,
     )
-
-
-def _check_same(
-    optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]
-) -> None:
-    ours = bookkeeping(optimizer)
-    for p, where in zip(params, places, strict=True):
-        check_converted([p], [where], narrow)
-        if p.dtype == torch.bfloat16 and p in ours.fp32:
-            _tell_of_rounding(where)
-            ours.fp32 = {q for q in ours.fp32 if q.dtype == torch.float32}  # one warning for all
-        shape, state = p.shape, optimizer.state.get(p, {})
-        for key, value in state.items():
-            unlike = isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0
-            unlike = unlike and not is_shared_word(key, state)
-            if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
-                raise ValueError(
-                    f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
-                    "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "
-                    "first, and compile after that"
-                )

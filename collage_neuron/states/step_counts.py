@@ -16,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.states import structure_guard
-from collage_neuron.states.structure_guard import Seen
 
 ENDS = {torch.bfloat16: 2.0**8, torch.float16: 2.0**11}
 """By the type of a count, where it stands still."""
@@ -63,9 +62,9 @@ def _warn(optimizer: Optimizer, places: Iterable[Place]) -> None:
         )
 
 
-def check_unshared_counts(optimizer: Optimizer, seen: Seen | None) -> None:
+def check_unshared(optimizer: Optimizer) -> None:
     """Raises ValueError if two states of an optimizer of torch hold one 0-d tensor: each step would count twice."""
-    if seen is None:
+    if (seen := structure_guard.of(optimizer)) is None:
         return
     values = list(chain.from_iterable(map(dict.values, seen.states)))
     places = seen.structure.once("counts", lambda: tuple(isinstance(x, torch.Tensor) and not x.dim() for x in values))

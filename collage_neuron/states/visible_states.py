@@ -27,39 +27,21 @@ class ParamShaped:
 
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """The shape that it has."""
-        return self.like.shape
-
-
-class OneNumber(ParamShaped):
-    """Represents a state of one number that is computed from tensors: 0-d, beside the parameter `like`."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """That of a number."""
-        return ()
+        self.shape: Sequence[int] = like.shape
 
 
 class Shaped(ParamShaped):
-    """Represents a state of another shape than the parameter's: of its rows, of its columns, or of a view of it."""
+    """Represents a state of another shape: of one number that is computed from tensors, rows, columns, or a view."""
 
     def __init__(self, like: torch.Tensor, shape: Sequence[int]) -> None:
         super().__init__(like)
-        self._shape = tuple(shape)
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """The shape that it has."""
-        return self._shape
+        self.shape = tuple(shape)
 
 
 def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> dict[str, Any]:
     """The state as the optimizer's own code knows it: without our further words, and with tensors without values.
 
-    `small` are the names of states of one number that is computed from tensors (`states.small`).
+    `small` are the names of states of one number that is computed from tensors (`reduced_states`).
     """
     numbers = numbers_in(state, p, small)
     return {k: state[k] if k in numbers else _without_value(state[k], p) for k in names_in(state).own}
@@ -67,7 +49,7 @@ def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -
 
 def _without_value(value: Any, p: torch.Tensor) -> ParamShaped:
     if small_states.may_be(value) and p.dim():
-        return OneNumber(p)
+        return Shaped(p, ())
     is_other = small_states.may_be_of_rows(value, p) or small_states.may_be_of_view(value, p)
     return Shaped(p, value.shape) if is_other else ParamShaped(p)
 

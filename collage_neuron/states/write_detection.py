@@ -1,7 +1,7 @@
 """Marks: how parameters with low words, and states with such words, were when those words were found to be theirs.
 
-After a step of which the structure is known (`steady`), the marks are lists, one for all parameters, which the next
-step compares as a whole. They become dictionaries, by parameter, where something asks for those or has changed.
+After a step of which the structure is known (`structure_guard`), the marks are lists, one for all parameters, which the
+next step compares as a whole. They become dictionaries, by parameter, where something asks for those or has changed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What a step of torch's own classes does depends on the settings of a group, on the numbers in a state, and on what kind
 of tensors there are; none of it is hidden. So one recording is followed (`followed`), and is right for every parameter
 of any group and for every later step in which only numbers differ, and no comparison has another result. All else is
-looked at: settings that are not floats, and keys and types of states (the structure of the step, `steady`).
+looked at: settings that are not floats, and keys and types of states (the structure of the step, `structure_guard`).
 """
 
 from __future__ import annotations

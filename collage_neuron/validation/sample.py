@@ -15,7 +15,7 @@ from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local, set_gradient
 from collage_neuron.states.state_keys import is_shared_word, names_in
 from collage_neuron.states.store import kept_format
-from collage_neuron.states.visible_states import OneNumber, ParamShaped, Shaped
+from collage_neuron.states.visible_states import ParamShaped, Shaped
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def take(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, pl
     sized = [k for k, v in state.items() if isinstance(v, Tensor) and v.numel() == p.numel()]  # others are no words
     of_param = (k for k in sized if k not in numbers or type(numbers[k]) is ParamShaped)
     tensors = {k: _sampled(state[k], p, planned.index) for k in of_param if not is_shared_word(k, state)}
-    tensors |= {k: state[k].detach().clone() for k, v in numbers.items() if isinstance(v, OneNumber)}
-    tensors |= {k: _corner(state[k], k, job, q) for k, v in numbers.items() if isinstance(v, Shaped)}
+    other = {k: v for k, v in numbers.items() if isinstance(v, Shaped)}  # of rows or columns, and one number
+    tensors |= {k: _corner(state[k], k, job, q) if v.shape else state[k].detach().clone() for k, v in other.items()}
     # The sample has blocks of its own: it starts from the values, which `sample_of` encodes in these.
     tensors |= {k: _value(optimizer, p, state, k, planned.index) for k in names_in(state).coded & tensors.keys()}
     return sample_of(optimizer, job, q, numbers, tensors, planned)
