@@ -151,11 +151,11 @@ def shape_of_part(optimizer: Optimizer, seen: structure_guard.Seen | None = None
     """The shape of a parameter that is such a part, or of torch_xla's ZeRO-1; None if all are whole, or DTensors."""
     params = params_of(optimizer)
     found = next(filter(is_part, params), None)
-    ask = partial(
-        gives_parts, optimizer
-    )  # it lists all objects of the process: once for a step that has `seen` the same
-    if found is None and params and (ask() if seen is None else seen.structure.once("gives_parts", ask)):
-        found = params[0]
+    if found is None and params:
+        # It lists all objects of the process: once, if a step has `seen` the same.
+        ask = partial(gives_parts, optimizer)
+        of_zero: bool = ask() if seen is None else seen.structure.once("gives_parts", ask)
+        found = params[0] if of_zero else None
     return None if found is None else list(found.shape)
 
 
