@@ -25,7 +25,7 @@ from collage_neuron.torch_privates import not_compiled
 
 
 def noted(step: Any) -> Any:
-    """Marks the step of a compiled class, so that `is_bypassed` knows when it is in progress."""
+    """Marks the step of a compiled class, so that the hook knows when it is in progress."""
 
     @torch_privates.not_compiled
     @wraps(step)
@@ -38,11 +38,6 @@ def noted(step: Any) -> Any:
             self._collage_stepping = outer
 
     return noted
-
-
-def is_bypassed(optimizer: Optimizer) -> bool:
-    """Returns True if the step in progress is that of the original class."""
-    return "_collage_base" in vars(type(optimizer)) and not vars(optimizer).get("_collage_stepping", False)
 
 
 def watch(optimizer: Optimizer) -> None:
@@ -68,9 +63,9 @@ def _watch_inside(inside: Optimizer, outer: Optimizer) -> None:
 
 @torch_privates.not_compiled  # not for a compiler that compiles the step
 def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    if not is_bypassed(optimizer):
-        return None
     cls: Any = type(optimizer)
+    if "_collage_base" not in vars(cls) or vars(optimizer).get("_collage_stepping", False):
+        return None  # the step in progress is not that of the original class
     if inner_of(optimizer):
         raise UnsupportedUpdate(
             f"this {cls._collage_base.__name__}.step() is from before compiling, and steps another optimizer, which "

@@ -71,7 +71,12 @@ def _leave(
 def continue_from_others(optimizer: Optimizer) -> None:
     """Gives bf16 parameters of `optimizer` without low words those that another compiled one keeps of them, or left."""
     split = split_params(optimizer.state)
-    bare = {p: group for group in optimizer.param_groups for p in group["params"] if _is_bare(p) and p not in split}
+    bare = {
+        p: group
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.dtype == torch.bfloat16 and not p.is_meta and p not in split
+    }
     for p, value in _values(optimizer, set(bare)) if bare else ():
         fmt = param_format(Settings.of(bare[p]).strategy, p.dtype)
         if len(fmt.components) > 1:
@@ -88,10 +93,6 @@ def _values(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[t
         left: Left | None = vars(p).pop(LEFT, None)
         if left is not None and left.fits(p):
             yield p, read_exact(p, left.words, "param", left.record)
-
-
-def _is_bare(p: torch.Tensor) -> bool:
-    return p.dtype == torch.bfloat16 and not p.is_meta
 
 
 def _kept_elsewhere(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[Optimizer, torch.Tensor]]:

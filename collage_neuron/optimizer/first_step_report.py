@@ -95,12 +95,9 @@ def _backend(job: Job) -> str:
 def _strategies(jobs: Sequence[Job]) -> str:
     """The strategies, and how many tensors they do not apply to since these stay fp32."""
     left = sum(len(job.params) for job in jobs if job.params[0].dtype == torch.float32)
-    names = _each(_strategy(job) for job in jobs if job.params[0].dtype != torch.float32)
+    strategies = [job.settings.strategy for job in jobs if job.params[0].dtype != torch.float32]
+    names = _each(each if isinstance(each, str) else "formats by state" for each in strategies)
     return f"{names} ({left} of the tensors stay fp32)" if names and left else names or "fp32 as it is"
-
-
-def _strategy(job: Job) -> str:
-    return job.settings.strategy if isinstance(job.settings.strategy, str) else "formats by state"
 
 
 def _each(names: Iterable[str]) -> str:

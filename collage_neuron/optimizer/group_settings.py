@@ -131,10 +131,11 @@ def describe_change(
     moved = _rounding_of(optimizer, params, old, new)
     changed = {name: (digits(old[name]), digits(fmt)) for name, fmt in new.items() if name in old}
     gained = [_change(n, old, new) for n, (before, after) in changed.items() if after > before]
+    measured = {n: f", which changes its values now by {x:.2g} of their norm" for n, x in moved.items() if x}
     lost = [
-        _change(n, old, new) + _measured(moved.get(n, 0.0))
+        _change(n, old, new) + measured.get(n, "")
         for n, (before, after) in changed.items()
-        if after < before or moved.get(n)
+        if after < before or n in measured
     ]
     if not gained and not lost:
         return None
@@ -174,7 +175,3 @@ def _change(name: str, old: Mapping[str, Format], new: Mapping[str, Format]) -> 
     before, after = old[name], new[name]
     errors = f"rounded to 2**-{digits(after)} instead of 2**-{digits(before)}"
     return f"{name} in {after.name} instead of {before.name} ({errors})"
-
-
-def _measured(moved: float) -> str:
-    return f", which changes its values now by {moved:.2g} of their norm" if moved else ""

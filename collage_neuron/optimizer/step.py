@@ -32,7 +32,7 @@ from collage_neuron.states import (
     strategy_checks,
     structure_guard,
 )
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import dry_run, repeated, validated
 from collage_neuron.trace.classes import is_traced
@@ -93,7 +93,7 @@ def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> 
     ours = bookkeeping(optimizer)
     if is_traced(base, optimizer) or (call.closure is not None and ours.as_written):
         return False  # to try would evaluate the closure once more
-    is_first = not (ours.steps or optimizer.state) and any(map(_has_gradient, optimizer.param_groups))
+    is_first = not (ours.steps or optimizer.state) and any(p.grad is not None for p in params_of(optimizer))
     return not ours.as_written or is_first
 
 
@@ -177,10 +177,6 @@ def _interrupting(optimizer: Optimizer) -> Iterator[Written]:
         raise
 
 
-def _has_gradient(group: dict[str, Any]) -> bool:
-    return any(p.grad is not None for p in group["params"])
-
-
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     step_counts.check_unshared(optimizer)
@@ -234,7 +230,8 @@ def take(
     measured = _run(optimizer, jobs, finite, [] if written is None else written)
     for job in jobs:
         finish(optimizer, job)
-    _count_draws(jobs)
+    for group in {id(job.group): job.group for job in jobs if job.update.draws}.values():
+        group[DRAWN] = group.get(DRAWN, 0) + 1  # the next step draws other random bits
     return measured
 
 
@@ -270,9 +267,3 @@ def _telling(backend: Backend, launches: Sequence[Launch]) -> list[torch.Tensor]
 
 def _mask(job: Job, finite: torch.Tensor | None) -> torch.Tensor | None:
     return finite if job.settings.nonfinite == "skip" else None
-
-
-def _count_draws(jobs: list[Job]) -> None:
-    """Counts a step that drew random bits, so that the next step draws others."""
-    for group in {id(job.group): job.group for job in jobs if job.update.draws}.values():
-        group[DRAWN] = group.get(DRAWN, 0) + 1

@@ -98,7 +98,12 @@ def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[st
     """
     if not args and not kwargs:
         return None
-    name, positional = _name(base), _positional(base)
+    parameters = list(inspect.signature(torch_privates.unhooked_step(base)).parameters.values())
+    if parameters and parameters[0].kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+        del parameters[0]  # `self`
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p.name for p in parameters if p.kind in kinds] or ["closure"]
+    name = "closure" if any(p.name == "closure" for p in parameters) else positional[0]  # of the closure
     named = [(positional[i] if i < len(positional) else f"argument {i + 1}", x) for i, x in enumerate(args)]
     for key, value in (*named, *kwargs.items()):
         if key != name or not (value is None or callable(value)):
@@ -107,29 +112,6 @@ def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[st
                 f"param_groups (group[{key!r}] = ...) or an attribute of the optimizer, and let step() read it there"
             )
     return next((value for _, value in (*named, *kwargs.items()) if value is not None), None)
-
-
-_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-
-
-def _parameters(base: type[Optimizer]) -> list[Parameter]:
-    """The parameters of `step`, without `self`."""
-    found = list(inspect.signature(torch_privates.unhooked_step(base)).parameters.values())
-    return found[1:] if found and found[0].kind not in _VARIABLE else found
-
-
-def _positional(base: type[Optimizer]) -> list[str]:
-    """The names of the positional arguments."""
-    names = [
-        p.name for p in _parameters(base) if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    return names or ["closure"]
-
-
-def _name(base: type[Optimizer]) -> str:
-    """The name of the closure argument: `closure`, or else the first one."""
-    names = [p.name for p in _parameters(base)]
-    return "closure" if "closure" in names else _positional(base)[0]
 
 
 # --- torch.amp.GradScaler ---------------------------------------------------------------------------------------------

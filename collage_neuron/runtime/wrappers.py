@@ -43,8 +43,11 @@ def followed(model: torch.nn.Module | None = None, optimizer: Optimizer | None =
     wide = {p: where for p, where in _named(model, optimizer).items() if p.dtype == torch.float32}
     check_fsdp(wide)
     replicated = ddp_over(wide)
-    for ddp in replicated:
-        _check_ddp(ddp)
+    for problem in chain.from_iterable(map(torch_privates.ddp_problems, replicated)):
+        raise ValueError(
+            f"the float32 parameters are held by a DistributedDataParallel with {problem}, which cannot be set up "
+            f"anew for bfloat16: {AFTER}"
+        )
     _check_nodes(wide, replicated)
     yield
     for ddp in replicated:
@@ -185,15 +188,6 @@ def ddp_over(params: Names) -> list[Any]:
         return []  # without a process group there is none
     found = instances("torch.nn.parallel.distributed", "DistributedDataParallel")
     return [ddp for ddp in found if any(p in params for p in ddp.module.parameters())]
-
-
-def _check_ddp(ddp: Any) -> None:
-    """Raises ValueError for a DDP in which more than the reducer depends on the dtype."""
-    for problem in torch_privates.ddp_problems(ddp):
-        raise ValueError(
-            f"the float32 parameters are held by a DistributedDataParallel with {problem}, which cannot be set up "
-            f"anew for bfloat16: {AFTER}"
-        )
 
 
 def _check_nodes(params: Names, replicated: Sequence[Any]) -> None:

@@ -46,7 +46,7 @@ def save(optimizer: Optimizer) -> None:
         names = sorted({name for record in records for name in record})
         if names:
             columns = {name: [record.get(name) for record in records] for name in names}
-            group[FORMATS_KEPT] = json.dumps({name: _short(column) for name, column in columns.items()})
+            group[FORMATS_KEPT] = json.dumps({name: _shared(column) or column for name, column in columns.items()})
         else:
             group.pop(FORMATS_KEPT, None)
 
@@ -107,9 +107,9 @@ def _is_told(state: Mapping[str, Any], name: str, fmt: str) -> bool:
     return known is not None and known is BUILT_IN.get(fmt) and known.decode is told_by_keys(state, name).decode
 
 
-def _short(column: list[str | None]) -> str | list[str | None]:
-    """One name if all parameters of a group have the same, which is the usual case."""
-    return column[0] if column[0] is not None and len(set(column)) == 1 else column
+def _shared(column: list[str | None]) -> str | None:
+    """The one name that all parameters of a group have, which is the usual case."""
+    return column[0] if len(set(column)) == 1 else None
 
 
 def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:

@@ -118,20 +118,14 @@ def imprecise_states(graph: fx.Graph, settings: Settings, dtype: torch.dtype) ->
     if dtype == torch.float32:
         return frozenset()
     if not isinstance(settings.strategy, str):
-        return frozenset(name for name in denominators(graph) if _vanishes(_mapped(settings.strategy, name)))
+        names, others = denominators(graph), settings.strategy.get("*", "bf16")
+        formats = {name: format_named(settings.strategy.get(name, others)) for name in names}
+        # With signs, numbers that are small beside their neighbours become 0.
+        return frozenset(name for name, fmt in formats.items() if fmt.is_coded and fmt.signed)
     strategy = STRATEGIES[settings.strategy]
     if format_named(strategy.slow).bytes <= format_named(strategy.state).bytes:
         return frozenset()
     return lossy_denominators(graph)
-
-
-def _mapped(strategy: Mapping[str, str], name: str) -> Format:
-    return format_named(strategy.get(name, strategy.get("*", "bf16")))
-
-
-def _vanishes(fmt: Format) -> bool:
-    """Returns True if numbers that are small beside their neighbours become 0."""
-    return fmt.is_coded and fmt.signed
 
 
 def warn_imprecise(

@@ -149,7 +149,9 @@ def look(optimizer: Optimizer) -> Seen | None:
         ours.structure = None
         return None
     if ours.structure is None or not ours.structure.is_of(found):
-        ours.structure = _structure(found)
+        are_tensors = tuple(type(x) in ORDINARY for x in found.values)
+        guard = torch_privates.guard([*found.params, *compress(found.values, are_tensors)])
+        ours.structure = Structure(found.key, tuple(found.held), are_tensors, guard)
     return Seen(optimizer, found.params, found.owners, found.states, ours.structure)
 
 
@@ -192,9 +194,3 @@ def _found(optimizer: Optimizer, formats: dict[torch.Tensor, dict[str, str]]) ->
         tuple(FORMATS.values()),
     )
     return _Found(params, owners, states, values, key, [*params, *owners, *formats])
-
-
-def _structure(found: _Found) -> Structure:
-    are_tensors = tuple(type(x) in ORDINARY for x in found.values)
-    guard = torch_privates.guard([*found.params, *compress(found.values, are_tensors)])
-    return Structure(found.key, tuple(found.held), are_tensors, guard)

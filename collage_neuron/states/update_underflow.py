@@ -201,7 +201,7 @@ def _sizes(params: Sequence[torch.Tensor]) -> dict[torch.Tensor, float]:
     looked_at = [p for p in _looked_at(params) if not p.is_meta and local(p.detach()).numel()]
     if not looked_at:
         return {}
-    squares = [_on_host_if_lazy(local(p.detach())).float().square().mean() for p in looked_at]
+    squares = [_on_host(local(p.detach())).float().square().mean() for p in looked_at]
     sizes = torch.stack([x.to(squares[0].device) for x in squares]).sqrt().tolist()
     return {p: size if math.isfinite(size) else 0.0 for p, size in zip(looked_at, sizes, strict=True)}
 
@@ -210,8 +210,8 @@ def _is_lazy(p: torch.Tensor) -> bool:
     return p.device.type in ("xla", "neuron")
 
 
-def _on_host_if_lazy(x: torch.Tensor) -> torch.Tensor:
-    return x.cpu() if _is_lazy(x) else x  # a lazy device would compile a program for each shape
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu() if _is_lazy(x) else x  # which would compile a program for each shape
 
 
 def _looked_at(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
