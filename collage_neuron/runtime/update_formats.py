@@ -39,11 +39,6 @@ _MOST = 4096
 """How many are known before all are forgotten: numbers may be others in every step."""
 
 
-def _numbers(recording: Recording) -> object:
-    later = recording.following
-    return tuple(recording.slots), later and (later.captured.text, tuple(later.slots))
-
-
 def named(settings: Settings) -> object:
     """What the name of a strategy means now: the strategy of a name may be gone, or another."""
     return STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
@@ -51,11 +46,10 @@ def named(settings: Settings) -> object:
 
 def signs_of(seen: structure_guard.Seen | None, recording: Recording, settings: Settings) -> object:
     """What the formats depend on of the numbers of a step, and of the one after; the same object for equal patterns."""
-    strategy = settings.strategy
-    named = isinstance(strategy, str)
-    if not (named and structure_guard.once_a_step(seen, ("tells roles", strategy), partial(tells_roles, strategy))):
+    strategy, later = settings.strategy, recording.following
+    is_named = isinstance(strategy, str)
+    if not (is_named and structure_guard.once_a_step(seen, ("tells roles", strategy), partial(tells_roles, strategy))):
         return None
-    later = recording.following
     return _one_object((pattern(recording.slots), later and (later.captured.text, pattern(later.slots))))
 
 
@@ -80,7 +74,9 @@ def rewritten_for(
 def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> Rewritten:
     """What follows from an update and the numbers of a step, whatever other optimizers there were before."""
     captured = recording.captured
-    fresh, numbers = tuple(captured.fresh.items()), _numbers(recording) if tells_roles(settings.strategy) else None
+    fresh, numbers, later = tuple(captured.fresh.items()), None, recording.following
+    if tells_roles(settings.strategy):
+        numbers = tuple(recording.slots), later and (later.captured.text, tuple(later.slots))
     key = captured.text, captured.states, fresh, numbers, settings, named(settings), dtype, tuple(FORMATS.values())
     found = _known.get(key)
     if found is None:
@@ -91,9 +87,8 @@ def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
         slow, idle = slow_states(captured.graph), idle_states(captured.graph).difference(captured.small)
         roles = roles_of(captured, recording.slots, recording.following)
         formats = formats_for(settings.strategy, captured.states, roles, dtype)
-        lacking = strategy_checks.imprecise_states(captured.graph, settings, dtype).difference(
-            captured.small
-        )  # they are fp32
+        lacking = strategy_checks.imprecise_states(captured.graph, settings, dtype)
+        lacking = lacking.difference(captured.small)  # which are fp32
         # A stochastic store leaves most small decreases out, and follows on average: that is not a stall.
         nearest = frozenset(name for name in slow if name in formats and formats[name].draw is None)
         found = _known[key] = Rewritten(formats, idle, nearest | {"param"}, lacking)
