@@ -25,6 +25,7 @@ from collage_neuron.optimizer.compiled import Compiled, base_of, compiled_class
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.shared_memory import check_unshared
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -261,4 +262,4 @@ def _check_choice(choice: str, target: object) -> None:
 
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return params_of(optimizer)

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.models import check_together
-from collage_neuron.optimizer.waiting import require_compiled
+from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.runtime.preconditions import is_left_alone
-from collage_neuron.states import exchanged, kept_formats, low_words
+from collage_neuron.states import external_writes, replaced_params
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import like, local, rewrite_data
 from collage_neuron.states.store import read_exact, read_fp32
 
@@ -70,7 +71,7 @@ class AveragedModel(torch.nn.Module):
     """
 
     n_averaged: torch.Tensor
-    _collage_averages_exactly = True  # `living_models`: this copy of a model is no concern
+    _collage_averages_exactly = True  # `live_objects`: this copy of a model is no concern
 
     def __init__(
         self,
@@ -196,8 +197,8 @@ def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[tor
     for optimizer in optimizers:
         require_compiled(optimizer)
         check_together(model, optimizer)
-        exchanged.follow(optimizer)
-        low_words.drop_stale(optimizer)
+        replaced_params.follow(optimizer)
+        external_writes.drop_stale(optimizer)
     return {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
 
 
@@ -208,10 +209,10 @@ def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tens
         return p
     if "param_master" in state and p.device.type == "xla":
         # Comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
-        if low_words.is_written(owners[p], p):
-            return read_fp32(p, state, "param", kept_formats.of(owners[p], p)).to(p.device)
+        if external_writes.is_written(owners[p], p):
+            return read_fp32(p, state, "param", record_of(owners[p], p)).to(p.device)
         return like(local(state["param_master"]), p)
-    return read_exact(p, state, "param", kept_formats.of(owners[p], p)) if p in owners else p.detach().float()
+    return read_exact(p, state, "param", record_of(owners[p], p)) if p in owners else p.detach().float()
 
 
 def _move(pairs: Sequence[Pair], weight: float) -> None:

@@ -99,3 +99,14 @@ class ScriptError(Exception):
 
 class TranslationError(RuntimeError):
     """The rewritten update does not do what the optimizer's own `step()` does; nothing was updated."""
+
+
+@contextmanager
+def naming(base: type) -> Iterator[None]:
+    """A context that puts the name of an optimizer's class in front of an UnsupportedUpdate without it."""
+    try:
+        yield
+    except UnsupportedUpdate as error:
+        if base.__name__ in str(error):
+            raise
+        raise type(error)(f"{base.__name__} cannot be compiled: {error}") from error

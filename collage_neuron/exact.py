@@ -9,12 +9,14 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for
-from collage_neuron.optimizer.waiting import require_compiled
+from collage_neuron.numerics.strategies import param_format
+from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import Settings
-from collage_neuron.states import cleared, kept_formats, low_words
+from collage_neuron.states import external_writes
+from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local
-from collage_neuron.states.store import is_idle, read_exact, store
+from collage_neuron.states.store import is_idle, read_exact
 
 
 def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor | float) -> None:
@@ -46,8 +48,9 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     fmt = format_of_param(group, p)
     check_range(fmt, p, value)
     with torch.no_grad():
-        store(p, optimizer.state[p], "param", fmt, value.detach().float(), kept_formats.of(optimizer, p))
-    low_words.remember(optimizer, p, low_words.FRESH if is_idle(optimizer.state[p]) else low_words.STEPPED)
+        is_fresh = is_idle(optimizer.state.get(p, {}))
+        event = external_writes.FRESH if is_fresh else external_writes.STEPPED
+        external_writes.put(optimizer, p, fmt, value.detach().float(), event)
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
@@ -60,16 +63,16 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
         ValueError: `p` is not one of its parameters.
     """
     require_compiled(optimizer)
-    if not any(p is q for group in optimizer.param_groups for q in group["params"]):
+    if not any(p is q for q in params_of(optimizer)):
         raise ValueError(f"the tensor of shape {list(p.shape)} is not a parameter of this {type(optimizer).__name__}")
-    cleared.restore(optimizer)
-    value = read_exact(p, optimizer.state.get(p, {}), "param", kept_formats.of(optimizer, p)).clone()
-    return low_words.without_stale(optimizer, p, value)
+    external_writes.restore_words(optimizer)
+    value = read_exact(p, optimizer.state.get(p, {}), "param", record_of(optimizer, p)).clone()
+    return external_writes.without_stale(optimizer, p, value)
 
 
 def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:
     """The storage format of the parameter `p` under the settings of its group."""
-    return formats_for(Settings.of(group).strategy, (), NO_ROLES, p.dtype)["param"]
+    return param_format(Settings.of(group).strategy, p.dtype)
 
 
 def check_range(fmt: Format, p: torch.Tensor, value: torch.Tensor) -> None:

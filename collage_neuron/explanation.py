@@ -18,9 +18,10 @@ from collage_neuron.eager import sizes
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
+from collage_neuron.optimizer import first_step_report
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.optimizer.first_step import line_of
-from collage_neuron.optimizer.waiting import require_compiled
+from collage_neuron.optimizer.first_step_report import line_of
+from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.recording import Recording
@@ -34,12 +35,12 @@ from collage_neuron.passes.ir.printer import (
 )  # fmt: skip
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
-from collage_neuron.runtime import memory, plan
+from collage_neuron.runtime import plan
+from collage_neuron.runtime.fallback_warning import reason_of, why
 from collage_neuron.runtime.preconditions import is_left_alone
-from collage_neuron.runtime.told import reason_of, why
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.imprecise import imprecise_states
+from collage_neuron.states.strategy_checks import imprecise_states
 from collage_neuron.trace import dry_run
 
 
@@ -89,8 +90,8 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
         each = (sum(sizes.bytes_by_name(optimizer, group).values()) for group in groups)
         return (sum(each) + sizes.bytes_elsewhere(optimizer)) / max(1, elements)
     jobs = [job for _, job in found]
-    total = sum(sum(memory.sizes_of(optimizer, job).values()) for job in jobs)
-    return total / max(1, memory.elements_of(jobs))
+    total = sum(sum(first_step_report.sizes_of(optimizer, job).values()) for job in jobs)
+    return total / max(1, first_step_report.elements_of(jobs))
 
 
 def _planned(optimizer: Optimizer) -> tuple[list[tuple[int, plan.Job]], str]:
@@ -196,7 +197,11 @@ def _slots(recording: Recording) -> str:
 
 
 def _explain_group(optimizer: Optimizer, index: int, job: plan.Job, graphs: bool) -> str:
-    settings, elements, sizes = Settings.of(job.group), memory.elements_of([job]), memory.sizes_of(optimizer, job)
+    settings, elements, sizes = (
+        Settings.of(job.group),
+        first_step_report.elements_of([job]),
+        first_step_report.sizes_of(optimizer, job),
+    )
     formats = {name: fmt.name for name, fmt in job.update.formats.items()}
     formats |= _small(job.recording.captured)
     formats |= {name: "as made" for name in sizes if name not in (*formats, "grad")} | {"grad": "as given"}

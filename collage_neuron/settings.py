@@ -23,7 +23,7 @@ SKIPPED = "collage_skipped"
 """Key of the number of skipped steps (`nonfinite.skipped_steps`): a device tensor, but a number in checkpoints."""
 
 FORMATS_KEPT = "collage_formats"
-"""Key of the formats of the states of a group, where their keys do not tell them (`states/kept_formats.py`)."""
+"""Key of the formats of the states of a group, where their keys do not tell them (`states/format_record.py`)."""
 
 UNSUPPORTED = "collage_unsupported"
 """Key of a setting that version 0.3.0 had: groups, checkpoints and pickles may have it, and it is dropped."""
@@ -52,7 +52,7 @@ class Settings:
     seed: int = 0
     validate: str = "on"
     verbose: bool = True
-    """Of an optimizer and its class, not of a group: whether its first step is told of (`optimizer/first_step.py`)."""
+    """Of an optimizer and its class, not of a group: True if its first step is reported (`first_step_report`)."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from collage_neuron.exact import check_range, format_of_param, set_exact_value, sharded_or_not
 from collage_neuron.optimizer import load_inner
-from collage_neuron.optimizer.waiting import require_compiled
+from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import OURS
-from collage_neuron.states import kept_formats, low_words
-from collage_neuron.states.names import is_component
+from collage_neuron.states import external_writes
+from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.state_keys import is_component, may_be_read
 from collage_neuron.states.store import Record, is_host_scalar, is_idle, read_fp32
-from collage_neuron.states.values import may_be_read
 
 StateDict = dict[str, Any]
 
@@ -31,16 +32,16 @@ def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[S
     tensors are new; they are on the CPU if the parameters are on an XLA device.
     """
     require_compiled(optimizer)
-    low_words.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     return _fp32_model(model, optimizer), _fp32_optimizer(optimizer)
 
 
 def _fp32_model(model: torch.nn.Module, optimizer: Optimizer) -> StateDict:
-    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    owned = set(params_of(optimizer))
     found: StateDict = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.nn.Parameter) and value in owned:
-            found[name] = read_fp32(value, optimizer.state.get(value, {}), "param", kept_formats.of(optimizer, value))
+            found[name] = read_fp32(value, optimizer.state.get(value, {}), "param", record_of(optimizer, value))
         elif isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
             found[name] = read_fp32(value, {}, "param")
         else:
@@ -53,13 +54,11 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     if load_inner.KEY in packed:
         return load_inner.plain(packed)
     ids = (i for group in packed["param_groups"] for i in group["params"])
-    params = (p for group in optimizer.param_groups for p in group["params"])
+    params = params_of(optimizer)
     states = {i: (p, packed["state"].get(i, {})) for i, p in zip(ids, params, strict=True)}
     return {
         "state": {
-            i: _fp32_state(p, state, kept_formats.of(optimizer, p))
-            for i, (p, state) in states.items()
-            if not is_idle(state)
+            i: _fp32_state(p, state, record_of(optimizer, p)) for i, (p, state) in states.items() if not is_idle(state)
         },
         "param_groups": [{k: v for k, v in g.items() if k not in OURS} for g in packed["param_groups"]],
     }

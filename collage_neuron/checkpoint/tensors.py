@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from collage_neuron.optimizer.load_checks import check_keys
 from collage_neuron.optimizer.load_inner import KEY
-from collage_neuron.optimizer.load_state import check_keys
 
 StateDict = dict[str, Any]
 

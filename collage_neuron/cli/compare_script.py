@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import ScriptError
 from collage_neuron.optimizer.compiled import Compiled
-from collage_neuron.runtime.closures import needs_one
+from collage_neuron.runtime.step_call import needs_one
 
 
 class Made(NamedTuple):

@@ -23,8 +23,8 @@ from collage_neuron.numerics import eft, matrix_sums, reductions, tensor_sums
 from collage_neuron.numerics.strategies import ARITHMETICS, DEFAULT, STRATEGIES, bytes_with_adam, default_strategy
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.runtime import plan
-from collage_neuron.runtime.closures import needs_one
-from collage_neuron.runtime.told import why
+from collage_neuron.runtime.fallback_warning import why
+from collage_neuron.runtime.step_call import needs_one
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace import dry_run

@@ -10,15 +10,14 @@ from dataclasses import replace
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, possible
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.runtime import recorded_formats
-from collage_neuron.runtime.bucketing import naming
+from collage_neuron.runtime import update_formats
 from collage_neuron.runtime.plan import Records
 from collage_neuron.settings import Settings
-from collage_neuron.states import small, words
+from collage_neuron.states import reduced_states, words
 
 NEGLECTED = 0.05
 """Bytes per element of shared words, for one state, that are not counted; blocks of 128 need 0.03."""
@@ -81,10 +80,10 @@ def _most(found: Iterable[tuple[Recording, Sequence[torch.Tensor]]], settings: S
 
 
 def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:
-    formats = recorded_formats.formats_of(update, settings, torch.bfloat16)
+    formats = update_formats.formats_of(update, settings, torch.bfloat16)
     shared = [_shared(fmt, params) for fmt in formats.values()]
     elements = max(1, sum(p.numel() for p in params))
-    shared += [size / elements for size in small.bytes_of(update.captured, params).values()]
+    shared += [size / elements for size in reduced_states.bytes_of(update.captured, params).values()]
     return words.bytes_of(formats) + max(map(_gradient, params)) + sum(x for x in shared if x > NEGLECTED)
 
 

@@ -9,10 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.eager import limits
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime.bucketing import naming
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.states import inner

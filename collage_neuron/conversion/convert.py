@@ -15,40 +15,36 @@ from collage_neuron.conversion.budget import within
 from collage_neuron.eager import limits
 from collage_neuron.eager.step import check_sound
 from collage_neuron.eager.storing import formats_as_written
-from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
+from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.optimizer import first_step, frozen, group_changes
+from collage_neuron.optimizer import continued, first_step_report, group_settings
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
 from collage_neuron.optimizer.continued import continue_from_others, leave_words
-from collage_neuron.optimizer.kept_values import restore_low_words, written_in_all_processes
-from collage_neuron.optimizer.waiting import models, models_of
+from collage_neuron.optimizer.group_settings import describe_change
+from collage_neuron.optimizer.pending_models import models, models_of, restore_low_words, written_in_all_processes
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import recorded_formats, told
-from collage_neuron.runtime.bucketing import naming
+from collage_neuron.runtime import fallback_warning, update_formats
 from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import UNSUPPORTED, Settings, filled
 from collage_neuron.states import (
-    exchanged,
-    imprecise,
+    external_writes,
     inner,
-    kept_formats,
-    low_words,
-    named_states,
-    narrow_counts,
-    small_steps,
+    replaced_params,
+    step_counts,
+    strategy_checks,
+    update_underflow,
 )
-from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
-from collage_neuron.states.names import is_component, split_params
-from collage_neuron.states.saved_values import drop_placeholders
+from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
+from collage_neuron.states.format_record import drop_placeholders, record_of
+from collage_neuron.states.state_keys import is_component, split_params
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
-from collage_neuron.states.strategy_change import describe, rounding_of
 from collage_neuron.trace import dry_run
 
 FP32 = FORMATS["fp32"]
@@ -108,32 +104,32 @@ def _compile(
     records = dry_run.records(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
     chosen = _chosen(optimizer, settings)
-    bookkeeping(optimizer).told -= {told.SAID}
+    bookkeeping(optimizer).told -= {fallback_warning.SAID}
     plans, refusal = _plans(base, optimizer, chosen, known)
     if compiled:
-        low_words.drop_stale(optimizer)
+        external_writes.drop_stale(optimizer)
     else:
         for i, (group, (_, of_group)) in enumerate(zip(optimizer.param_groups, plans, strict=True)):
             loaded_before.check_not_cast(optimizer, group, of_group, i)
     for i, group in enumerate(optimizer.param_groups):
-        frozen.tell(group["params"], i)
+        continued.warn_of_rounded(group["params"], i)
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)
-    narrow_counts.widen(optimizer)
+    step_counts.widen(optimizer)
     for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
         group.update(own.as_group())
         group.pop(UNSUPPORTED, None)
         for p in group["params"]:
             formats = of_group if recording is not None else _as_written(optimizer, p, own)
             _adopt(optimizer, p, dict.fromkeys(formats, FP32) if stays.get(p) else formats, compiled)
-    params = (p for group in optimizer.param_groups for p in group["params"])
+    params = params_of(optimizer)
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
-    exchanged.remember(optimizer)
-    group_changes.note(optimizer)
+    replaced_params.remember(optimizer)
+    group_settings.note_groups(optimizer)
     bookkeeping(optimizer).as_written = ""
-    bookkeeping(optimizer).told -= {first_step.SAID, group_changes.BYTES}
+    bookkeeping(optimizer).told -= {first_step_report.SAID, group_settings.BYTES}
     if refusal is not None and shape_of_part(optimizer) is None:  # of parts it is not known yet
         bookkeeping(optimizer).as_written = str(refusal)
     return settings
@@ -156,17 +152,17 @@ def _tell(
         loaded_before.tell(optimizer, settings, chosen)
     for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
         if recording is not None and not all(map(stays.get, group["params"])):
-            imprecise.tell(base, optimizer, recording.captured.graph, own, of_group)
-            imprecise.tell_of_stuck(base, optimizer, recording, own, of_group)
+            strategy_checks.warn_imprecise(base, optimizer, recording.captured.graph, own, of_group)
+            strategy_checks.warn_stuck(base, optimizer, recording, own, of_group)
     for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
-            small_steps.tell(optimizer, i, own, moved, recording, compiled_class(base, settings))
+            update_underflow.tell(optimizer, i, own, moved, recording, compiled_class(base, settings))
 
 
 def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:
     """The formats of a parameter of an optimizer whose steps run as written, and of the states that it has."""
-    return formats_as_written(settings, p, optimizer.state.get(p, {}), kept_formats.of(optimizer, p))
+    return formats_as_written(settings, p, optimizer.state.get(p, {}), record_of(optimizer, p))
 
 
 def _chosen(optimizer: Optimizer, settings: Settings) -> list[Settings]:
@@ -187,7 +183,7 @@ def _plans(
         firsts = [(g, recording) for g, (recording, _) in zip(optimizer.param_groups, plans, strict=True)]
         shown = list(known.of_groups(optimizer)) if known is not None else firsts
         states = [(g, recording.captured.states) for g, recording in shown if recording is not None]
-        named_states.check(optimizer, [own.strategy for own in chosen], states, in_step=False)
+        strategy_checks.check_names(optimizer, [own.strategy for own in chosen], states, in_step=False)
     except UnsupportedUpdate as refusal:
         if known is not None and known.is_of_part:
             raise
@@ -195,7 +191,7 @@ def _plans(
         check_sound(optimizer, chosen)
         limits.check_states(optimizer)
         if shape_of_part(optimizer) is None:  # of parts it is not known yet
-            told.warn(base, optimizer, refusal)
+            fallback_warning.warn(base, optimizer, refusal)
         return [(None, {})] * len(chosen), refusal
     return plans, None
 
@@ -209,7 +205,7 @@ def _plan(base: type[Optimizer], group: dict[str, Any], settings: Settings, reco
     require_sound(backend, p.device, settings.strategy)
     with naming(base):
         recording = records(group, p)
-        formats = recorded_formats.formats_of(recording, settings, torch.bfloat16)
+        formats = update_formats.formats_of(recording, settings, torch.bfloat16)
         check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic), p.device)
     return recording, formats
 
@@ -220,7 +216,7 @@ def _tell_of_change(
     """Warns of what is gained and lost if a compiled optimizer with states is compiled for other formats."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
         _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
-        change = describe(i, old, new, rounding_of(optimizer, group["params"], old, new))
+        change = describe_change(optimizer, i, group["params"], old, new)
         if change:
             warnings.warn(change, StrategyChanged, stacklevel=5)
 
@@ -240,9 +236,9 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
     settle(p, state)
     for name in [*names, "param"]:
         value, words = loaded_before.value_and_words(optimizer, p, name, formats[name])
-        store(p, state, name, formats[name], value, kept_formats.of(optimizer, p))
+        store(p, state, name, formats[name], value, record_of(optimizer, p))
         loaded_before.restore(p, state, words)
-    low_words.remember(optimizer, p, low_words.FRESH)
+    external_writes.remember(optimizer, p, external_writes.FRESH)
     if not state:
         del optimizer.state[p]
     if grad is not None:
@@ -257,6 +253,6 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
             settle(p, state)
         loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
         for name in [*(name for name in formats if name in state), "param"]:
-            ensure_stored(p, state, name, formats[name], 0.0, kept_formats.of(optimizer, p))
-        of_ours = low_words.FRESH if is_idle(state) else low_words.STEPPED
-        low_words.remember(optimizer, p, low_words.LOADED if loaded else of_ours)
+            ensure_stored(p, state, name, formats[name], 0.0, record_of(optimizer, p))
+        of_ours = external_writes.FRESH if is_idle(state) else external_writes.STEPPED
+        external_writes.remember(optimizer, p, external_writes.LOADED if loaded else of_ours)

@@ -21,12 +21,12 @@ from collage_neuron import torch_privates
 from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.models import check_model, note_frozen, tell_rounded, to_bf16
 from collage_neuron.errors import RoundedWeights, warn_user
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for
-from collage_neuron.optimizer.frozen import COMPILED
-from collage_neuron.optimizer.kept_values import high_word
-from collage_neuron.optimizer.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
-from collage_neuron.runtime import amp, wrappers
+from collage_neuron.numerics.strategies import param_format
+from collage_neuron.optimizer.continued import COMPILED
+from collage_neuron.optimizer.pending_models import CompileOptimizer, Pending, high_word, is_compiled, models, models_of
+from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import rewrite_data
 from collage_neuron.states.shared_memory import check_unshared
 
@@ -48,7 +48,7 @@ def compile_model(
     check_model(model)
     stay = kept(model, buffers, named)
     waiting = Pending(settings, frozenset(n for n, p in model.named_parameters() if p in stay), compile_optimizer)
-    fmt = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)["param"]
+    fmt = param_format(settings.strategy, torch.bfloat16)
     with wrappers.followed(model):
         check_unshared((), model.parameters())
         for name, p in model.named_parameters():
@@ -107,7 +107,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _tell_of_plain(optimizer: Optimizer) -> None:
     """Warns of an optimizer over bf16 parameters of a compiled model, unless it wraps a compiled one."""
     parts = [x for value in vars(optimizer).values() for x in (value if isinstance(value, (list, tuple)) else [value])]
-    own = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
+    own = [p for p in params_of(optimizer) if p.dtype == torch.bfloat16]
     if any(hasattr(p, COMPILED) for p in own) and not any(map(is_compiled, parts)):
         warn_user(
             f"this {type(optimizer).__name__} is not compiled and trains bf16 parameters of a model that "
@@ -123,7 +123,7 @@ def _compile_waiting(optimizer: Optimizer) -> bool:
     """Compiles an optimizer over such a model; returns True if it is one."""
     waiting = next((models[model] for model in models_of(optimizer)), None)
     if waiting is not None:
-        with wrappers.followed(optimizer=optimizer), amp.put_aside(optimizer):
+        with wrappers.followed(optimizer=optimizer), step_call.scaler_attributes(optimizer):
             waiting.compile_optimizer(optimizer, waiting.settings)
     return waiting is not None
 

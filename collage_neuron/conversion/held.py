@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer.waiting import models, models_of
+from collage_neuron.optimizer.pending_models import models, models_of
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.inner import inner_of
-from collage_neuron.states.values import is_value
+from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.reachable import reachable
 
 
 def check(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Raises UnsupportedUpdate for a tensor, or an array, over memory that a parameter or state has, or had before."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     of_params = {key for p in params if p.dtype == torch.float32 for key in _memory(p)}
     of_params |= {ref.cdata for model in models_of(optimizer) for ref in models[model].memories}
     states = {p: optimizer.state[p] for p in params if optimizer.state.get(p)}

@@ -14,11 +14,12 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.optimizer import loaded
+from collage_neuron.optimizer import load_checks
 from collage_neuron.settings import Settings
-from collage_neuron.states import kept_formats, low_words
-from collage_neuron.states.names import split_params, suffixes
+from collage_neuron.states import external_writes
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
+from collage_neuron.states.state_keys import split_params, suffixes
 from collage_neuron.states.store import State, kept_format, read_exact, read_fp32
 
 Words = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -56,7 +57,7 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
     """
     for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
         if all(key in group for key in asked.as_group()):
-            loaded.tell_of_settings(i, asked, own)
+            load_checks.tell_of_settings(i, asked, own)
     shares = [_out_of_date(optimizer, p) for p in split_params(optimizer.state) if p.dtype == torch.float32]
     if any(shares):
         warnings.warn(
@@ -70,7 +71,7 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
 
 def _out_of_date(optimizer: Optimizer, p: torch.Tensor) -> float:
     """The share of the elements of `p` whose low word does not belong to the value in `p`."""
-    share: float = 1 - low_words.belongs(optimizer, p).double().mean().item() if p.numel() else 0.0
+    share: float = 1 - external_writes.belongs(optimizer, p).double().mean().item() if p.numel() else 0.0
     return share
 
 
@@ -80,10 +81,10 @@ def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Forma
     A word is valid where the first word is still the one that it was saved with: torch may have trained the parameter
     since, without knowing the further words.
     """
-    state, record = optimizer.state[p], kept_formats.of(optimizer, p)
+    state, record = optimizer.state[p], record_of(optimizer, p)
     if not any(name + suffix in state for suffix in suffixes()):
         return read_exact(p, state, name, record), {}
-    belongs = low_words.belongs(optimizer, p, name)
+    belongs = external_writes.belongs(optimizer, p, name)
     tensors = {
         key: local(p.detach() if key == "param" else state[key]).cpu()
         for key in fmt.keys(name)

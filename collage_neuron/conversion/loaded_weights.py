@@ -1,8 +1,8 @@
 """Warns if a state dict with wider weights is loaded into a compiled model, which rounds them to bf16.
 
 The model does not know the optimizer, where the low words are: torch copies the weights, and their low words start at
-zero, but where a weight keeps its bits (`states/low_words.py`), for which these are noted here. A run that is resumed
-from fp32 weights in this way loses what `compile` would have kept.
+zero, but where a weight keeps its bits (`states/external_writes.py`), for which these are noted here. A run that is
+resumed from fp32 weights in this way loses what `compile` would have kept.
 
 `compile(optimizer)` is not given the model: modules that hold its parameters are found among all living ones.
 
@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import RoundedWeights
-from collage_neuron.optimizer.waiting import is_compiled
+from collage_neuron.optimizer.pending_models import is_compiled
 from collage_neuron.runtime import wrappers
-from collage_neuron.runtime.living_models import groups_of, outermost, smallest
-from collage_neuron.states import low_words
+from collage_neuron.states import external_writes
+from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.live_objects import groups_of, outermost, smallest
 from collage_neuron.states.sharding import local
 
 
@@ -46,7 +47,7 @@ def _hook(module: torch.nn.Module, hook: Any) -> None:
 
 def watch_models_of(optimizer: Optimizer) -> None:
     """The same for the models that the bf16 parameters of `optimizer` belong to, as far as they are built already."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
+    held = {id(p) for p in params_of(optimizer) if p.dtype == torch.bfloat16}
     for model in outermost(held) if held else ():
         watch(smallest(model, held))
 
@@ -75,7 +76,7 @@ def _note_bits(params: Iterable[torch.Tensor]) -> None:
     written = {id(p): p for p in params if p.dtype == torch.bfloat16}
     for optimizer in filter(is_compiled, wrappers.instances("torch.optim", "Optimizer") if written else ()):
         own = (p for group in groups_of(optimizer) for p in group["params"] if id(p) in written)
-        low_words.before_load(optimizer, own)
+        external_writes.before_load(optimizer, own)
 
 
 def _tell_if_alone(

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.buffers import surround
 from collage_neuron.conversion.loaded_weights import is_rounded, watch
-from collage_neuron.optimizer.frozen import COMPILED, rounded
+from collage_neuron.optimizer.continued import COMPILED, rounded
 from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param, is_left_alone
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import local, rewrite_data
 
 log = logging.getLogger("collage_neuron")
@@ -29,7 +30,7 @@ def check_model(model: torch.nn.Module) -> None:
 
 def check_together(model: torch.nn.Module, optimizer: Optimizer) -> None:
     """Raises ValueError if the optimizer holds none of the model's parameters; some of them are enough."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = set(map(id, params_of(optimizer)))
     if held.isdisjoint(map(id, model.parameters())):
         raise ValueError(
             f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: was it built for "
@@ -43,7 +44,7 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
     A second optimizer would begin with rounded weights and without their low words. Frozen weights are cast as by
     `model.to`, without a word.
     """
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+    held = set(params_of(optimizer))
     found = [
         name
         for name, p in model.named_parameters()
@@ -62,7 +63,7 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
 
 def note_frozen(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
     """Notes the frozen fp32 parameters outside the optimizer that bf16 cannot hold: they may be trained later."""
-    held = {p for group in optimizer.param_groups for p in group["params"]} | stay
+    held = set(params_of(optimizer)) | stay
     lost = {name for name, p in model.named_parameters() if not p.requires_grad and p not in held and _is_lost(p)}
     if lost:
         rounded.setdefault(model, set()).update(lost)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import bits
-from collage_neuron.states import steady
+from collage_neuron.states import structure_guard
 from collage_neuron.states.inner import Inner
 from collage_neuron.states.sharding import ORDINARY, version
 from collage_neuron.states.shared_memory import is_given_back
@@ -45,7 +45,7 @@ class Held:
         params: Iterable[torch.Tensor],
         known: set[int],
         inside: Iterable[Inner] = (),
-        seen: steady.Seen | None = None,
+        seen: structure_guard.Seen | None = None,
     ) -> None:
         """With what the step has `seen`, states are dictionaries of plain values."""
         own = [vars(x) for x in (optimizer, *(each.optimizer for each in inside))]

@@ -15,12 +15,12 @@ from collage_neuron.eager.memory import is_alone
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
+from collage_neuron.runtime.cross_rank_check import why_not_summed
 from collage_neuron.settings import Settings
 from collage_neuron.states import inner
-from collage_neuron.states.meshes import why_not
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
 from collage_neuron.states.shared_memory import first_shared
-from collage_neuron.states.values import is_value
+from collage_neuron.states.state_keys import is_value
 
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
 """What torch says where a step differentiates gradients that have no graph."""
@@ -95,7 +95,7 @@ def _of_params(optimizer: Optimizer, may_compile: bool) -> Iterator[str]:
 
 
 def _of_shard(p: Any) -> Iterator[str]:
-    if reason := why_not(p):
+    if reason := why_not_summed(p):
         yield reason
     if type(torch_privates.part(p)) not in ORDINARY:
         yield f"what is in it is a {type(torch_privates.part(p)).__name__}"

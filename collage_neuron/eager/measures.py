@@ -9,7 +9,7 @@ import torch
 
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.rewrite.instrument import Change, measures_of
-from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime.step_call import Measured
 from collage_neuron.states import words
 from collage_neuron.states.sharding import local
 

@@ -1,6 +1,7 @@
 """What a step as written presents of each parameter, in so far as it follows from the structure of the states alone.
 
-Steps find it anew only if there are other states than in the last step, or states of other types (`states/steady.py`).
+Steps find it anew only if there are other states than in the last step, or states of other types
+(`states/structure_guard.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.states import kept_formats, steady
+from collage_neuron.states import structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import names_in
+from collage_neuron.states.format_record import record_of
+from collage_neuron.states.state_keys import names_in, values_in
 from collage_neuron.states.store import is_idle, kept_format
-from collage_neuron.states.values import values_in
 
 
 class Named(NamedTuple):
@@ -54,14 +55,14 @@ class Outline:
         if tuple(state) != self.own:
             return False
         found = [state[name] for name, *_ in self.values[1:]]
-        return steady.are_same(found, owners[1:]) and all(
+        return structure_guard.are_same(found, owners[1:]) and all(
             not isinstance(x, torch.Tensor) or x.numel() == 1 or any(x is y for y in found) for x in state.values()
         )
 
 
 def outlines(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[Outline]:
     """The outline of each of `params`, which are those of all groups."""
-    seen, as_made = steady.of(optimizer), bookkeeping(optimizer).as_made
+    seen, as_made = structure_guard.of(optimizer), bookkeeping(optimizer).as_made
     if seen is None:
         return [_outline(optimizer, p) for p in params]
     others = tuple((id(p), frozenset(names)) for p, names in as_made.items())
@@ -69,7 +70,7 @@ def outlines(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[Outli
 
 
 def _outline(optimizer: Optimizer, p: torch.Tensor) -> Outline:
-    found, record = dict.get(optimizer.state, p), kept_formats.of(optimizer, p)
+    found, record = dict.get(optimizer.state, p), record_of(optimizer, p)
     state = found if isinstance(found, dict) else {}
     names, as_made = names_in(state), bookkeeping(optimizer).as_made
     others = as_made.get(p, ()) if as_made else ()

@@ -25,7 +25,7 @@ from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend
-from collage_neuron.runtime import same_steps
+from collage_neuron.runtime import cross_rank_check
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import is_sharded, local, version
@@ -258,7 +258,7 @@ class Presentation:
     def agreed(self, planned: int) -> int:
         """What all processes do with the step that have parts of its parameters, one of which has `planned` this."""
         params = self.params()
-        return same_steps.agreed(params, [id(p) in self.gradients.of for p in params], planned)
+        return cross_rank_check.agreed(params, [id(p) in self.gradients.of for p in params], planned)
 
     @torch.no_grad()
     def restore_words(self) -> None:

@@ -10,11 +10,11 @@ from collage_neuron.eager.held import OURS, tensors_in
 from collage_neuron.eager.memory import memory_of
 from collage_neuron.eager.storing import formats_as_written, formats_of
 from collage_neuron.settings import Settings
-from collage_neuron.states import kept_formats, words
+from collage_neuron.states import words
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner import inner_of
-from collage_neuron.states.names import names_in
-from collage_neuron.states.values import values_in
+from collage_neuron.states.state_keys import names_in, values_in
 
 
 def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]:
@@ -61,7 +61,7 @@ def formats_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, st
     found: dict[str, str] = {}
     for p in group["params"]:
         state = optimizer.state.get(p, {})
-        formats = formats_as_written(Settings.of(group), p, state, kept_formats.of(optimizer, p), p.dtype)
+        formats = formats_as_written(Settings.of(group), p, state, record_of(optimizer, p), p.dtype)
         found |= {
             k: "as made" for k in names_in(state).own if k not in found and next(tensors_in(state[k]), None) is not None
         }
@@ -74,6 +74,6 @@ def bytes_of_values(optimizer: Optimizer) -> int:
     total = 0
     for group in optimizer.param_groups:
         for p in group["params"]:
-            values = values_in(optimizer.state.get(p, {}), p, kept_formats.of(optimizer, p))
+            values = values_in(optimizer.state.get(p, {}), p, record_of(optimizer, p))
             total += 4 * p.numel() * (2 + len(values))
     return total

@@ -24,13 +24,12 @@ from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.storing import Storing
 from collage_neuron.errors import RunsAsWritten, StepInterrupted, UnsupportedUpdate
-from collage_neuron.runtime import same_steps, told
-from collage_neuron.runtime.closures import Call, Once
-from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime import cross_rank_check, fallback_warning
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
+from collage_neuron.runtime.step_call import Call, Measured, Once
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, inner, low_words, steady
+from collage_neuron.states import external_writes, inner, replaced_params, structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import settle_gradients
 
@@ -46,11 +45,11 @@ class Trace(Protocol):
     def waiting(self) -> MakesPlaceholders:
         """What makes placeholders instead of memory for fp32 values."""
 
-    def planned(self, seen: steady.Seen) -> tuple[Presentation, set[int]] | None:
+    def planned(self, seen: structure_guard.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
 
     def begin(
-        self, presentation: Presentation, seen: steady.Seen | None, inside: list[inner.Inner]
+        self, presentation: Presentation, seen: structure_guard.Seen | None, inside: list[inner.Inner]
     ) -> AbstractContextManager[Any]:
         """The mode in which the step runs; optimizers are `inside` this one."""
 
@@ -116,16 +115,16 @@ def take(
     for i, group in enumerate(optimizer.param_groups):
         check_settings(group, i)
         params = [p for p in group["params"] if p.grad is not None]
-        check_stepped(params, _places(group, i), steady.of(optimizer))
-        exchanged.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
+        check_stepped(params, _places(group, i), structure_guard.of(optimizer))
+        replaced_params.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
     if trace is None:
         limits.check_gradients([p for group in optimizer.param_groups for p in group["params"]])
-    low_words.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     mask = finite()
     if mask is not None and not bool(mask):
         return Taken([], call.loss)
     if trace is None:
-        told.warn(base, optimizer, refusal)
+        fallback_warning.warn(base, optimizer, refusal)
     try:
         measured, returned = _run(base, optimizer, call, due, trace)
     except StepInterrupted:  # what it has written is lost: it cannot be repeated
@@ -138,9 +137,9 @@ def take(
         measured, returned = _run(base, optimizer, call, due, None, refusal)
     if trace is None or trace.given_up:
         bookkeeping(optimizer).as_written = str(refusal) if trace is None else trace.given_up
-    bookkeeping(optimizer).seen = steady.of(optimizer) or steady.look(optimizer)
-    exchanged.forget(optimizer)
-    low_words.remember_step(optimizer)
+    bookkeeping(optimizer).seen = structure_guard.of(optimizer) or structure_guard.look(optimizer)
+    replaced_params.forget(optimizer)
+    external_writes.remember_step(optimizer)
     return Taken(measured, returned)
 
 
@@ -157,7 +156,7 @@ def _run(
         args, kwargs = context.given(call.args), context.given(call.kwargs)
         returned = context.run(lambda: torch_privates.unhooked_step(base)(optimizer, *args, **kwargs))
         if refusal is not None:
-            told.warn(base, optimizer, refusal)
+            fallback_warning.warn(base, optimizer, refusal)
     return Taken(context.measured, returned)
 
 
@@ -203,14 +202,14 @@ class Context:
     @torch.no_grad()
     def begin(self, trace: Trace | None = None) -> None:
         """Presents the values; those of a step that is traced wait, if they can."""
-        seen, inside = steady.of(self.optimizer), inner.inner_of(self.optimizer)
+        seen, inside = structure_guard.of(self.optimizer), inner.inner_of(self.optimizer)
         inner.check_untouched(self.optimizer, inside)
         earlier = None if trace is None or seen is None else trace.planned(seen)
         if earlier is None:
             known = self.presentation.plan(None if trace is None else trace.waiting)
         else:
             self.presentation, known = earlier
-        steady.changed(self.optimizer)
+        structure_guard.changed(self.optimizer)
         if self._held is None:
             self._held = Held(self.optimizer, self.presentation.params(), known, inside, seen)
         self.presentation.alias(self._held.tensors)
@@ -221,7 +220,7 @@ class Context:
             self.presentation.alias(self._held.tensors)
             trace = None
         if trace is None and self.is_step and not self._has_agreed and self.presentation.has_shards:
-            self.presentation.agreed(same_steps.AS_WRITTEN)
+            self.presentation.agreed(cross_rank_check.AS_WRITTEN)
             self._has_agreed = True
         self.presentation.enter()
         self._trace = trace
@@ -347,7 +346,7 @@ class Context:
             yield
         finally:
             bookkeeping(self.optimizer).presented = self
-        low_words.drop_stale(self.optimizer)
+        external_writes.drop_stale(self.optimizer)
 
     def given(self, arguments: Any) -> Any:
         """The arguments of a step or method, with functions that see the real weights."""
@@ -405,8 +404,8 @@ def _remember(optimizer: Optimizer) -> None:
     """Notes that the words are those of the values, in the middle of a step."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            low_words.remember(optimizer, p, low_words.STEPPED)
-    low_words.remember_states(optimizer)
+            external_writes.remember(optimizer, p, external_writes.STEPPED)
+    external_writes.remember_states(optimizer)
 
 
 def _interrupted(error: BaseException) -> str:

@@ -17,12 +17,12 @@ from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import kept_formats, named_states, words
+from collage_neuron.states import strategy_checks, words
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import is_component
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, is_sharded_like, like, local
+from collage_neuron.states.state_keys import is_component, is_value, values_in
 from collage_neuron.states.store import is_stored
-from collage_neuron.states.values import is_value, values_in
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation, Value
@@ -101,7 +101,7 @@ class Storing:
             self._plan(p, group, number)
         if new:
             shown = {p: [s.name for s in self.stored[id(p)][1:]] for p, _ in presentation.groups.values()}
-            named_states.check_left(self.optimizer, shown)
+            strategy_checks.check_names_as_written(self.optimizer, shown)
 
     def _plan(self, p: Any, group: dict[str, Any], number: int) -> None:
         settings, backend = self._looked_up.of(group, p)
@@ -304,7 +304,7 @@ class Storing:
                 p.requires_grad_(requires_grad)
 
     def _write_state(self, p: torch.Tensor) -> None:
-        record = kept_formats.of(self.optimizer, p)
+        record = record_of(self.optimizer, p)
         further: dict[str, torch.Tensor] = {}
         for name, fmt, stored, *_ in self.stored[id(p)]:
             further.update(zip(fmt.keys(name)[1:], stored[1:], strict=True))

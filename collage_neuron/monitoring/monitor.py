@@ -18,11 +18,11 @@ from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
 from collage_neuron.monitoring.writers import Writer
 from collage_neuron.optimizer.compiled import Compiled
-from collage_neuron.optimizer.waiting import models_of
+from collage_neuron.optimizer.pending_models import models_of
 from collage_neuron.passes.backends.registry import choose, preferred
-from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime.step_call import Measured
 from collage_neuron.settings import Settings
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 
 
 class Monitor:
@@ -110,7 +110,7 @@ class Monitor:
     def _about(self) -> dict[str, Any]:
         optimizer = self._optimizer()
         assert optimizer is not None
-        places = [self._place(p) for group in optimizer.param_groups for p in group["params"]]
+        places = [self._place(p) for p in params_of(optimizer)]
         return about(optimizer) | about_run(self._models(optimizer), {place.module for place in places})
 
     def _next_step(self) -> int:

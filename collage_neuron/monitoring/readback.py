@@ -14,7 +14,7 @@ import torch
 
 from collage_neuron.monitoring.metrics import Measures, Part, Record
 from collage_neuron.monitoring.writers import UNREAD, Writer, check_names
-from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime.step_call import Measured
 from collage_neuron.states.sharding import local
 
 Number = SupportsFloat | Mapping[str, Any]

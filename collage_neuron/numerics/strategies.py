@@ -169,9 +169,14 @@ def possible(strategy: str, arithmetic: str) -> bool:
     return True
 
 
+def param_format(strategy: StrategyLike, dtype: torch.dtype) -> Format:
+    """The format of parameters of this type, which depends on no role of a state."""
+    return formats_for(strategy, (), NO_ROLES, dtype)["param"]
+
+
 def _check_param(strategy: StrategyLike) -> None:
     """Raises ValueError unless the first component of `param` is bf16, since the model computes with it."""
-    fmt = formats_for(strategy, (), NO_ROLES, torch.bfloat16)["param"]
+    fmt = param_format(strategy, torch.bfloat16)
     if fmt.components[0].storage != "bf16":
         raise ValueError(
             f"strategy {strategy!r} stores `param` as {fmt.name}, which would make the model itself {fmt.name}; store "
@@ -200,7 +205,7 @@ def formats_for(
 
     An fp32 parameter needs no compensation: all its states are stored in fp32, as in torch. What a mapping says counts
     whatever the role is: a negative number in a format without signs makes its block NaN. It may name states that this
-    parameter does not have (`states/named_states.py`).
+    parameter does not have (`states/strategy_checks.py`).
     """
     names = ("param", *states)
     if dtype == torch.float32:

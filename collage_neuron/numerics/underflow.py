@@ -2,7 +2,7 @@
 
 A parameter that is kept in further words rounds each step by up to half of its last place, `2**-digits` of the weight:
 2**-17 under the paper's pair, 2**-15 with one byte beside bf16. Steps of equal size and sign round alike, so that what
-is lost does not average out. `tests/conversion/test_small_steps.py` runs AdamW with parameters in these formats
+is lost does not average out. `tests/conversion/test_update_underflow.py` runs AdamW with parameters in these formats
 and everything else exact. With r = learning rate / rounding, the share of the way that is lost at a
 constant rate follows 1 / (1 + r**2 / 2) within a factor of four from r = 1/4 to 8: two thirds at 1, a third at 2, a
 thirtieth at 8.

@@ -2,25 +2,30 @@
 
 Such a bound method runs the optimizer's own code on bf16 weights. A hook of the optimizer, always its last one, takes
 the compensated step instead. That code does not run then: it would count, draw and schedule once more. It is called for
-an optimizer without parameters, so that it could not touch any.
+an optimizer without parameters, so that it could not touch any, and torch's wrapper gets the answer of the step that
+was taken: a hook can exchange the step's arguments, and cannot say that there is nothing left to do.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import wraps
+from types import CellType
 from typing import Any
 
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer.taken_steps import answer
 from collage_neuron.states.inner import Inside, inner_of, inside_hooks, mark
+from collage_neuron.torch_privates import not_compiled
 
 
 def noted(step: Any) -> Any:
-    """Marks the step of a compiled class, so that `is_bypassed` knows when it is in progress."""
+    """Marks the step of a compiled class, so that the hook knows when it is in progress."""
 
     @torch_privates.not_compiled
     @wraps(step)
@@ -33,11 +38,6 @@ def noted(step: Any) -> Any:
             self._collage_stepping = outer
 
     return noted
-
-
-def is_bypassed(optimizer: Optimizer) -> bool:
-    """Returns True if the step in progress is that of the original class."""
-    return "_collage_base" in vars(type(optimizer)) and not vars(optimizer).get("_collage_stepping", False)
 
 
 def watch(optimizer: Optimizer) -> None:
@@ -63,9 +63,9 @@ def _watch_inside(inside: Optimizer, outer: Optimizer) -> None:
 
 @torch_privates.not_compiled  # not for a compiler that compiles the step
 def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    if not is_bypassed(optimizer):
-        return None
     cls: Any = type(optimizer)
+    if "_collage_base" not in vars(cls) or vars(optimizer).get("_collage_stepping", False):
+        return None  # the step in progress is not that of the original class
     if inner_of(optimizer):
         raise UnsupportedUpdate(
             f"this {cls._collage_base.__name__}.step() is from before compiling, and steps another optimizer, which "
@@ -91,3 +91,52 @@ def _without_parameters(optimizer: Any) -> Optimizer:
     empty.__dict__.update(optimizer.__dict__)
     empty.param_groups = [dict(group, params=[]) for group in optimizer.param_groups]
     return empty
+
+
+# --- answers for steps that are taken ---------------------------------------------------------------------------------
+
+
+_LOCK = threading.Lock()  # two threads may step optimizers of one class
+
+
+@dataclass(frozen=True)
+class _Answer:
+    optimizer: Optimizer
+    result: Any
+    steps: Sequence[CellType]
+
+
+class _Answering:
+    """In the place of the code of `step`: returns the answers that wait, and runs the code for all other optimizers."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+        self.waiting: dict[int, _Answer] = {}
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _LOCK:
+            answer = self.waiting.get(id(args[0])) if args else None
+            if answer is not None:
+                _take_back(answer)
+        return self.step(*args, **kwargs) if answer is None else answer.result
+
+
+def answer(steps: Sequence[CellType], optimizer: Optimizer, result: Any) -> None:
+    """Lets the step in progress return `result` when it is called for `optimizer`, once; its code does not run.
+
+    `steps` are `torch_privates.hooked_steps`, which are afterwards what they were.
+    """
+    with _LOCK:
+        for step in steps:
+            if not isinstance(step.cell_contents, _Answering):
+                step.cell_contents = _Answering(step.cell_contents)
+            step.cell_contents.waiting[id(optimizer)] = _Answer(optimizer, result, steps)
+
+
+def _take_back(answer: _Answer) -> None:
+    for step in answer.steps:
+        answering = step.cell_contents
+        if isinstance(answering, _Answering):
+            answering.waiting.pop(id(answer.optimizer), None)
+            step.cell_contents = answering if answering.waiting else answering.step

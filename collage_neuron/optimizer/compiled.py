@@ -6,7 +6,7 @@ import copyreg
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial, wraps
 from typing import Any
@@ -18,11 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer import bypass, frozen, load_inner, load_state, methods, step
-from collage_neuron.runtime import amp, closures, nonfinite
+from collage_neuron.optimizer import bypass, continued, load_inner, load_state, methods, step
+from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
-from collage_neuron.states import cleared, exchanged, inner, kept_formats, low_words, pending, saved_values, small_steps
+from collage_neuron.states import external_writes, format_record, inner, replaced_params, update_underflow
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -66,7 +66,7 @@ class Compiled(Optimizer):
         for i, group in enumerate(self.param_groups if held else ()):
             if not set(KEYS).issubset(group):  # one that an optimizer inside has made
                 group.update(filled(group, self._collage_defaults))
-                frozen.joined(self, group["params"], i)
+                continued.joined(self, group["params"], i)
         bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 
@@ -81,16 +81,16 @@ class Compiled(Optimizer):
         if context is not None and context.is_step:
             return torch_privates.unhooked_step(base)(self, *args, **kwargs)  # the user's own step calls it
         with nullcontext() if context is None else context.suspended():
-            return self._take_step(base, closures.call_of(base, args, kwargs))
+            return self._take_step(base, step_call.call_of(base, args, kwargs))
 
-    def _take_step(self, base: type[Optimizer], call: closures.Call) -> Any:
+    def _take_step(self, base: type[Optimizer], call: step_call.Call) -> Any:
         skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
         is_evaluated = call.closure is not None and (skips or step.may_be_recorded(base, self, call))
         if is_evaluated:
             call = call.evaluated()
         # States that are made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad(), amp.put_aside(self) as left:
-            if amp.prepare(self, left):
+        with torch.inference_mode(False), torch.no_grad(), step_call.scaler_attributes(self) as left:
+            if step_call.unscale(self, left):
                 return step.take_step(base, self, call)
         return call.loss
 
@@ -109,7 +109,7 @@ class Compiled(Optimizer):
         if bookkeeping(self).presented is None:
             inner.collect(self, inner.inner_of(self))  # some make states for it
         params = self.param_groups[-1]["params"]
-        frozen.joined(self, params, len(self.param_groups) - 1)
+        continued.joined(self, params, len(self.param_groups) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with our settings in the groups and further words beside the states.
@@ -119,16 +119,16 @@ class Compiled(Optimizer):
         """
         if bookkeeping(self).interrupted:
             warnings.warn(f"this state_dict may be half written: {bookkeeping(self).interrupted}", stacklevel=2)
-        exchanged.follow(self)
-        cleared.restore(self)
-        low_words.check_codes(self)
+        replaced_params.follow(self)
+        external_writes.restore_words(self)
+        external_writes.check_codes(self)
         nonfinite.read_counts(self)
         if inner.inner_of(self):
             base = base_of(type(self))
             return load_inner.save(base, self, partial(methods.presented_lazily, base, self))
-        kept_formats.save(self)
+        format_record.save(self)
         # Before the user's own hooks, which are to see what is saved.
-        handle = self.register_state_dict_post_hook(saved_values.show, prepend=True)
+        handle = self.register_state_dict_post_hook(format_record.show_values, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -140,7 +140,7 @@ class Compiled(Optimizer):
         A plain torch checkpoint keeps the strategy, and its fp32 states are split into hi and lo where the strategy
         stores pairs; one of ours brings its own strategy. See docs/checkpoints.md.
         """
-        exchanged.follow(self)
+        replaced_params.follow(self)
         base = base_of(type(self))
         if inner.inner_of(self):
             load_inner.load(base, self, state_dict, partial(methods.presented_lazily, base, self))
@@ -149,7 +149,7 @@ class Compiled(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles: as torch's, plus the bookkeeping."""
-        low_words.check_codes(self)  # a copy has no note of them
+        external_writes.check_codes(self)  # a copy has no note of them
         state: Any = super().__getstate__()  # a user's class may return anything
         if isinstance(state, dict) and not inner.are_copied(self, state):
             name = base_of(type(self)).__name__
@@ -173,7 +173,7 @@ class Compiled(Optimizer):
         super().__setstate__({**state, **ours, "state": started})
         # copy.copy shares it
         inner.put_states(self, whole if isinstance(whole, States) else States(dict, started | idle))
-        pending.end(whole.values())
+        _sync_xla(whole.values())
         bypass.watch(self)
 
     def _check_implied(self, implied: Mapping[str, Any]) -> None:
@@ -188,6 +188,18 @@ class Compiled(Optimizer):
         if "_collage_defaults" in self.__dict__:
             return self._collage_defaults
         return {key: self.defaults[key] for key in KEYS if key in self.defaults}
+
+
+def _sync_xla(states: Iterable[Mapping[Any, Any]]) -> None:
+    """Ends the graph of XLA if states are there, so that copies of tensors (`copy.deepcopy`) are none of their buffers.
+
+    Until then, a copy is only another name of a buffer. A step that writes the copy in the same graph gives the buffer
+    away, and what was copied is lost.
+    """
+    if any(isinstance(x, torch.Tensor) and x.device.type == "xla" for state in states for x in state.values()):
+        import torch_xla  # an extra: imported only where parameters are on an XLA device
+
+        torch_xla.sync()
 
 
 def _implied(base: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +240,7 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body: dict[str, Any] = {
         "_collage_base": base,
         "_collage_settings": settings,
-        small_steps.WARNED: {},
+        update_underflow.WARNED: {},
         "__module__": "collage_neuron.optimizer",
         "__doc__": base.__doc__,
     }

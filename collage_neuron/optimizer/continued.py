@@ -1,28 +1,34 @@
-"""Low words that another optimizer keeps, or has left, of the same parameters.
+"""Low words of parameters that a compiled optimizer gets: those that another one keeps, or has left, and lost ones.
 
 A new optimizer over a compiled model (a warm restart, the next stage of a training) begins with the values that the
 last one left, and not with their high words alone. The last one may be gone by then: `optimizer = AdamW(...)` lets go
 of it before the new one is compiled. So when a compiled optimizer goes, its low words stay with the parameters.
+
+Parameters that were frozen when `compile` rounded their model have lost theirs, and others were left in fp32.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for
-from collage_neuron.optimizer.waiting import is_compiled
+from collage_neuron.errors import RoundedWeights, warn_user
+from collage_neuron.numerics.strategies import param_format
+from collage_neuron.optimizer.pending_models import is_compiled, restore_low_words, written_in_all_processes
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
-from collage_neuron.states import kept_formats, low_words
-from collage_neuron.states.bookkeeping import Bookkeeping
-from collage_neuron.states.marks import Mark, Marks, mark_of
-from collage_neuron.states.names import split_params
-from collage_neuron.states.store import read_exact, store
+from collage_neuron.states import external_writes
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.format_record import record_of
+from collage_neuron.states.state_keys import split_params
+from collage_neuron.states.store import read_exact
+from collage_neuron.states.write_detection import Mark, Marks, mark_of
 
 LEFT = "_collage_left"
 """An attribute of parameters whose compiled optimizer is gone: a `Left`."""
@@ -65,28 +71,28 @@ def _leave(
 def continue_from_others(optimizer: Optimizer) -> None:
     """Gives bf16 parameters of `optimizer` without low words those that another compiled one keeps of them, or left."""
     split = split_params(optimizer.state)
-    bare = {p: group for group in optimizer.param_groups for p in group["params"] if _is_bare(p) and p not in split}
+    bare = {
+        p: group
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.dtype == torch.bfloat16 and not p.is_meta and p not in split
+    }
     for p, value in _values(optimizer, set(bare)) if bare else ():
-        fmt = formats_for(Settings.of(bare[p]).strategy, (), NO_ROLES, p.dtype)["param"]
+        fmt = param_format(Settings.of(bare[p]).strategy, p.dtype)
         if len(fmt.components) > 1:
-            store(p, optimizer.state[p], "param", fmt, value, kept_formats.of(optimizer, p))
-            low_words.remember(optimizer, p, low_words.FRESH)
+            external_writes.put(optimizer, p, fmt, value)
 
 
 def _values(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The exact values of parameters, of those of which somebody has low words."""
     for other, p in _kept_elsewhere(optimizer, params):
-        exact = read_exact(p, other.state[p], "param", kept_formats.of(other, p))
+        exact = read_exact(p, other.state[p], "param", record_of(other, p))
         params = params - {p}
-        yield p, low_words.without_stale(other, p, exact)
+        yield p, external_writes.without_stale(other, p, exact)
     for p in params:
         left: Left | None = vars(p).pop(LEFT, None)
         if left is not None and left.fits(p):
             yield p, read_exact(p, left.words, "param", left.record)
-
-
-def _is_bare(p: torch.Tensor) -> bool:
-    return p.dtype == torch.bfloat16 and not p.is_meta
 
 
 def _kept_elsewhere(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[Optimizer, torch.Tensor]]:
@@ -96,3 +102,56 @@ def _kept_elsewhere(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator
         shared = split_params(state) & params if other is not optimizer else set()
         params = params - shared
         yield from ((other, p) for p in shared)
+
+
+# --- parameters that an optimizer gets later --------------------------------------------------------------------------
+
+
+rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+"""Of models that were compiled with an optimizer: the names of frozen parameters that bf16 could not hold.
+
+No optimizer has these, so that its bookkeeping is no place for them: a copy of it would copy the frozen parameters. A
+name says which parameter it is after a move to another device, which may make new ones."""
+
+COMPILED = "_collage_compiled"
+"""An attribute of the parameters of models that `compile` has cast: what is fp32 is so because it was to stay."""
+
+
+def joined(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> None:
+    """Parameters have joined a compiled optimizer: gives them the low words that `compile(model)` kept, or warns."""
+    stay = {p for p in params if p.dtype == torch.float32 and hasattr(p, COMPILED)}
+    bookkeeping(optimizer).fp32 |= stay
+    _tell_of_fp32(p for p in params if p not in stay)
+    continue_from_others(optimizer)
+    restore_low_words(optimizer, split_params(optimizer.state) | written_in_all_processes())
+    warn_of_rounded(params, index)
+
+
+def _tell_of_fp32(params: Iterable[torch.Tensor]) -> None:
+    if any(p.dtype == torch.float32 for p in params):
+        warn_user(
+            "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
+            "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
+            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo",
+            UserWarning,
+        )
+
+
+def warn_of_rounded(params: Iterable[torch.Tensor], index: int) -> None:
+    """Warns, once of each, of parameters that a group gets and whose fp32 values are gone."""
+    own = {id(p) for p in params}
+    for model, names in rounded.items() if own else ():
+        gone = [name for name, p in model.named_parameters() if name in names and id(p) in own]
+        names.difference_update(gone)
+        if gone:
+            others = f" and {len(gone) - 1} other parameters" if len(gone) > 1 else ""
+            warnings.warn(
+                f"param_groups[{index}] has {gone[0]!r}{others} of a {type(model).__name__}, which were frozen when "
+                "collage_neuron.compile rounded them to bf16: they are trained from the rounded values, and their low "
+                "words start at zero. To start from the fp32 values, write them from the fp32 checkpoint, by "
+                "collage_neuron.set_exact_value(optimizer, p, value); or give compile the model alone, which keeps "
+                "the fp32 values of frozen parameters (4 bytes each) until an optimizer has them; or name the "
+                "parameters in keep_fp32",
+                RoundedWeights,
+                stacklevel=4,
+            )

@@ -1,21 +1,28 @@
-"""What backends are given of a step: the tensors and the numbers of its jobs."""
+"""What backends are given of a step, the tensors and the numbers of its jobs, and the numbers that it writes after."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import compress
+from operator import not_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Launch
-from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.settings import DRAWN
-from collage_neuron.states import small, steady
-from collage_neuron.states.layout import ensure_all_stored
-from collage_neuron.states.sharding import first_element, gradients, local_parts, writable_gradient
+from collage_neuron.states import reduced_states, structure_guard
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.format_record import record_of
+from collage_neuron.states.sharding import first_element, gradients, local, writable_gradient
+from collage_neuron.states.state_keys import suffixes
+from collage_neuron.states.store import ensure_stored
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
@@ -25,7 +32,7 @@ def launches_of(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> 
     """The launches of a job: one, or one per parameter if the update draws random bits."""
     if not job.update.draws:
         return [launch(optimizer, job, finite)]
-    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    numbers = {id(p): i for i, p in enumerate(params_of(optimizer))}
     key = job.settings.seed, job.group.get(DRAWN, 0)
     drawing = {p: [*key, numbers[id(p)], first_element(p)] for p in job.params}
     return [launch(optimizer, replace(job, params=[p]), finite, drawing[p]) for p in job.params]
@@ -38,31 +45,22 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     """
     update = job.update
     vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32, device="cpu")
-    ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured)
-    small.ensure(optimizer, job.params, job.recording.captured)
-    seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
-    has_views = update.seen_as is not None and not job.backend.reshapes
-    states = steady.states_of(optimizer, job.params, seen)
-    if seen is None:
-        parts = [local_parts(p, state, writes_gradient) for p, state in zip(job.params, states, strict=True)]
-        if has_views:
-            parts = [{key: _seen(of_param[key], key, update) for key in _keys(update)} for of_param in parts]
-        rows = [[[of_param[key] for key in keys] for of_param in parts] for keys in (update.inputs, update.outputs)]
-        numbers = small.of(states, job.recording.captured)
-        return Launch(update, vector, rows[0], rows[1], finite, small=numbers)
-    grads = list(map(writable_gradient, job.params)) if writes_gradient else gradients(job.params)
+    _ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured)
+    reduced_states.ensure(optimizer, job.params, job.recording.captured)
+    seen, states = structure_guard.of(optimizer), structure_guard.states_of(optimizer, job.params)
+    grads = list(map(writable_gradient, job.params)) if "grad" in update.outputs else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
-    for key in _keys(update) - columns.keys():
+    for key in {*update.inputs, *update.outputs} - columns.keys():
         columns[key] = [state[key] for state in states]
-    if has_views:
-        columns = {key: [_seen(t, key, update) for t in columns[key]] for key in _keys(update)}
+    if seen is None:  # a tensor may be of a type of its own (DTensor)
+        columns = {key: list(map(local, tensors)) for key, tensors in columns.items()}
+    if update.seen_as is not None and not job.backend.reshapes:
+        columns = {key: [_seen(t, key, update) for t in columns[key]] for key in {*update.inputs, *update.outputs}}
     reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
-    kept = None if drawing else _kept(seen.structure, job, grads)  # too many launches to look for one, if they draw
-    return Launch(update, vector, reads, writes, finite, kept, True, small.of(states, job.recording.captured))
-
-
-def _keys(update: Update) -> set[str]:
-    return {*update.inputs, *update.outputs}
+    # If they draw, there are too many launches to look for one.
+    kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
+    small = reduced_states.states_of(states, job.recording.captured)
+    return Launch(update, vector, reads, writes, finite, kept, in_place=seen is not None, small=small)
 
 
 def _seen(t: torch.Tensor, key: str, update: Update) -> torch.Tensor:
@@ -91,16 +89,128 @@ class _Like(NamedTuple):
 
     update: Update
     params: list[torch.nn.Parameter]
-    """The list itself: a steady step has that of the last one (`visible.alike`)."""
+    """The list itself: a steady step has that of the last one (`visible_states.alike`)."""
     guard: Callable[..., bool]
     """Of its gradients: parameters and states are part of the structure."""
     kept: dict[Any, Any]
 
 
-def _kept(structure: steady.Structure, job: Job, grads: Sequence[torch.Tensor]) -> dict[Any, Any]:
+def _kept(structure: structure_guard.Structure, job: Job, grads: Sequence[torch.Tensor]) -> dict[Any, Any]:
     """`Launch.kept` of a job."""
     known, key = structure.table("launches"), (id(job.update), id(job.params))  # it has both, so ids stay theirs
     found: _Like | None = known.get(key)
     if found is None or not found.guard(*grads):
         found = structure.keep(known, key, _Like(job.update, job.params, torch_privates.guard(grads), {}))
     return found.kept
+
+
+# --- states in their formats ------------------------------------------------------------------------------------------
+
+
+def _ensure_all_stored(
+    optimizer: Optimizer,
+    params: Sequence[torch.Tensor],
+    formats: Mapping[str, Format],
+    captured: Captured,
+) -> None:
+    """Creates the states of `params` that are not there yet, as their update does; moves others into `formats`."""
+    layout, seen = _layout(tuple(formats.items()), suffixes()), structure_guard.of(optimizer)
+    if seen is not None and seen.structure.once(layout, lambda: layout.stored_in(seen)).issuperset(map(id, params)):
+        return
+    recorded = bookkeeping(optimizer).formats
+    for p in params:
+        state = optimizer.state[p]
+        if not layout.is_that_of(p, state, recorded.get(p, {})):
+            structure_guard.changed(optimizer)
+            bookkeeping(optimizer).marks.states.pop(p, None)  # what is stored now is ours
+            record = record_of(optimizer, p)
+            for name, fmt in formats.items():
+                fill, shape = captured.fresh.get(name, 0.0), captured.shapes.get(name)
+                ensure_stored(p, state, name, fmt, fill, record, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """The words of a parameter and its states in their formats."""
+
+    formats: Mapping[str, str]
+    """The names of the formats, as they are recorded."""
+    param: torch.dtype | None
+    """The type of the parameter itself, if a format says so."""
+    words: Mapping[str, torch.dtype]
+    """The keys of the state, and the types of the tensors there."""
+    others: frozenset[str]
+    """Keys of further words that are of other formats."""
+
+    def stored_in(self, seen: structure_guard.Seen) -> frozenset[int]:
+        """The ids of the parameters for which `ensure_stored` has nothing to do."""
+        recorded = bookkeeping(seen.optimizer).formats
+        pairs = zip(seen.params, seen.state_of(seen.params), strict=True)
+        return frozenset(id(p) for p, state in pairs if self.is_that_of(p, state, recorded.get(p, {})))
+
+    def is_that_of(self, p: torch.Tensor, state: Mapping[str, Any], record: Mapping[str, str]) -> bool:
+        """Returns True if `ensure_stored` has nothing to do."""
+        if (self.param is not None and p.dtype != self.param) or not self.formats.items() <= record.items():
+            return False
+        device = p.device
+        for key, dtype in self.words.items():
+            word = state.get(key)
+            if not isinstance(word, torch.Tensor) or word.dtype != dtype or word.device != device:
+                return False
+        return self.others.isdisjoint(state)
+
+
+@lru_cache
+def _layout(formats: tuple[tuple[str, Format], ...], endings: frozenset[str]) -> _Layout:
+    types = {key: c.type.dtype for name, f in formats for key, c in zip(f.keys(name), f.components, strict=True)}
+    others = {name + suffix for name, _ in formats for suffix in endings} - types.keys()
+    return _Layout({name: f.name for name, f in formats}, types.pop("param", None), types, frozenset(others))
+
+
+# --- numbers after the tensors ----------------------------------------------------------------------------------------
+
+
+def finish(optimizer: Optimizer, job: Job) -> None:
+    """Writes the numbers that a job changes in the states."""
+    states = structure_guard.states_of(optimizer, job.params)
+    if structure_guard.of(optimizer) is None or not _write_alike(states, job.recording.scalars):
+        structure_guard.changed(optimizer)
+        for p in job.params:
+            _write_scalars(optimizer.state[p], job.recording.scalars)
+    if job.recording.captured.clears_gradient:
+        for p in job.params:
+            p.grad = None
+    for p in compress(job.params, map(not_, states)):
+        if not optimizer.state[p]:
+            del optimizer.state[p]  # as torch's SGD, which has none
+
+
+def _write_alike(states: list[dict[str, Any]], scalars: Mapping[str, Any]) -> bool:
+    """Writes the host scalars of parameters that share a recording, all of a name at once.
+
+    Returns False, and writes nothing, if that would change keys or types. It looks at one state only: parameters share
+    a recording in a steady step only if the names and types of their numbers agree (`visible_states`).
+    """
+    first = states[0]
+    if not all(name in first and type(first[name]) is type(value) for name, value in scalars.items()):
+        return False
+    for name, value in scalars.items():
+        if isinstance(value, torch.Tensor):
+            torch_privates.copy_to_all([state[name] for state in states], value)
+        else:
+            for state in states:
+                state[name] = value
+    return True
+
+
+def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
+    """Writes the host scalars after a step; existing 0-d tensors in place, since a checkpoint may refer to them."""
+    if not scalars.keys() <= state.keys():  # new ones come first, as `step` does in torch's states
+        tensors = dict(state)
+        state.clear()
+        state.update(dict.fromkeys(scalars) | tensors)
+    for name, value in scalars.items():
+        if isinstance(value, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
+            state[name].copy_(value)
+        else:
+            state[name] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -17,11 +17,13 @@ from torch.optim import Optimizer
 
 from collage_neuron.eager.held import tensors_in
 from collage_neuron.numerics.formats import FORMATS, require_known
-from collage_neuron.optimizer.loaded import begin_anew, refused, settle_settings
+from collage_neuron.optimizer.load_checks import begin_anew, refused, settle_settings
 from collage_neuron.settings import OURS
-from collage_neuron.states import inner, kept_formats
-from collage_neuron.states.names import names_in, split_params, suffixes, words_of
+from collage_neuron.states import inner
+from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
+from collage_neuron.states.state_keys import names_in, split_params, suffixes, words_of
 from collage_neuron.states.store import ensure_stored
 
 KEY = "collage_neuron"
@@ -50,13 +52,13 @@ def save(base: type[Optimizer], optimizer: Optimizer, presented: Presented) -> d
 
 
 def _params(optimizer: Optimizer) -> list[Any]:
-    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+    return list(dict.fromkeys(params_of(optimizer)))
 
 
 def _of(optimizer: Optimizer, p: Any, states: dict[str, Any]) -> dict[str, Any]:
     state = optimizer.state.get(p, {})
     names = {"param", *names_in(state).own}
-    formats = {name: fmt for name, fmt in kept_formats.of(optimizer, p).items() if name in names}
+    formats = {name: fmt for name, fmt in record_of(optimizer, p).items() if name in names}
     return {"words": _copied(words_of(state), {}), "formats": formats, "states": states}
 
 
@@ -138,7 +140,7 @@ def _check(ours: Any, params: list[Any]) -> None:
 
 def _put(optimizer: Optimizer, p: Any, found: Mapping[str, Any]) -> None:
     """Our part of a checkpoint for one parameter."""
-    state, record = optimizer.state.get(p, {}), kept_formats.of(optimizer, p)
+    state, record = optimizer.state.get(p, {}), record_of(optimizer, p)
     for name, x in found["states"].items():
         _drop(state, name)
         state[name] = x.detach().to(p.device if x.dim() else x.device, copy=True) if isinstance(x, torch.Tensor) else x

@@ -6,33 +6,41 @@ undone. So a truncated checkpoint, or one of another optimizer, raises and leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import compress, product
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.eager import limits
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
-from collage_neuron.optimizer import load_as_written
-from collage_neuron.optimizer.loaded import begin_anew, refused, settle_settings
-from collage_neuron.runtime import recorded_formats
-from collage_neuron.runtime.bucketing import buckets
+from collage_neuron.numerics.strategies import formats_of_shape, param_format
+from collage_neuron.optimizer.load_checks import (
+    Saved,
+    begin_anew,
+    check_saved,
+    check_words,
+    refuse_missing,
+    settle_settings,
+)
+from collage_neuron.runtime import update_formats
+from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.runtime.plan import Records
-from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import joined_words, kept_formats, low_words, narrow_counts, small
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
-from collage_neuron.states.names import is_component, name_of, split_params, suffixes
-from collage_neuron.states.saved_values import drop_placeholders
-from collage_neuron.states.sharding import is_sharded, like
-from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, may_be_word, settle
+from collage_neuron.settings import Settings
+from collage_neuron.states import external_writes, format_record, reduced_states, step_counts
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.format_record import drop_placeholders, record_of
+from collage_neuron.states.sharding import like
+from collage_neuron.states.state_keys import is_component, split_params, split_words, suffixes
+from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle
+from collage_neuron.states.visible_states import buckets
+from collage_neuron.states.write_detection import mark_of
 from collage_neuron.trace import dry_run
-
-Saved = Mapping[str, Any]
 
 
 def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch: Callable[[Any], None]) -> None:
@@ -58,124 +66,38 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         as_written = bool(bookkeeping(optimizer).as_written)
         drop_placeholders(optimizer.state.values())
         plain = settle_settings(optimizer, before[1])
-        kept_formats.load(optimizer)
+        format_record.load(optimizer)
         if as_written:
-            load_as_written.put_back(optimizer, seen[0], plain)
+            _put_back_as_saved(optimizer, seen[0], plain)
         else:
             _put_back(optimizer, seen[0])
-        narrow_counts.widen(optimizer)
+        step_counts.widen(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
-        kept_formats.keep(optimizer, kept, formats)
-        joined = joined_words.loaded(optimizer)
+        format_record.keep(optimizer, kept, formats)
+        split = split_words(optimizer.state)
+        joined = {p: (w, dict(record_of(optimizer, p))) for p, w in split.items() if p.dtype == torch.float32}
         if not as_written:  # its next step reads everything as it is, and stores it in its formats
             _settle_formats(base, optimizer, plain)
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
-        kept_formats.put_back(optimizer, formats)
+        format_record.put_back(optimizer, formats)
         ours.as_written = why
         if isinstance(error, KeyError) and seen:
-            _refuse_missing(base, error.args[0], seen[0], before[1])
+            refuse_missing(base, error.args[0], seen[0], before[1])
         raise
     finally:
         handle.remove()
-    joined_words.note(optimizer, joined)
+    ours.joined = {p: (w, record, mark_of(p)) for p, (w, record) in joined.items()}
     begin_anew(optimizer, kept)
-
-
-# --- before torch reads it ----------------------------------------------------------------------------------------
-
-
-def check_keys(saved: Saved) -> None:
-    """Raises ValueError if `saved` is not the state of any optimizer."""
-    for key in ("state", "param_groups"):
-        if key not in saved:
-            found = ", ".join(map(repr, list(saved)[:5]))
-            raise refused(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
-
-
-def _runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> bool:
-    known = dry_run.known(base, optimizer)
-    return load_as_written.runs_as_written(base, optimizer, saved, known, dry_run.records(base, optimizer, known))
-
-
-def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[], bool] = lambda: False) -> None:
-    """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`.
-
-    One whose steps run as written may keep anything in a state.
-    """
-    check_keys(saved)
-    groups, own = saved["param_groups"], optimizer.param_groups
-    if len(groups) != len(own):
-        raise refused(f"it has {len(groups)} param_groups and the optimizer {len(own)}")
-    params: dict[Any, torch.Tensor] = {}
-    for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
-        if "params" not in group:
-            raise refused(f"param_groups[{i}] has no 'params'")
-        if len(group["params"]) != len(mine["params"]):
-            raise refused(
-                f"param_groups[{i}] has {len(group['params'])} parameters and the optimizer's {len(mine['params'])}"
-            )
-        kept_formats.check_saved(group, i)
-        params |= zip(group["params"], mine["params"], strict=True)
-    as_written = runs_as_written()
-    for index, state in saved["state"].items():
-        if as_written:
-            continue
-        if index not in params:
-            raise refused(f"state[{index!r}] belongs to none of its param_groups")
-        _check_state(params[index], index, state, bookkeeping(optimizer))
-
-
-def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping) -> None:
-    """Raises for a state that cannot be that of `p`."""
-    where = f"state[{index!r}]"
-    if not isinstance(state, Mapping):
-        raise refused(f"{where} is a {type(state).__name__} and not a mapping of names to values")
-    for key, value in state.items():
-        unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape
-        if unlike and not small.may_be_state(name_of(key, state), value, p, ours):
-            raise refused(
-                f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
-                "checkpoint of another model, or are the parameters in another order?"
-            )
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and is_sharded(value) != is_sharded(p):
-            raise refused(
-                f"{where}[{key!r}] is {'' if is_sharded(value) else 'not '}sharded and the parameter is "
-                f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
-                "torch.distributed.checkpoint.state_dict"
-            )
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and not may_be_word(key, value):
-            raise refused(f"{where}[{key!r}] is {value.dtype}; states are floating-point")
-        for suffix in suffixes():
-            name = str(key).removesuffix(suffix)
-            if str(key).endswith(suffix) and name != "param" and name not in state:
-                raise refused(f"{where} has {key!r} and not {name!r}, which it is the second word of")
-
-
-def _refuse_missing(base: type[Optimizer], key: Any, saved: Saved, own: list[dict[str, Any]]) -> None:
-    """Raises for a key that the optimizer's own code did not find, if the checkpoint should have had it."""
-    places = {f"param_groups[{i}]": group for i, group in enumerate(saved["param_groups"]) if key in own[i]}
-    places |= {f"state[{i!r}]": state for i, state in saved["state"].items() if not is_idle(state)}
-    for where, found in places.items():
-        if key not in found:
-            names = ", ".join(str(k) for k in found if k not in KEYS and not is_component(k, found))
-            raise refused(
-                f"{where} has no {key!r}, which {base.__name__} needs; it has {names}: is it truncated, or the "
-                "checkpoint of another optimizer?"
-            )
 
 
 # --- after torch has put it in place ------------------------------------------------------------------------------
 
 
-def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
 def _put_back(optimizer: Optimizer, saved: Saved) -> None:
     """States as torch does not load them: wider ones in fp32, integers as they are, sharded as the parameter is."""
     ids = (i for group in saved["param_groups"] for i in group["params"])
-    for index, p in zip(ids, _params(optimizer), strict=True):
+    for index, p in zip(ids, params_of(optimizer), strict=True):
         for name, value in saved["state"].get(index, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -202,7 +124,7 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
         for p in group["params"]:
             own = {k: v for k, v in before.get(p, {}).items() if k in ["param" + suffix for suffix in suffixes()]}
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
-            known = p in bookkeeping(optimizer).param_bits or not low_words.is_written(optimizer, p)
+            known = p in bookkeeping(optimizer).param_bits or not external_writes.is_written(optimizer, p)
             if own and not expected and known:
                 optimizer.state[p].update(own)
                 kept.add(p)
@@ -212,11 +134,12 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
 def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[bool]) -> None:
     """Stores every state in its format. For that the next step is recorded, which also shows missing states."""
     records = dry_run.foreseen(base, optimizer)
-    names = {p: f"state[{i}]" for i, p in enumerate(_params(optimizer))}
+    names = {p: f"state[{i}]" for i, p in enumerate(params_of(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
         for p in [] if of_torch else split_params(optimizer.state) & set(group["params"]):
-            _check_words(optimizer.state[p], formats_for(Settings.of(group).strategy, (), NO_ROLES, p.dtype), names[p])
+            param = {"param": param_format(Settings.of(group).strategy, p.dtype)}
+            check_words(optimizer.state[p], param, names[p])
         if group["params"] and not stepped:
             _formats(optimizer, group, group["params"][0], records)  # the settings may be those of another optimizer
         for params in buckets(optimizer, stepped):
@@ -224,16 +147,16 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
             for p in params:
                 state, formats = optimizer.state[p], formats_of_shape(of_bucket, p.dim())
                 if not of_torch:
-                    _check_words(state, formats, names[p])
+                    check_words(state, formats, names[p])
                 settle(p, state)
                 for name, fmt in formats.items():
                     if name in state or (name == "param" and not of_torch):
-                        ensure_stored(p, state, name, fmt, 0.0, kept_formats.of(optimizer, p))
+                        ensure_stored(p, state, name, fmt, 0.0, record_of(optimizer, p))
 
 
 def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Stores the states that an optimizer created in its constructor (Adagrad) in their formats, as in checkpoints."""
-    if not optimizer.state or any(p.is_meta for p in _params(optimizer)):
+    if not optimizer.state or any(p.is_meta for p in params_of(optimizer)):
         return
     records = dry_run.foreseen(base, optimizer)
     for group in optimizer.param_groups:
@@ -245,9 +168,9 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
             for p, name in product(params, formats):
                 fmt = formats_of_shape(formats, p.dim())[name]
                 if name == "param" or name in optimizer.state[p]:
-                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0, kept_formats.of(optimizer, p))
+                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0, record_of(optimizer, p))
     for p in split_params(optimizer.state):
-        low_words.remember(optimizer, p, low_words.FRESH)
+        external_writes.remember(optimizer, p, external_writes.FRESH)
 
 
 def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Records) -> Mapping[str, Format]:
@@ -262,34 +185,81 @@ def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Recor
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    formats = recorded_formats.formats_of(recording, Settings.of(group), p.dtype)
-    idle = recorded_formats.idle_formats(optimizer, p, recording)
+    formats = update_formats.formats_of(recording, Settings.of(group), p.dtype)
+    idle = update_formats.idle_formats(optimizer, p, recording)
     # A state of blocks was saved as its value, which is not the format that it had.
     return {**formats, **{name: fmt for name, fmt in idle.items() if not formats[name].is_coded}}
 
 
-def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where: str) -> None:
-    """Raises if a checkpoint of a compiled optimizer lacks a word of a format, or has whole numbers for others."""
-    for name, fmt in formats.items():
-        high = state.get(name)
-        if name != "param" and (high is None or high.dtype != fmt.components[0].type.dtype):
-            continue  # a state of a later step; or wider than its format: nothing is lost
-        for key, component in list(zip(fmt.keys(name), fmt.components, strict=True))[1:]:
-            if key in state and not _is_misread(name, state[key].dtype, component.type.dtype):
-                continue
-            found = f"{key!r} in {state[key].dtype}" if key in state else f"no {key!r}"
-            raise refused(
-                f"{where} has {found}, the low word of {name!r} under this group's strategy: was it read "
-                "into the template of an optimizer compiled for another strategy, or saved by a run that left this "
-                "parameter in fp32 (compile(..., keep_fp32=...), buffers=)? Compile as that run did"
-            )
+# --- states of steps that run as written: whatever the optimizer made, as it was saved --------------------------------
 
 
-def _is_misread(name: str, stored: torch.dtype, dtype: torch.dtype) -> bool:
-    """Returns True if a word of `dtype` went through another one that does not hold it, or holds something else.
+def _runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> bool:
+    """Returns True if steps run as written, or will with the settings that a checkpoint brings.
 
-    The strategy alone tells the format of a parameter. That of a state depends on its role, which may have been another
-    when it was stored: either integer may be right.
+    Before its first step, an optimizer may not have said so. Then the names of its states in other shapes than their
+    parameter are not known either, and are learned here.
     """
-    alike = stored.is_floating_point == dtype.is_floating_point
-    return stored != dtype and not (alike and (name != "param" or dtype.is_floating_point))
+    known = dry_run.known(base, optimizer)  # of the next step, where it is traced
+    records = dry_run.records(base, optimizer, known)
+    ours, own = bookkeeping(optimizer), [Settings.of(group) for group in optimizer.param_groups]
+    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    try:
+        settings = [Settings.of({**mine, **of_run}) for mine, of_run in pairs]
+    except ValueError:  # which is said of the group when it is loaded
+        settings = own
+    alike = list(map(_deciding, own)) == list(map(_deciding, settings))
+    if alike and (ours.as_written or (ours.steps and known is None)):
+        return bool(ours.as_written)
+    ours.as_written = ""
+    for _, recording in () if known is None else known.of_groups(optimizer):
+        reduced_states.learn(ours, recording.captured)
+    try:
+        for group in optimizer.param_groups:
+            if group["params"]:
+                records(group, group["params"][0])
+    except UnsupportedUpdate as refusal:
+        with suppress(UnsupportedUpdate):
+            limits.check(base, optimizer, refusal, settings)
+            # One that has modes may have raised an error of its own because it is in evaluation mode.
+            if refusal.__cause__ is None or not hasattr(optimizer, "train"):
+                note(base, optimizer, refusal)
+    return bool(ours.as_written)
+
+
+def _deciding(settings: Settings) -> tuple[object, ...]:
+    """The settings that decide whether steps run as written."""
+    return settings.strategy, settings.arithmetic, settings.backend
+
+
+def _put_back_as_saved(optimizer: Optimizer, saved: Mapping[str, Any], plain: Sequence[bool]) -> None:
+    """Restores the states in their own types: torch casts all floating tensors to the type of the parameter.
+
+    In groups that are of `plain` torch a state in bf16 is so because its parameter was, and is one in fp32 now.
+    """
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    params = dict(zip(ids, params_of(optimizer), strict=True))
+    for index, state in saved["state"].items():
+        p = params.get(index)
+        if p is None:
+            optimizer.state[index] = copy.deepcopy(state)
+        else:
+            optimizer.state[p].update({k: _own(v, p) for k, v in state.items()})
+    for group in compress(optimizer.param_groups, plain):
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            tensors = {k: x for k, x in state.items() if isinstance(x, torch.Tensor)}
+            narrow = {k: x for k, x in tensors.items() if x.dtype == torch.bfloat16 and x.shape != p.shape}
+            state.update({k: x.float() for k, x in narrow.items()})
+    drop_placeholders([optimizer.state[p] for p in params.values() if p in optimizer.state])
+
+
+def _own(x: Any, p: torch.Tensor) -> Any:
+    """A copy of what a checkpoint has; tensors that are no numbers are on the device of the parameter."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().to(p.device if x.dim() else x.device, copy=True)
+    if type(x) is dict:
+        return {k: _own(v, p) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_own(y, p) for y in x)
+    return copy.deepcopy(x)

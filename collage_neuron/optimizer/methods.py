@@ -6,12 +6,13 @@ stored in the formats of the optimizer (`eager`). Static and class methods are e
 parameters other than their arguments. `step` itself, when it is recorded or runs as written, calls the methods
 unchanged.
 
-A method that reads or sets numbers (a learning rate) decodes nothing.
+A method that reads or sets numbers (a learning rate) decodes nothing: stand-ins are in the place of `state` and the
+groups until it looks at weights or states.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import _GeneratorContextManager, contextmanager
 from functools import wraps
@@ -24,10 +25,46 @@ from torch.optim import Optimizer
 from collage_neuron.eager.memory import memory_of, pool
 from collage_neuron.eager.step import Context
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer.lazy_tables import Lazy
-from collage_neuron.states import exchanged, inner, low_words
+from collage_neuron.states import external_writes, inner, replaced_params
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.store import States, is_idle
+
+KEYED = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "get", "pop", "setdefault")
+WHOLE = ("__iter__", "__len__", "__eq__", "__ne__", "__or__", "__ror__", "__ior__", "__repr__", "__reversed__",
+         "__reduce__", "__copy__", "__bool__", "clear", "copy", "items", "keys", "popitem", "update",
+         "values")  # fmt: skip
+
+
+def _passed_on(name: str) -> Any:
+    @wraps(getattr(defaultdict, name, bool))
+    def method(self: Lazy, *args: Any, **kwargs: Any) -> Any:
+        if self.real is None:  # made anew by the method: `type(self.state)(dict)`
+            return len(self) > 0 if name == "__bool__" else getattr(defaultdict, name)(self, *args, **kwargs)
+        if not (self.is_group and name in KEYED and args[0] != "params"):
+            self.touch()
+        return bool(self.real) if name == "__bool__" else getattr(self.real, name)(*args, **kwargs)
+
+    return method
+
+
+class Lazy(defaultdict[Any, Any]):
+    """Passes everything on to the `real` dictionary; tells `touch` of what may be a look at weights or states."""
+
+    real: dict[Any, Any] | None = None
+    touch: Callable[[], None]
+    is_group = False
+
+    @classmethod
+    def of(cls, real: dict[Any, Any], touch: Callable[[], None], is_group: bool) -> Lazy:
+        """One that stands in for `real`; of a group, only its parameters are weights."""
+        made = cls()
+        made.real, made.touch, made.is_group = real, touch, is_group
+        return made
+
+
+for _name in (*KEYED, *WHOLE):  # in Lazy itself, so that C code that copies a dict takes the road of subclasses
+    setattr(Lazy, _name, _passed_on(_name))
+
 
 SPECIAL = ("__call__", "__enter__", "__exit__")
 """Special methods that count as public."""
@@ -119,8 +156,8 @@ class MethodContext(Context):
             self.optimizer.state = replaced
 
     def _present(self) -> None:
-        exchanged.follow(self.optimizer)
-        low_words.drop_stale(self.optimizer)
+        replaced_params.follow(self.optimizer)
+        external_writes.drop_stale(self.optimizer)
         self._check_graphs()
         self.begin()
 
@@ -137,8 +174,8 @@ class MethodContext(Context):
         self.end()
         for p in stored.params_written():
             fresh = is_idle(self.optimizer.state.get(p, {}))
-            low_words.remember(self.optimizer, p, low_words.FRESH if fresh else low_words.STEPPED)
-        low_words.remember_states(self.optimizer)
+            external_writes.remember(self.optimizer, p, external_writes.FRESH if fresh else external_writes.STEPPED)
+        external_writes.remember_states(self.optimizer)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -21,8 +21,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import RoundedAverage
-from collage_neuron.runtime.living_models import copies
-from collage_neuron.states.bookkeeping import Bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, params_of
+from collage_neuron.states.live_objects import copies_of_models
 from collage_neuron.states.sharding import local, version
 
 WATCHED = 16
@@ -55,10 +55,10 @@ def look(optimizer: Optimizer, ours: Bookkeeping) -> None:
 
 
 def _found(optimizer: Optimizer) -> list[Copy]:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
+    held = {id(p) for p in params_of(optimizer) if p.dtype == torch.bfloat16}
     if len(held) < 2:  # of the many optimizers of a model that have one parameter each
         return []
-    return [Copy(ref(model), ref(copy)) for model, copy in copies(held)]
+    return [Copy(ref(model), ref(copy)) for model, copy in copies_of_models(held)]
 
 
 def _is_told(c: Copy) -> bool:
@@ -66,7 +66,9 @@ def _is_told(c: Copy) -> bool:
     model, copy = c.model(), c.copy()
     if model is None or copy is None:
         return True
-    c.averaged += _is_written(c, copy) and not _are_equal(_rounded(c.sample), _sample(model))
+    if _is_written(c, copy):
+        rounded = [t.bfloat16().float() for t in c.sample]  # a copy of exact values rounds to what the model has
+        c.averaged += not _are_equal(rounded, _sample(model))
     if c.averaged < 2:
         return False
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in copy.parameters() if p.is_floating_point()})
@@ -94,11 +96,6 @@ def _is_written(c: Copy, copy: torch.nn.Module) -> bool:
         return False
     last, c.sample = c.sample, _sample(copy)
     return written or (bool(last) and not _are_equal(c.sample, last))
-
-
-def _rounded(sample: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """To bf16: a copy of exact values rounds to what the model has."""
-    return [t.bfloat16().float() for t in sample]
 
 
 @torch.no_grad()

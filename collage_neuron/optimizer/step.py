@@ -15,30 +15,24 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import bf16_before, continued, first_step, group_changes, left_out, other_averages
-from collage_neuron.optimizer.finish import finish
-from collage_neuron.optimizer.launches import launches_of
+from collage_neuron.optimizer import continued, first_step_report, group_settings, load_checks, other_averages
+from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.runtime import agreement, nonfinite, surroundings
-from collage_neuron.runtime.closures import Call
-from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime import nonfinite, torch_defaults
 from collage_neuron.runtime.plan import Job, job_of, plan
 from collage_neuron.runtime.preconditions import check_environment
-from collage_neuron.runtime.recorded_formats import formats_of
-from collage_neuron.runtime.shared_counts import check_counts
+from collage_neuron.runtime.step_call import Call, Measured
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
-    collector,
-    exchanged,
-    imprecise,
-    joined_words,
-    low_words,
-    named_states,
-    narrow_counts,
-    small,
-    steady,
+    external_writes,
+    live_objects,
+    reduced_states,
+    replaced_params,
+    step_counts,
+    strategy_checks,
+    structure_guard,
 )
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import dry_run, repeated, validated
 from collage_neuron.trace.classes import is_traced
@@ -65,7 +59,7 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
-    with surroundings.usual(), collector.paused():
+    with torch_defaults.plain_defaults(), live_objects.collector_paused():
         return _take_step(base, optimizer, call)
 
 
@@ -76,15 +70,15 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
         raise StepInterrupted(ours.interrupted)
     watcher: Watcher | None = ours.watcher
     due = watcher is not None and watcher.due()
-    exchanged.follow(optimizer)
-    bf16_before.tell(base, optimizer)
+    replaced_params.follow(optimizer)
+    first_step_report.hint_at_source(base, optimizer)
     other_averages.look(optimizer, ours)
     continued.leave_words(optimizer, ours)
     if ours.joined:
-        joined_words.join_again(optimizer)
-    ours.seen = steady.look(optimizer)
-    if narrow_counts.widen(optimizer, ours.seen):
-        ours.seen = steady.look(optimizer)
+        load_checks.join_again(optimizer)
+    ours.seen = structure_guard.look(optimizer)
+    if step_counts.widen(optimizer, ours.seen):
+        ours.seen = structure_guard.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)
     finally:
@@ -99,7 +93,7 @@ def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> 
     ours = bookkeeping(optimizer)
     if is_traced(base, optimizer) or (call.closure is not None and ours.as_written):
         return False  # to try would evaluate the closure once more
-    is_first = not (ours.steps or optimizer.state) and any(map(_has_gradient, optimizer.param_groups))
+    is_first = not (ours.steps or optimizer.state) and any(p.grad is not None for p in params_of(optimizer))
     return not ours.as_written or is_first
 
 
@@ -115,7 +109,7 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
         else:
             ours.as_written = ""
             return eager_step.Taken(measured, call.loss)
-    return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
+    return eager_step.take(base, optimizer, refusal, call, partial(nonfinite.decision, optimizer), due, tracing)
 
 
 def _tracing(
@@ -140,13 +134,13 @@ def _tracing(
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:
     """Takes a step that has been traced; whether it is skipped was known before."""
     for job in jobs:
-        small.learn(bookkeeping(optimizer), job.recording.captured)
+        reduced_states.learn(bookkeeping(optimizer), job.recording.captured)
     _check_named(optimizer, jobs)
     _tell(base, optimizer, jobs)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, jobs, None, written)
     bookkeeping(optimizer).as_written = ""
-    first_step.tell(base, optimizer, jobs)
+    first_step_report.report(base, optimizer, jobs)
     return measured
 
 
@@ -165,7 +159,7 @@ def _validate_traced(
 
 def _check_named(optimizer: Optimizer, jobs: list[Job]) -> None:
     strategies = [Settings.of(group).strategy for group in optimizer.param_groups]
-    named_states.check(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
+    strategy_checks.check_names(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
 
 
 @contextmanager
@@ -183,36 +177,34 @@ def _interrupting(optimizer: Optimizer) -> Iterator[Written]:
         raise
 
 
-def _has_gradient(group: dict[str, Any]) -> bool:
-    return any(p.grad is not None for p in group["params"])
-
-
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    check_counts(optimizer, steady.of(optimizer))
+    step_counts.check_unshared(optimizer)
     records, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)
     _tell(base, optimizer, jobs)
-    low_words.drop_stale(optimizer)
-    group_changes.tell(optimizer, ours.groups, jobs, formats_of)
+    external_writes.drop_stale(optimizer)
+    group_settings.warn_of_changes(optimizer, jobs)
     known = validate.history_of(optimizer).known
     validate.check(base, optimizer, jobs, take, validated.of_recording, known)
-    finite = _all_finite(optimizer)
+    finite = nonfinite.decision(optimizer)
     with _interrupting(optimizer) as written:
-        measured = take(optimizer, left_out.taken(optimizer, jobs, finite), finite, written)
-        exchanged.forget(optimizer)
-        low_words.remember_step(optimizer)
-    first_step.tell(base, optimizer, jobs)
+        measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)
+        replaced_params.forget(optimizer)
+        external_writes.remember_step(optimizer)
+    first_step_report.report(base, optimizer, jobs)
     return measured
 
 
 def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
     """Warns of states that turn out to need more bits than their formats have, or than the user asked for."""
-    group_changes.tell_of_bytes(optimizer, jobs)
+    group_settings.warn_of_bytes(optimizer, jobs)
     for job in jobs:
         if job.imprecise:
-            imprecise.tell(base, optimizer, job.recording.captured.graph, job.settings, job.update.formats)
+            strategy_checks.warn_imprecise(
+                base, optimizer, job.recording.captured.graph, job.settings, job.update.formats
+            )
 
 
 def _told(error: BaseException) -> str:
@@ -238,7 +230,8 @@ def take(
     measured = _run(optimizer, jobs, finite, [] if written is None else written)
     for job in jobs:
         finish(optimizer, job)
-    _count_draws(jobs)
+    for group in {id(job.group): job.group for job in jobs if job.update.draws}.values():
+        group[DRAWN] = group.get(DRAWN, 0) + 1  # the next step draws other random bits
     return measured
 
 
@@ -272,29 +265,5 @@ def _telling(backend: Backend, launches: Sequence[Launch]) -> list[torch.Tensor]
     return list(chain.from_iterable(chain.from_iterable(each.writes for each in launches)))
 
 
-def _skips(job: Job) -> bool:
-    return job.settings.nonfinite == "skip"
-
-
 def _mask(job: Job, finite: torch.Tensor | None) -> torch.Tensor | None:
-    return finite if _skips(job) else None
-
-
-def _all_finite(optimizer: Optimizer) -> torch.Tensor | None:
-    """A device mask: true if all gradients of groups with `nonfinite="skip"` are finite. None without such groups.
-
-    Processes that share parameters share the mask. Each takes part, whether or not it has gradients in this step.
-    """
-    skipping = [group for group in optimizer.param_groups if Settings.of(group).nonfinite == "skip"]
-    if not skipping:
-        return None
-    params = [p for group in skipping for p in group["params"]]
-    finite = agreement.agreed(optimizer, params, nonfinite.all_finite(params))
-    nonfinite.count(optimizer, finite)
-    return finite
-
-
-def _count_draws(jobs: list[Job]) -> None:
-    """Counts a step that drew random bits, so that the next step draws others."""
-    for group in {id(job.group): job.group for job in jobs if job.update.draws}.values():
-        group[DRAWN] = group.get(DRAWN, 0) + 1
+    return finite if job.settings.nonfinite == "skip" else None

@@ -13,24 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.strategies import (
-    formats_of_shape,
-    has_blocks,
-)
+from collage_neuron.errors import UnsupportedUpdate, naming
+from collage_neuron.numerics.strategies import formats_of_shape, has_blocks
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime.bucketing import buckets, naming
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
-from collage_neuron.runtime.recorded_formats import as_stored, named, rewritten_for, signs_of
 from collage_neuron.runtime.rounding_probe import require_sound
+from collage_neuron.runtime.update_formats import as_stored, named, rewritten_for, signs_of
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, steady
+from collage_neuron.states import replaced_params, structure_guard
 from collage_neuron.states.sharding import is_split
+from collage_neuron.states.visible_states import buckets
 
 
 @dataclass(frozen=True)
@@ -45,32 +42,9 @@ class Job:
     settings: Settings
     """Those of the group."""
     imprecise: frozenset[str]
-    """States that may need more bits than their formats have (`imprecise`)."""
+    """States that may need more bits than their formats have (`strategy_checks`)."""
     watched: frozenset[str]
     """The values that a measured step measures: the parameter, and the states that may stall."""
-
-
-class _Place(NamedTuple):
-    """Where a parameter of a step is, put into words only if a check fails."""
-
-    number: int
-    group: int
-    p: torch.Tensor
-
-    def __str__(self) -> str:
-        shape = list(self.p.shape)
-        return f"a parameter (number {self.number} with a gradient, shape {shape}) of param_groups[{self.group}]"
-
-
-@dataclass(frozen=True)
-class _Places:
-    """The places of the parameters of a group that have a gradient."""
-
-    group: int
-    params: list[torch.nn.Parameter]
-
-    def __iter__(self) -> Iterator[_Place]:
-        return (_Place(j, self.group, p) for j, p in enumerate(self.params))
 
 
 Records = Callable[[dict[str, Any], torch.nn.Parameter], Recording]
@@ -90,10 +64,9 @@ def plan(
     `records` has, or makes, the recordings of the next step.
     """
     check_settings(group, index)
-    params = list(compress(group["params"], map(_is_given, map(attrgetter("grad"), group["params"]))))
-    places = _Places(index, params)
-    check_stepped(params, places, steady.of(optimizer))
-    exchanged.check_same(optimizer, params, places)
+    params = list(compress(group["params"], map(partial(is_not, None), map(attrgetter("grad"), group["params"]))))
+    check_stepped(params, _places(index, params), structure_guard.of(optimizer))
+    replaced_params.check_same(optimizer, params, _places(index, params))
     return [
         plan_update(base, optimizer, group, part, records, measured)
         for bucket in buckets(optimizer, params)
@@ -101,7 +74,12 @@ def plan(
     ]
 
 
-_is_given = partial(is_not, None)
+def _places(group: int, params: Sequence[torch.Tensor]) -> Iterator[str]:
+    """Where parameters are, put into words only if a check asks."""
+    return (
+        f"a parameter (number {i} with a gradient, shape {list(p.shape)}) of param_groups[{group}]"
+        for i, p in enumerate(params)
+    )
 
 
 def _parts(group: dict[str, Any], params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
@@ -121,7 +99,9 @@ def plan_update(
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
-    _backend_of(Settings.of(group), p, steady.of(optimizer))  # which may not be sound: before anything is recorded
+    _backend_of(
+        Settings.of(group), p, structure_guard.of(optimizer)
+    )  # which may not be sound: before anything is recorded
     with naming(base):
         recording = records(group, p)
         if any(map(math.isnan, recording.slots)):  # those of a traced step may be values, of gradients that are NaN
@@ -141,7 +121,7 @@ def job_of(
     """The job of a recording: the update of `params`, rewritten for the group's strategy."""
     if recording.captured.seen_as is not None:
         _check_as_seen(params, recording.captured)
-    settings, seen = Settings.of(group), steady.of(optimizer)
+    settings, seen = Settings.of(group), structure_guard.of(optimizer)
     backend, signs = _backend_of(settings, params[0], seen), signs_of(seen, recording, settings)
     wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)
     last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
@@ -153,14 +133,13 @@ def job_of(
     return job
 
 
-def _backend_of(settings: Settings, p: torch.Tensor, seen: steady.Seen | None) -> Backend:
-    return steady.once_a_step(seen, ("backend", settings, p.device), partial(_backend, settings, p.device))
+def _backend_of(settings: Settings, p: torch.Tensor, seen: structure_guard.Seen | None) -> Backend:
+    def sound() -> Backend:
+        backend = choose(settings.backend, p.device)
+        require_sound(backend, p.device, settings.strategy)
+        return backend
 
-
-def _backend(settings: Settings, device: torch.device) -> Backend:
-    backend = choose(settings.backend, device)
-    require_sound(backend, device, settings.strategy)
-    return backend
+    return structure_guard.once_a_step(seen, ("backend", settings, p.device), sound)
 
 
 class _Wanted(NamedTuple):
@@ -177,7 +156,7 @@ class _Wanted(NamedTuple):
 
 
 class _Last(NamedTuple):
-    """The job of an earlier step, for parameters in a list that the structure keeps (`visible.alike`)."""
+    """The job of an earlier step, for parameters in a list that the structure keeps (`visible_states.alike`)."""
 
     job: Job
     wanted: _Wanted

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.states.shared_memory import overlaps_itself
-from collage_neuron.states.steady import Seen, are_same
+from collage_neuron.states.structure_guard import Seen
 
 
 @dataclass(frozen=True)
@@ -140,28 +140,15 @@ def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen
     """
     if not params:
         return
-    found: dict[int, list[_Sound]] = {} if seen is None else seen.structure.known.setdefault("sound", {})
-    known, grads = found.setdefault(id(params[0]), []), list(map(attrgetter("grad"), params))
-    if any(are_same(params, one.params) and one.guard(*grads) for one in known):
+    known = {} if seen is None else seen.structure.table("sound")
+    key, grads = tuple(map(id, params)), list(map(attrgetter("grad"), params))  # the structure holds the parameters
+    if key in known and known[key](*grads):
         return
     for p, where in zip(params, places, strict=True):
         check_param(p, where)
         check_gradient(p, where)
     if seen is not None:
-        del known[: max(0, len(known) - _SOUND)]
-        known.append(_Sound(params, torch_privates.guard(grads)))
-
-
-class _Sound(NamedTuple):
-    """Parameters that were sound, with gradients that were."""
-
-    params: Sequence[torch.Tensor]
-    guard: Callable[..., bool]
-    """Of the gradients: the parameters are part of what a step has seen."""
-
-
-_SOUND = 8
-"""How many are remembered of a group."""
+        seen.structure.keep(known, key, torch_privates.guard(grads))
 
 
 def check_param(p: torch.Tensor, where: object) -> None:

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states import steady
+from collage_neuron.states import structure_guard
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import is_distributed, is_sharded
 
@@ -42,8 +43,11 @@ def followed(model: torch.nn.Module | None = None, optimizer: Optimizer | None =
     wide = {p: where for p, where in _named(model, optimizer).items() if p.dtype == torch.float32}
     check_fsdp(wide)
     replicated = ddp_over(wide)
-    for ddp in replicated:
-        _check_ddp(ddp)
+    for problem in chain.from_iterable(map(torch_privates.ddp_problems, replicated)):
+        raise ValueError(
+            f"the float32 parameters are held by a DistributedDataParallel with {problem}, which cannot be set up "
+            f"anew for bfloat16: {AFTER}"
+        )
     _check_nodes(wide, replicated)
     yield
     for ddp in replicated:
@@ -127,8 +131,13 @@ def instances(module: str, name: str) -> list[Any]:
 
 def gives_parts(optimizer: Optimizer) -> bool:
     """Returns True if torch_xla's ZeRO-1 holds the optimizer, and has given it a part of each parameter."""
+    return bool(zero_of_xla(optimizer))
+
+
+def zero_of_xla(optimizer: Optimizer) -> list[Any]:
+    """The ZeRO-1 of torch_xla that holds the optimizer, if one does."""
     found = instances("torch_xla.distributed.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
-    return any(vars(zero).get("base_optimizer") is optimizer for zero in found)
+    return [zero for zero in found if vars(zero).get("base_optimizer") is optimizer]
 
 
 def is_part(p: Any) -> bool:
@@ -141,19 +150,16 @@ def is_part(p: Any) -> bool:
     return torch_privates.is_flattened(p) or bool(getattr(p, "tensor_model_parallel", False))
 
 
-def shape_of_part(optimizer: Optimizer, seen: steady.Seen | None = None) -> list[int] | None:
+def shape_of_part(optimizer: Optimizer, seen: structure_guard.Seen | None = None) -> list[int] | None:
     """The shape of a parameter that is such a part, or of torch_xla's ZeRO-1; None if all are whole, or DTensors."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     found = next(filter(is_part, params), None)
-    if found is None and params and are_of_zero(optimizer, seen):
-        found = params[0]
+    if found is None and params:
+        # It lists all objects of the process: once, if a step has `seen` the same.
+        ask = partial(gives_parts, optimizer)
+        of_zero: bool = ask() if seen is None else seen.structure.once("gives_parts", ask)
+        found = params[0] if of_zero else None
     return None if found is None else list(found.shape)
-
-
-def are_of_zero(optimizer: Optimizer, seen: steady.Seen | None) -> bool:
-    """The same as `gives_parts`, which lists all objects of the process: once for a step that has `seen` the same."""
-    ask = partial(gives_parts, optimizer)
-    return ask() if seen is None else seen.structure.once("gives_parts", ask)
 
 
 SUMS = "its step adds up elements of a parameter (a norm, a mean), or sees it in another shape (view)"
@@ -182,15 +188,6 @@ def ddp_over(params: Names) -> list[Any]:
         return []  # without a process group there is none
     found = instances("torch.nn.parallel.distributed", "DistributedDataParallel")
     return [ddp for ddp in found if any(p in params for p in ddp.module.parameters())]
-
-
-def _check_ddp(ddp: Any) -> None:
-    """Raises ValueError for a DDP in which more than the reducer depends on the dtype."""
-    for problem in torch_privates.ddp_problems(ddp):
-        raise ValueError(
-            f"the float32 parameters are held by a DistributedDataParallel with {problem}, which cannot be set up "
-            f"anew for bfloat16: {AFTER}"
-        )
 
 
 def _check_nodes(params: Names, replicated: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states.marks import Marks, mark_of
+from collage_neuron.states.write_detection import Marks, mark_of
 
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
@@ -40,34 +40,34 @@ class Bookkeeping:
     """Everything that lasts between the steps of one optimizer, outside `state` and `param_groups`."""
 
     marks: Marks = field(default_factory=Marks)
-    """How parameters and states with low words were when those were found to be theirs (`low_words`)."""
+    """How parameters and states with low words were when those were found to be theirs (`external_writes`)."""
     formats: dict[torch.Tensor, dict[str, str]] = field(default_factory=dict)
-    """The names of the formats that each parameter (`param`) and its states are kept in (`kept_formats`)."""
+    """The names of the formats that each parameter (`param`) and its states are kept in (`format_record`)."""
     words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """The further words of each parameter, the tensors that its state holds too (`cleared`)."""
+    """The further words of each parameter, the tensors that its state holds too (`external_writes`)."""
     param_bits: dict[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """What parameters held when their low words were stored, on the host, and the version that loads of the model leave
-    them with; where other code is expected to write them before the next step (`low_words`)."""
+    them with; where other code is expected to write them before the next step (`external_writes`)."""
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
-    """Until the first step, the parameters of each group when the optimizer was compiled (`exchanged`)."""
+    """Until the first step, the parameters of each group when the optimizer was compiled (`replaced_params`)."""
     small: set[str] = field(default_factory=set)
-    """Names of the states of one number that the step was seen to compute from tensors (`small`)."""
+    """Names of the states of one number that the step was seen to compute from tensors (`reduced_states`)."""
     seen_as: set[str] = field(default_factory=set)
-    """Names of the states that the step was seen to keep in the shape of a view of the parameter (`small`)."""
+    """Names of the states that the step was seen to keep in the shape of a view of the parameter (`reduced_states`)."""
     fp32: set[torch.Tensor] = field(default_factory=set)
     """Parameters that `compile` left in fp32 (`buffers`)."""
     groups: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)
-    """Strategy and learning rate of each group in the last step; True if that rate was looked at (`group_changes`)."""
+    """Strategy and learning rate of each group in the last step; True if that rate was looked at (`group_settings`)."""
     narrow: set[torch.Tensor] = field(default_factory=set)
-    """Parameters that were bf16 when the optimizer was compiled or stepped (`exchanged`)."""
+    """Parameters that were bf16 when the optimizer was compiled or stepped (`replaced_params`)."""
     steps: int = 0
-    """Steps taken since the optimizer was made (`rewritten`)."""
+    """Steps taken since the optimizer was made (`coarse_writes`)."""
     writes: list[int] = field(default_factory=list)
-    """Before which of the last steps other code had changed parameters (`rewritten`)."""
+    """Before which of the last steps other code had changed parameters (`coarse_writes`)."""
     idle_writes: list[int] = field(default_factory=list)
-    """The same of writes that changed nothing (`rewritten`)."""
+    """The same of writes that changed nothing (`coarse_writes`)."""
     samples: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """Of parameters that other code writes: some elements after the last step (`rewritten`)."""
+    """Of parameters that other code writes: some elements after the last step (`coarse_writes`)."""
     told_of_writes: bool = False
     """True if the user was warned of it."""
     as_written: str = ""
@@ -79,23 +79,23 @@ class Bookkeeping:
     interrupted: str = ""
     """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
     reductions: Any = None
-    """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
+    """How processes agree on skipping a step, but for meshes (`nonfinite`); None: not asked yet. A copy asks anew."""
     budget: int | None = None
     """The bytes per parameter that the user asked for, if the strategy was chosen by them."""
     budgeted: Any = None
     """The strategy that was chosen then."""
     named: set[frozenset[str]] = field(default_factory=set)
-    """The names in mappings that are those of states (`named_states`)."""
+    """The names in mappings that are those of states (`strategy_checks`)."""
     told: set[str] = field(default_factory=set)
-    """States of which a warning was given (`imprecise`), and the name of a warning that is given once."""
+    """States of which a warning was given (`strategy_checks`), and the name of a warning that is given once."""
     validated: Any = None
     """The history of validation, a `validate.History`."""
     load_compared: tuple[list[int], bool] | None = None
-    """Whether the last load of the model brought other weights, and the versions when this was found (`low_words`)."""
+    """True if the last load of the model brought other weights, and the versions when this was found."""
     joined: dict[torch.Tensor, Any] = field(default_factory=dict)
-    """Words of a checkpoint that have joined fp32 parameters, until the next step (`joined_words`)."""
+    """Words of a checkpoint that have joined fp32 parameters, until the next step (`load_checks`)."""
     paces: dict[int, Any] = field(default_factory=dict)
-    """The way of each group under a schedule, a `small_steps.Pace`, where its format may lose a part of it."""
+    """The way of each group under a schedule, an `underflow.Pace`, where its format may lose a part of it."""
     arrived: dict[int, Any] = field(default_factory=dict)
     """How much of the steps of each group arrived, an `arrived.Arrived`, where it is measured."""
     watcher: Any = None
@@ -115,9 +115,9 @@ class Bookkeeping:
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`continued`)."""
     seen: Any = None
-    """During a step, a `steady.Seen`."""
+    """During a step, a `structure_guard.Seen`."""
     structure: Any = None
-    """What the last step found, a `steady.Structure`. A copy looks anew."""
+    """What the last step found, a `structure_guard.Structure`. A copy looks anew."""
 
     def mark(self, params: Iterable[torch.Tensor], what: str) -> None:
         """Marks parameters as they are now; `what` happened to them last."""
@@ -156,6 +156,11 @@ def bookkeeping(optimizer: Optimizer) -> Bookkeeping:
         own[ATTRIBUTE] = Bookkeeping()
     found: Bookkeeping = own[ATTRIBUTE]
     return found
+
+
+def params_of(optimizer: Optimizer) -> list[Any]:
+    """The parameters of all groups, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @contextmanager

@@ -68,7 +68,9 @@ def reset_at_once(optimizer: Optimizer, split: Mapping[torch.Tensor, Format]) ->
         choice = Settings.of(group).backend
         for p in (p for p in group["params"] if p in split and p.is_cpu):
             backend, fmt = _backend(choice, p.device), split[p]
-            if backend is not None and _may_take(backend, p, fmt):
+            if backend is None or not backend.passes_once or type(p) not in ORDINARY:
+                continue
+            if backend.supports(_update(fmt)) is None:
                 parts.setdefault((backend, fmt), {})[p] = optimizer.state[p]
     for (backend, fmt), states in parts.items():
         _reset(backend, fmt, states)
@@ -81,11 +83,6 @@ def _backend(choice: str, device: torch.device) -> Backend | None:
         return choose(choice, device)
     except ValueError:
         return None
-
-
-def _may_take(backend: Backend, p: torch.Tensor, fmt: Format) -> bool:
-    """Returns True if `reset_at_once` may have this parameter, in this format, with the backend that updates it."""
-    return backend.passes_once and type(p) in ORDINARY and p.is_cpu and backend.supports(_update(fmt)) is None
 
 
 def _reset(backend: Backend, fmt: Format, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:

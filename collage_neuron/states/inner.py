@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
 from weakref import ref
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 
 States = Mapping[Any, Any]
 
@@ -112,7 +113,7 @@ def check(optimizer: Optimizer) -> None:
             f"{name} cannot be compiled: its constructor calls none of torch.optim.Optimizer, and makes no hooks; let "
             "it call super().__init__()"
         )
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = set(map(id, params_of(optimizer)))
     for each in found:
         inside = type(each.optimizer).__name__
         if hasattr(type(each.optimizer), "_collage_base"):
@@ -125,7 +126,7 @@ def check(optimizer: Optimizer) -> None:
                 f"{name} cannot be compiled: its {inside} is inside another optimizer, which was compiled and has its "
                 "states; make a new one"
             )
-        if not own.issuperset(id(p) for group in each.optimizer.param_groups for p in group["params"]):
+        if not own.issuperset(id(p) for p in params_of(each.optimizer)):
             raise UnsupportedUpdate(
                 f"{name} cannot be compiled: it steps a {inside} over parameters that are in none of its own groups, "
                 "and values are kept for the parameters of an optimizer; give it all of them"
@@ -156,11 +157,7 @@ class Inside:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is a hook of another optimizer, which gets its own (`watch`)."""
-        return _no_hook, ()
-
-
-def _no_hook() -> Any:
-    return _does_nothing
+        return partial, (_does_nothing,)
 
 
 def _does_nothing(*_: Any) -> None:
@@ -195,21 +192,28 @@ def state_of(optimizer: Optimizer, p: Any, inner: Sequence[Inner]) -> dict[Any, 
 
 def lend(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
     """Gives each inner optimizer its own states."""
+    for each, p, keys in list(_lent(optimizer, inner)):
+        own, state = each.optimizer.state.setdefault(p, {}), optimizer.state[p]
+        own.update({k.removeprefix(each.prefix): state.pop(k) for k in keys})
+
+
+def _lent(optimizer: Optimizer, inner: Iterable[Inner]) -> Iterator[tuple[Inner, Any, list[str]]]:
+    """The states of inner optimizers that the outer one has: whose they are, the parameter, and their keys."""
     for each in inner:
-        if not each.prefix:
-            continue
-        for p, state in list(optimizer.state.items()):
-            keys = [k for k in state if isinstance(k, str) and k.startswith(each.prefix)] if type(state) is dict else []
-            if keys:
-                own = each.optimizer.state.setdefault(p, {})
-                own.update({k.removeprefix(each.prefix): state.pop(k) for k in keys})
+        for p, state in optimizer.state.items() if each.prefix else ():
+            if type(state) is dict and (keys := _with_prefix(state, each)):
+                yield each, p, keys
+
+
+def _with_prefix(state: States, each: Inner) -> list[str]:
+    return [k for k in state if isinstance(k, str) and k.startswith(each.prefix)]
 
 
 def check_untouched(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
     """Raises UnsupportedUpdate if other code has changed states of an inner optimizer since they were collected."""
     for each in inner:
         for p, state in optimizer.state.items() if each.prefix else ():
-            is_there = type(state) is dict and any(isinstance(k, str) and k.startswith(each.prefix) for k in state)
+            is_there = type(state) is dict and bool(_with_prefix(state, each))
             if (is_there and p not in each.optimizer.state) or each.optimizer.state.get(p):
                 name, inside = type(optimizer).__name__, type(each.optimizer).__name__
                 raise UnsupportedUpdate(
@@ -221,10 +225,8 @@ def check_untouched(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
 
 def mark(optimizer: Optimizer) -> None:
     """Inner optimizers have an empty state for each parameter of which the outer one has states of theirs."""
-    for each in inner_of(optimizer):
-        for p, state in optimizer.state.items() if each.prefix else ():
-            if type(state) is dict and any(isinstance(k, str) and k.startswith(each.prefix) for k in state):
-                each.optimizer.state.setdefault(p, {})
+    for each, p, _ in _lent(optimizer, inner_of(optimizer)):
+        each.optimizer.state.setdefault(p, {})
 
 
 def collect(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
@@ -238,7 +240,7 @@ def collect(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
         state = optimizer.state.setdefault(p, {})
         if type(state) is not dict:
             continue
-        wrong |= {k for k in state if isinstance(k, str) and k.startswith(each.prefix)}
+        wrong.update(_with_prefix(state, each))
         state.update({f"{each.prefix}{k}": x for k, x in moving.items()})
         for k in moving:
             del each.optimizer.state[p][k]

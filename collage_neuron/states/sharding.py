@@ -8,7 +8,7 @@ States get the placement of their parameter, so that code that saves or reshards
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -155,12 +155,6 @@ def writable_gradient(p: Any) -> torch.Tensor:
         grad = grad.clone(memory_format=torch.contiguous_format)
         p.grad = like(grad, p)
     return grad
-
-
-def local_parts(p: torch.Tensor, state: Mapping[str, Any], writes_gradient: bool) -> dict[str, Any]:
-    """What this process holds of a parameter, its gradient and its states, by name; numbers as they are."""
-    tensors = {**state, "param": p, "grad": writable_gradient(p) if writes_gradient else gradient(p)}
-    return {k: t if type(t) in ORDINARY else local(t) for k, t in tensors.items()}
 
 
 def rewrite_data(p: torch.Tensor, data: torch.Tensor) -> None:

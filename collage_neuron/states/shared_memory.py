@@ -108,7 +108,10 @@ def check_unshared(of_optimizer: Iterable[torch.Tensor], of_model: Iterable[torc
             if concerned and windows[p].meets(windows[q]) and share_elements(p, q):
                 raise _refusal(p, f"with another parameter, of shape {list(q.shape)}", "make them one parameter object")
     parts = [
-        p for p in windows if p.dtype == torch.float32 and (_is_part(p) or len(by_storage[windows[p].storage]) > 1)
+        p
+        for p in windows
+        if p.dtype == torch.float32
+        and (p.untyped_storage().nbytes() > p.nbytes or len(by_storage[windows[p].storage]) > 1)
     ]
     _check_seen_by_others({p: windows[p] for p in parts}, {windows[p].storage for p in parts})
 
@@ -124,13 +127,12 @@ def _window(p: torch.Tensor) -> Window | None:
     return None
 
 
-def _is_part(p: torch.Tensor) -> bool:
-    return p.untyped_storage().nbytes() > p.numel() * p.element_size()
-
-
 def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int]) -> None:
     """Raises for a range that a live tensor covers too, unless that is a view of the range or covers all of it."""
-    for other, window in _living(storages) if parts else ():
+    living = objects_of((torch.Tensor, torch.nn.Parameter)) if parts else ()  # but those of subclasses
+    for other in living:
+        if (window := _window(other)) is None or window.storage not in storages:
+            continue
         for p, own in parts.items():
             if other is p or own == window or not own.meets(window) or torch_privates.viewed(other) is p:
                 continue
@@ -141,12 +143,6 @@ def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int])
                     "give each parameter memory of its own (p.data = p.data.clone()) before you compile, or convert "
                     "the buffer to bfloat16 and make the parameters views of that",
                 )
-
-
-def _living(storages: set[int]) -> list[tuple[torch.Tensor, Window]]:
-    """All live tensors in some storages, except tensors of subclasses."""
-    windows = [(x, _window(x)) for x in objects_of((torch.Tensor, torch.nn.Parameter))]
-    return [(x, window) for x, window in windows if window is not None and window.storage in storages]
 
 
 def _refusal(p: torch.Tensor, how: str, advice: str) -> ValueError:

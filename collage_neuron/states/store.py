@@ -4,7 +4,7 @@
 `<name>_lo` (or `param_master`); the parameter's first component is the parameter itself. All except the host scalars
 are parameter-shaped tensors, so code that saves or shards an optimizer's state needs no knowledge of ours. The words
 that blocks of elements share (`<name>_scale`) are the exception: they are local tensors, and `state_dict()` shows the
-value of such a state instead of its words (`saved_values`).
+value of such a state instead of its words (`format_record`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 from collage_neuron.numerics.formats import FORMATS, Format, require_known
 from collage_neuron.states import words
-from collage_neuron.states.names import is_component, suffixes
 from collage_neuron.states.sharding import beside, like, local, rewrite_data
+from collage_neuron.states.state_keys import is_component, suffixes
 
 State = dict[str, Any]
 
 Record = dict[str, str]
-"""The format names of a parameter (`param`) and its states (`kept_formats`)."""
+"""The format names of a parameter (`param`) and its states (`format_record`)."""
 
 NO_RECORD: Mapping[str, str] = MappingProxyType({})
 
@@ -56,7 +56,7 @@ def is_host_scalar(value: object, p: torch.Tensor) -> bool:
     """Returns True if a state is a number, or a 0-d tensor that counts (`step`), and not a tensor shaped like `p`.
 
     For a 0-d parameter, all states are 0-d. Those of its shape are in bf16, and numbers never are (`settle`); a state
-    that a format keeps in fp32 counts as a number until a step is recorded (`zero_dim.record`).
+    that a format keeps in fp32 counts as a number until a step is recorded (`trace.recorded`).
     """
     if not isinstance(value, torch.Tensor):
         return True

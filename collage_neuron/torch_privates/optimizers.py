@@ -21,7 +21,7 @@ def unhooked_step(base: type[Optimizer]) -> Any:
 def hooked_steps(base: type[Optimizer]) -> list[CellType]:
     """Where torch's wrappers of `base.step` and of those that it overrides hold the code that they run between hooks.
 
-    No public way exchanges that of a step in progress, whose hooks have begun (`optimizer/taken_steps.py`). Noticed by
+    No public way exchanges that of a step in progress, whose hooks have begun (`optimizer/bypass.py`). Noticed by
     `tests/conversion/test_compile_model.py::test_the_first_step_runs_its_own_code_once`.
     """
     return [cell for cls in base.__mro__ for cell in _code_in(vars(cls).get("step"))]

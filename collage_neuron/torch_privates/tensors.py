@@ -26,7 +26,7 @@ Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_op
 def copy_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
     """Copies one value to many tensors: a public call for each (`copy_`) costs ten times as much.
 
-    Noticed by `tests/runtime/test_steady.py::test_counts_are_written_where_they_are`.
+    Noticed by `tests/runtime/test_structure_guard.py::test_counts_are_written_where_they_are`.
     """
     torch._foreach_copy_(tensors, [value] * len(tensors))
 
@@ -45,7 +45,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
     It is the guard of torch.compile, one call for all: reading each property of a thousand tensors costs six times as
     much. It returns False whenever a tensor occurs twice: then, and where torch has none, the properties are read.
-    Noticed by `tests/runtime/test_steady.py::test_a_guard_notices_what_may_change_about_a_tensor`.
+    Noticed by `tests/runtime/test_structure_guard.py::test_a_guard_notices_what_may_change_about_a_tensor`.
     """
     try:
         guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)

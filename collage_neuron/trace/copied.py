@@ -18,12 +18,12 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, pointing_at
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.source_location import raised_at
-from collage_neuron.runtime import surroundings, wrappers
+from collage_neuron.runtime import torch_defaults, wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import inner
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
-from collage_neuron.states.visible import ParamShaped, visible
+from collage_neuron.states.visible_states import ParamShaped, visible
 from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.classes import attributes_of_torch
@@ -108,7 +108,7 @@ class Copied:
             mode.see_made()
         self._mode, holders = mode, torch_privates.references(tensors)
         try:
-            with surroundings.usual(), torch.no_grad(), self._guard, ExitStack() as stack:
+            with torch_defaults.plain_defaults(), torch.no_grad(), self._guard, ExitStack() as stack:
                 for each in (*context, mode):
                     stack.enter_context(each)
                 inner.lend(self.optimizer, self._inner)

@@ -17,9 +17,9 @@ from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.recorder import Ref
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured
-from collage_neuron.states import steady
-from collage_neuron.states.names import is_component
+from collage_neuron.states import structure_guard
 from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.state_keys import is_component
 from collage_neuron.trace import met
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.cones import Cones
@@ -268,7 +268,7 @@ class Placeholders:
         grads: list[Any] = [p.grad for p in params]
         found: list[tuple[torch.Tensor, torch.Tensor]]
         params_before, is_alike, found = self._last
-        if not (steady.are_same(params_before, params) and is_alike(*grads)):
+        if not (structure_guard.are_same(params_before, params) and is_alike(*grads)):
             found = list(map(self._gradient, params, grads))
             self._last = params, torch_privates.guard(grads) if grads else list, found
         return found
@@ -313,7 +313,7 @@ class Traces:
     """How the last step found the parameters."""
     presentation: Presentation | None = None
     """That of the last step, without states."""
-    structure: steady.Structure | None = None
+    structure: structure_guard.Structure | None = None
     """What the last step found."""
     lists: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
     """Of its parameters those that are launched together, by their numbers: the same list in each step."""

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.states import kept_formats
-from collage_neuron.states.visible import ParamShaped, visible
+from collage_neuron.states.visible_states import ParamShaped, require_known, visible
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.copied import Copied, Stepped, alone, state_of
 from collage_neuron.trace.placeholders import waits
@@ -40,7 +39,7 @@ def record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any]
     except Uncompiled as error:
         raise UnsupportedUpdate(f"{base.__name__} cannot be compiled: {error}") from error
     except UnsupportedUpdate:
-        kept_formats.require_known(optimizer)  # a word of an unknown format looks like a state of the user's
+        require_known(optimizer)  # a word of an unknown format looks like a state of the user's
         raise
 
 

@@ -12,8 +12,8 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.runtime.cross_rank_check import why_not_summed
 from collage_neuron.runtime.wrappers import SUMS, of_part
-from collage_neuron.states.meshes import why_not
 from collage_neuron.states.sharding import ORDINARY, is_sharded, is_sharded_like
 from collage_neuron.trace.calls import Uncompiled
 
@@ -27,7 +27,7 @@ class OfPart(UnsupportedUpdate):
 
 def may_wait(p: Any) -> bool:
     """Returns True for a DTensor whose operations its class takes apart into those of parts that can wait."""
-    has_part = is_sharded(p) and why_not(p) is None and type(torch_privates.part(p)) in ORDINARY
+    has_part = is_sharded(p) and why_not_summed(p) is None and type(torch_privates.part(p)) in ORDINARY
     return has_part and (p.grad is None or is_sharded_like(p.grad, p))
 
 

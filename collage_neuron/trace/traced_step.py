@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import RunsAsWritten, UnsupportedUpdate
-from collage_neuron.runtime import told, wrappers
-from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime import fallback_warning, wrappers
+from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, RAISES
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
-from collage_neuron.runtime.same_steps import AS_WRITTEN, LAUNCHES, RAISES
+from collage_neuron.runtime.step_call import Measured
 from collage_neuron.settings import Settings
-from collage_neuron.states import steady
+from collage_neuron.states import structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner import Inner, state_of
 from collage_neuron.states.sharding import ORDINARY, TRIED
@@ -75,7 +75,7 @@ class Began(NamedTuple):
     """What a step began with."""
 
     presentation: Presentation
-    seen: steady.Seen | None
+    seen: structure_guard.Seen | None
     params: list[Any]
     before: Before
     gradients: list[int]
@@ -114,7 +114,7 @@ class TracedStep:
         self._has_raised = self._has_agreed = False
         self._is_forbidden = False
         """True if a filter of `warnings` makes it an error to run as written."""
-        self._of_part = wrappers.shape_of_part(optimizer, steady.of(optimizer))
+        self._of_part = wrappers.shape_of_part(optimizer, structure_guard.of(optimizer))
         """The shape of a parameter that is a part of one, if nobody knows who has the others."""
 
     @property
@@ -129,7 +129,7 @@ class TracedStep:
         """What makes placeholders instead of memory for fp32 values."""
         return self.traces.placeholders
 
-    def planned(self, seen: steady.Seen) -> tuple[Presentation, set[int]] | None:
+    def planned(self, seen: structure_guard.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
         kept, self.traces.presentation = self.traces.presentation, None  # the next step's if this one is launched
         is_other = kept is None or seen.structure is not self.traces.structure or bookkeeping(self.optimizer).pins
@@ -142,7 +142,7 @@ class TracedStep:
 
     # --- before the step --------------------------------------------------------------------------------------------
 
-    def begin(self, presentation: Presentation, seen: steady.Seen | None, inside: list[Inner]) -> Waiting:
+    def begin(self, presentation: Presentation, seen: structure_guard.Seen | None, inside: list[Inner]) -> Waiting:
         """The mode in which the step runs; values are presented, and optimizers are `inside` this one."""
         params = presentation.params()
         objects = self._objects(presentation, params)
@@ -252,7 +252,9 @@ class TracedStep:
             said = why if self._of_part is None else shards.without_whole(why, self._of_part)
             raise UnsupportedUpdate(f"{self._name} cannot be compiled: {said}")
         try:
-            told.warn(self._base, self.optimizer, UnsupportedUpdate(f"{self._name} cannot be compiled: {why}"))
+            fallback_warning.warn(
+                self._base, self.optimizer, UnsupportedUpdate(f"{self._name} cannot be compiled: {why}")
+            )
         except RunsAsWritten:
             self._is_forbidden = True
             raise
@@ -428,7 +430,7 @@ class TracedStep:
             self._launching.validate(optimizer, kind, mode.numbers, params, jobs)
             self._agree(LAUNCHES)
         except UnsupportedUpdate:
-            steady.changed(optimizer)
+            structure_guard.changed(optimizer)
             presentation.enter()
             mode.exchange_states(met.exchange)
             for p, state, values in states:
@@ -457,7 +459,7 @@ class TracedStep:
         for planned in kind.planned:
             for numbers, slots in planned.parts(mode.numbers):
                 params = [self._began.params[i] for i in numbers]
-                if not steady.are_same(lists.get(numbers, ()), params):
+                if not structure_guard.are_same(lists.get(numbers, ()), params):
                     lists[numbers] = params
                 recording = replace(planned.recording, slots=slots)
                 jobs.append(
@@ -577,6 +579,6 @@ def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:
         return ASKS
     if torch_privates.modes():
         return "a mode of torch's sees each operation"
-    seen = steady.of(optimizer)
+    seen = structure_guard.of(optimizer)
     p = _other(optimizer) if seen is None else seen.structure.once("cannot wait", lambda: _other(optimizer))
     return "" if p is None else f"the values of a {type(p).__name__} of {p.dtype} on {p.device} cannot wait"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from collage_neuron.states import small_steps, words
+from collage_neuron.states import update_underflow, words
 from collage_neuron.states.bookkeeping import bookkeeping
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def look(found: Found, job: Job) -> None:
     optimizer = found.optimizer
     index = next(i for i, group in enumerate(optimizer.param_groups) if group is job.group)
     fmt = job.update.formats["param"]
-    if found.taken.is_drawn or not small_steps.is_measured(optimizer, index, fmt, job.recording.captured.graph):
+    if found.taken.is_drawn or not update_underflow.is_measured(optimizer, index, fmt, job.recording.captured.graph):
         return
-    rate, largest = small_steps.rate_of(job.group, ("lr",)), small_steps.rate_of(job.group)
+    rate, largest = update_underflow.rate_of(job.group, ("lr",)), update_underflow.rate_of(job.group)
     sums = bookkeeping(optimizer).arrived
     if rate < largest / 2:
         return
@@ -57,7 +57,7 @@ def look(found: Found, job: Job) -> None:
     _add(sums[index], found)
     own = sums[index]
     if own.looks >= LOOKS and found.steps >= STEPS and own.arrived < ENOUGH * own.wanted:
-        small_steps.tell_measured(optimizer, index, job.settings, fmt, own.arrived / own.wanted)
+        update_underflow.tell_measured(optimizer, index, job.settings, fmt, own.arrived / own.wanted)
 
 
 def _add(own: Arrived, found: Found) -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.states import kept_formats, words
-from collage_neuron.states.names import is_shared_word, names_in
+from collage_neuron.states import words
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local, set_gradient
+from collage_neuron.states.state_keys import is_shared_word, names_in
 from collage_neuron.states.store import kept_format
-from collage_neuron.states.visible import OneNumber, ParamShaped, Shaped
+from collage_neuron.states.visible_states import ParamShaped, Shaped
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def take(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, pl
     sized = [k for k, v in state.items() if isinstance(v, Tensor) and v.numel() == p.numel()]  # others are no words
     of_param = (k for k in sized if k not in numbers or type(numbers[k]) is ParamShaped)
     tensors = {k: _sampled(state[k], p, planned.index) for k in of_param if not is_shared_word(k, state)}
-    tensors |= {k: state[k].detach().clone() for k, v in numbers.items() if isinstance(v, OneNumber)}
-    tensors |= {k: _corner(state[k], k, job, q) for k, v in numbers.items() if isinstance(v, Shaped)}
+    other = {k: v for k, v in numbers.items() if isinstance(v, Shaped)}  # of rows or columns, and one number
+    tensors |= {k: _corner(state[k], k, job, q) if v.shape else state[k].detach().clone() for k, v in other.items()}
     # The sample has blocks of its own: it starts from the values, which `sample_of` encodes in these.
     tensors |= {k: _value(optimizer, p, state, k, planned.index) for k in names_in(state).coded & tensors.keys()}
     return sample_of(optimizer, job, q, numbers, tensors, planned)
@@ -83,7 +84,7 @@ def _corner(t: Tensor, name: str, job: Job, q: Tensor) -> Tensor:
 
 def _value(optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any], name: str, index: Tensor) -> Tensor:
     """The fp32 values of some elements of a state whose words are shared by blocks."""
-    fmt = kept_format(p, state, name, kept_formats.of(optimizer, p))
+    fmt = kept_format(p, state, name, record_of(optimizer, p))
     shape = local(p).shape
     taken = [
         _elements(state[key], index if c.block is None else words.of_elements(index, c.block, shape))

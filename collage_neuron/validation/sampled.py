@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
-from collage_neuron.states import kept_formats, small, words
+from collage_neuron.states import reduced_states, words
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner import own_class
-from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import ORDINARY, is_sharded
+from collage_neuron.states.state_keys import is_component
 from collage_neuron.states.store import ensure_stored
-from collage_neuron.states.visible import ParamShaped, visible
+from collage_neuron.states.visible_states import ParamShaped, visible
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
@@ -111,12 +112,12 @@ def sample_of(
     other: Any = object.__new__(own_class(type(optimizer)))
     other.param_groups, other.state, other.defaults = [group], defaultdict(dict), {}
     other.state[q] = {k: _own(v) for k, v in numbers.items() if not _is_shaped(v)} | dict(tensors)
-    record, captured = kept_formats.of(other, q), planned.recording.captured
-    record.update(kept_formats.of(optimizer, job.params[0]))
+    record, captured = record_of(other, q), planned.recording.captured
+    record.update(record_of(optimizer, job.params[0]))
     for name, fmt in job.update.formats.items():
         fill, shape = captured.fresh.get(name, 0.0), captured.shapes.get(name)
         ensure_stored(q, other.state[q], name, fmt, fill, record, shape)
-    small.ensure(other, [q], captured)
+    reduced_states.ensure(other, [q], captured)
     assert q.grad is not None
     own = replace(job, group=group, params=[q], recording=planned.recording)
     return Sample(other, own, q.grad.to("cpu", copy=True), planned, is_drawn)
@@ -127,7 +128,7 @@ def _is_shaped(x: object) -> bool:
 
 
 def _own(x: Any) -> Any:
-    """A copy of what a step writes to in place (`optimizer/finish.py`): the optimizer's own stays as it is.
+    """A copy of what a step writes to in place (`optimizer/launches.py`): the optimizer's own stays as it is.
 
     Not of a number that a traced step has left in a group: it has no value yet, and nobody reads it there.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.states import words
-from collage_neuron.states.visible import ParamShaped
+from collage_neuron.states.visible_states import ParamShaped
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:

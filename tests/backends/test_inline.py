@@ -14,7 +14,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import STRATEGIES, formats_for, possible
 from collage_neuron.passes.backends.inline import INLINED, inlined
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.states.visible import ParamShaped
+from collage_neuron.states.visible_states import ParamShaped
 
 EDGES = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.39e38, -3.39e38, 1e-45, -1e-40])
 

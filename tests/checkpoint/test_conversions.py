@@ -22,7 +22,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import STRATEGIES, StrategyChanged, checkpoint, exact_value
 from collage_neuron.numerics.formats import FORMATS, format_named
-from collage_neuron.states import kept_formats, words
+from collage_neuron.states import words
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import ensure_stored, is_stored, read_exact, store
 
 SHAPES = [(0,), (1,), (130,), (3, 130), (2, 0), (0, 7), (2, 3, 257), (5, 128)]
@@ -87,7 +88,7 @@ def exact(optimizer: Optimizer) -> list[dict[str, torch.Tensor]]:
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state[p]
         names = [k for k in ("exp_avg", "exp_avg_sq", "momentum_buffer") if k in state]
-        record = kept_formats.of(optimizer, p)
+        record = record_of(optimizer, p)
         found.append({"param": exact_value(optimizer, p)} | {k: read_exact(p, state, k, record).clone() for k in names})
     return found
 
@@ -174,7 +175,7 @@ def test_only_formats_of_blocks_are_saved_as_values() -> None:
         optimizer = steps(run_of(strategy), range(1))
         before = snapshot(copy.deepcopy(optimizer))
         saved, p = optimizer.state_dict()["state"][0], optimizer.param_groups[0]["params"][0]
-        record = kept_formats.of(optimizer, p)
+        record = record_of(optimizer, p)
         for name in ("exp_avg", "exp_avg_sq"):
             if format_named(record[name]).is_coded:
                 assert saved[name].dtype == torch.float32
@@ -197,7 +198,7 @@ def test_a_torch_checkpoint_comes_in_and_goes_out(strategy: str) -> None:
     model, optimizer = collage_neuron.compile(model, AdamW(model.parameters(), lr=1e-2), strategy=strategy)
     checkpoint.set_fp32_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
     for i, p in enumerate(model.parameters()):
-        record = kept_formats.of(optimizer, p)
+        record = record_of(optimizer, p)
         for name in ("exp_avg", "exp_avg_sq"):
             fmt = format_named(record[name])
             expected = words.decode(fmt, words.settled(fmt, name, states["state"][i][name]))

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value
-from collage_neuron.states import kept_formats
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_exact
 
 HALF, WHOLE = 3, 6
@@ -237,7 +237,7 @@ def test_loading_its_own_state_changes_no_bit(strategy: str) -> None:
 
 def values(optimizer: Optimizer) -> list[torch.Tensor]:
     """All fp32 values that the states stand for."""
-    records = ((p, optimizer.state[p], kept_formats.of(optimizer, p)) for p in optimizer.state)
+    records = ((p, optimizer.state[p], record_of(optimizer, p)) for p in optimizer.state)
     return [read_exact(p, state, name, record) for p, state, record in records for name in sorted(record)]
 
 

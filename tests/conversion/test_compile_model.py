@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import collage_neuron
 from collage_neuron import Compiled, exact_value, torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer.taken_steps import answer
+from collage_neuron.optimizer.bypass import answer
 
 
 @pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])

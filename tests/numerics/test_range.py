@@ -34,7 +34,7 @@ from collage_neuron.numerics.eft import LARGEST, Expansion, capped, round_to
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.strategies import has_blocks
 from collage_neuron.passes.ir.scalars import high_word, low_word
-from collage_neuron.states import kept_formats
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_exact
 
 STEPS = 20
@@ -107,7 +107,7 @@ def differing(plain: Plain, optimizer: Optimizer, p: Tensor, known: Tensor | Non
     for name, x in plain.values().items():
         if name != "param" and name not in optimizer.state[p]:
             continue  # a state that a group of this strategy keeps on the host
-        y = read_exact(p, optimizer.state[p], name, kept_formats.of(optimizer, p)).cpu()
+        y = read_exact(p, optimizer.state[p], name, record_of(optimizer, p)).cpu()
         wrong = (x.isfinite() != y.isfinite()) & ~left_out
         if wrong.any():
             found[name] = [MAGNITUDES[j] for _, j, _ in wrong.nonzero()[:3].tolist()]

@@ -11,7 +11,7 @@ from models import REPRESENTATIVE
 
 import collage_neuron
 from collage_neuron.numerics.strategies import STRATEGIES, Role, Strategy, StrategyLike, tells_roles
-from collage_neuron.states import kept_formats
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_exact
 
 SPLIT = [name for name in STRATEGIES if name.startswith("split")]
@@ -97,7 +97,7 @@ def test_states_of_which_nothing_is_forgotten_have_four_bytes_under_split433(nam
     saved["param_groups"][0]["collage_strategy"] = "split433"
     new.load_state_dict(saved)
     assert torch.equal(collage_neuron.exact_value(new, q), collage_neuron.exact_value(old, p))
-    values = [read_exact(x, o.state[x], state, kept_formats.of(o, x)) for x, o in ((p, old), (q, new))]
+    values = [read_exact(x, o.state[x], state, record_of(o, x)) for x, o in ((p, old), (q, new))]
     assert torch.equal(*values)
     q.grad = torch.ones_like(q)
     new.step()

@@ -23,8 +23,8 @@ from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.rounding import rounding
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.states import kept_formats
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_fp32
 
 BACKENDS = ("reference", "native")
@@ -56,7 +56,7 @@ def bits(optimizer: Any) -> Any:
 
 
 def moment(optimizer: Any, p: Tensor) -> Tensor:
-    return read_fp32(p, optimizer.state[p], "m", kept_formats.of(optimizer, p))
+    return read_fp32(p, optimizer.state[p], "m", record_of(optimizer, p))
 
 
 @pytest.mark.sampled(of=2)
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_plain_torch_is_loaded(make: Any, dtype: torch.dtype) ->
     for p, q in zip(params, theirs, strict=True):
         value = plain.state[q]["m"]
         assert moment(optimizer, p).shape == value.shape
-        fmt = FORMATS[kept_formats.of(optimizer, p)["m"]]
+        fmt = FORMATS[record_of(optimizer, p)["m"]]
         assert ((moment(optimizer, p) - value).abs() <= rounding(fmt, value.abs())).all()
     run(optimizer, 1, first=2)
     assert not bookkeeping(optimizer).as_written
@@ -174,7 +174,7 @@ def test_a_run_goes_on_as_written_and_back(strategy: str, monkeypatch: pytest.Mo
     gradient = q.grad
     assert gradient is not None
     wanted = torch.lerp(values, gradient.float().view(4, -1), 1 - 0.9)
-    fmt = FORMATS[kept_formats.of(written, q)["m"]]
+    fmt = FORMATS[record_of(written, q)["m"]]
     assert ((moment(written, q) - wanted).abs() <= rounding(fmt, wanted.abs())).all()
     back, (r,) = compiled(Mini, strategy, **settings)
     back.load_state_dict(written.state_dict())

@@ -18,8 +18,8 @@ import collage_neuron
 from collage_neuron.errors import StrategyChanged, TranslationError, UnsupportedUpdate
 from collage_neuron.numerics import matrix_sums
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.states import kept_formats
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.format_record import record_of
 
 BACKENDS = ("reference", "native")
 SHAPES = ((40, 40), (24, 70), (130, 33), (1, 48), (48, 1), (3, 5, 37), (2, 3, 4, 36), (17,), (0, 36), (36, 0))
@@ -124,7 +124,7 @@ def test_the_second_moment_of_one_row_or_column_is_that_of_its_elements(shape: t
     run(Slow([exact]), 5)
     whole = [name for name in ("row", "col") if optimizer.state[p][name].shape == p.shape]
     assert whole
-    assert {kept_formats.of(optimizer, p)[name] for name in whole} == {"bf16x2"}
+    assert {record_of(optimizer, p)[name] for name in whole} == {"bf16x2"}
     assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), exact, rtol=0, atol=2**-14)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import collage_neuron
-from collage_neuron.states import kept_formats
+from collage_neuron.states.format_record import record_of
 
 State = dict[str, Any]
 LR = 1e-3
@@ -191,7 +191,7 @@ def test_errors_stay_small_beside_the_distance(update: Callable[..., Any], strat
     distance = (exact.detach() - start.bfloat16().double()).norm()
     assert error < 5e-3 * distance
     codes = {"i8q8"} if update is long_momentum else {"i8q8", "i16q8", "u16q16"}
-    assert kept_formats.of(ours, p)["x"] not in codes
+    assert record_of(ours, p)["x"] not in codes
 
 
 def test_a_difference_of_gradients_beside_a_momentum_is_one() -> None:
@@ -209,7 +209,7 @@ def test_a_difference_of_gradients_beside_a_momentum_is_one() -> None:
     for g in gradients(3):
         p.grad = g
         ours.step()
-    kept = kept_formats.of(ours, p)
+    kept = record_of(ours, p)
     assert (kept["m"], kept["d"], kept["before"]) == ("i8q8", "i8q8", "bf16+int8")
 
 
@@ -221,7 +221,7 @@ def test_momentum_of_sgd_has_its_format_from_the_first_step(beta: float, name: s
     for g in gradients(3):
         p.grad = g
         ours.step()
-        assert kept_formats.of(ours, p)["momentum_buffer"] == name
+        assert record_of(ours, p)["momentum_buffer"] == name
 
 
 @pytest.mark.parametrize("strategy", ["split444", "split311"])
@@ -278,4 +278,4 @@ def test_a_number_that_makes_a_state_negative_changes_its_format() -> None:
         p.grad = g * 0.1
         ours.step()
     assert p.isfinite().all()
-    assert kept_formats.of(ours, p)["v"] == "bf16+int16"
+    assert record_of(ours, p)["v"] == "bf16+int16"

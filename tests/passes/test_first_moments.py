@@ -18,7 +18,7 @@ import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.roles import roles_of
 from collage_neuron.runtime.plan import Job
-from collage_neuron.states import kept_formats
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_exact
 
 pytestmark = pytest.mark.usefixtures("rejecting")
@@ -237,7 +237,7 @@ def test_a_checkpoint_with_the_former_formats_is_converted() -> None:
     saved["param_groups"][0]["collage_strategy"] = "split312"
     new.load_state_dict(saved)
     name = "max_exp_avg_sq"
-    values = [read_exact(x, o.state[x], name, kept_formats.of(o, x)) for x, o in ((p, old), (q, new))]
+    values = [read_exact(x, o.state[x], name, record_of(o, x)) for x, o in ((p, old), (q, new))]
     torch.testing.assert_close(*values, rtol=2**-16, atol=0)  # that of bf16+int8
     stepped(new, q, 1)
     assert new.state[q][f"{name}_lo"].dtype == torch.int8

@@ -33,7 +33,7 @@ from updates import random_inputs
 import collage_neuron
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.states import words
-from collage_neuron.states.visible import ParamShaped
+from collage_neuron.states.visible_states import ParamShaped
 
 SHAPE = (12, 20)
 

@@ -23,8 +23,8 @@ from torch.optim import optimizer as torch_optimizer
 import collage_neuron
 from collage_neuron import exact_value, skipped_steps
 from collage_neuron.conversion import convert, deferred
-from collage_neuron.optimizer import waiting
-from collage_neuron.states import low_words
+from collage_neuron.optimizer import pending_models
+from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import ATTRIBUTE
 
 HOOKS_OF_ALL = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
@@ -187,10 +187,10 @@ def test_weights_written_in_a_copy_are_noticed_there_and_not_in_the_original(
     p = first(model)
     assert torch.equal(exact_value(optimizer, p).bfloat16(), p)
     assert not torch.equal((p.float() + optimizer.state[p]["param_lo"].float()).bfloat16(), p)
-    low_words.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     assert torch.equal((p.float() + optimizer.state[p]["param_lo"].float()).bfloat16(), p)
     before = exact_value(run[1], first(run[0]))
-    low_words.drop_stale(run[1])
+    external_writes.drop_stale(run[1])
     assert torch.equal(exact_value(run[1], first(run[0])), before)
     assert not torch.equal(before, first(run[0]).float())
 
@@ -202,14 +202,14 @@ def test_weights_written_before_a_copy_was_made_are_noticed_in_the_copy(duplicat
     with torch.no_grad():
         first(model).mul_(0.1)
     model, optimizer = duplicate((model, optimizer))
-    low_words.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     assert torch.equal(exact_value(optimizer, first(model)).bfloat16(), first(model))
 
 
 def test_a_copy_that_is_not_written_keeps_its_low_words() -> None:
     model, optimizer = copy.deepcopy(new_run("plus"))
     before = exact_value(optimizer, first(model))
-    low_words.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     assert torch.equal(exact_value(optimizer, first(model)), before)
     assert not torch.equal(before, first(model).float())
 
@@ -293,9 +293,9 @@ def test_nothing_waits_for_a_first_step_where_the_optimizer_is_at_hand(
 ) -> None:
     monkeypatch.setattr(convert, "restore_low_words", lambda *_: pytest.fail("went through the deferred path"))
     monkeypatch.setattr(deferred, "Pending", lambda *_: pytest.fail("a model waits"))
-    models = dict(waiting.models)
+    models = dict(pending_models.models)
     stepped(ORDINARY[form])
-    assert dict(waiting.models) == models
+    assert dict(pending_models.models) == models
 
 
 def test_a_copy_of_a_compiled_optimizer_is_stepped_by_its_class_before_it_was_compiled() -> None:

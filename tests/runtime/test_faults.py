@@ -24,7 +24,7 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.xla.hlo import Shape
 from collage_neuron.passes.backends.xla.lower import write_hlo
 from collage_neuron.runtime import plan
-from collage_neuron.states import kept_formats
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_exact
 
 INF, NAN = float("inf"), float("nan")
@@ -70,7 +70,7 @@ def test_by_default_nan_and_inf_go_where_torch_lets_them_go(name: str, strategy:
     run_of(plain, MAKE[name](plain), poisoned=True)
     bad = torch.zeros(params[0].numel(), dtype=torch.bool).index_fill(0, torch.tensor(BAD), True).view(params[0].shape)
     assert torch.equal(~plain[0].isfinite(), bad)
-    if any(format_named(fmt).is_coded for fmt in kept_formats.of(optimizer, params[0]).values()):
+    if any(format_named(fmt).is_coded for fmt in record_of(optimizer, params[0]).values()):
         # The rest of the block shares a word with it, and is seen to be lost too.
         bad = bad.any(-1, keepdim=True).expand_as(bad)
     assert torch.equal(~params[0].isfinite(), bad)

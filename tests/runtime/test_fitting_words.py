@@ -10,8 +10,8 @@ from torch import Tensor
 
 import collage_neuron
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.states import fitting_words, low_words
-from collage_neuron.states.names import words_of
+from collage_neuron.states import external_writes, fitting_words
+from collage_neuron.states.state_keys import words_of
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
 
@@ -68,7 +68,7 @@ def test_words_that_native_code_resets_are_those_of_torch(strategy: str, monkeyp
                 params[2].add_(1)
             for word in words_of(optimizer.state[params[0]]).values():
                 word.copy_(hard_words(word, params[0].detach().float(), number))
-            low_words.drop_stale(optimizer)
+            external_writes.drop_stale(optimizer)
         found = [
             [as_bits(t) for p in params for t in (p, *words_of(optimizer.state[p]).values())]
             for params, optimizer in runs
@@ -101,8 +101,8 @@ def test_a_backend_that_cannot_run_here_is_not_asked() -> None:
     optimizer.param_groups[0]["collage_backend"] = "xla"
     with torch.no_grad():
         params[0].mul_(0.5)
-    low_words.drop_stale(optimizer)
-    assert bool(low_words.belongs(optimizer, params[0]).all())
+    external_writes.drop_stale(optimizer)
+    assert bool(external_writes.belongs(optimizer, params[0]).all())
 
 
 @pytest.mark.parametrize("strategy", ["plus", "fp32", "split433"])

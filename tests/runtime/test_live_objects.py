@@ -1,14 +1,17 @@
-"""Objects that only the garbage collector knows are found, and no other thread notices that they were looked for."""
+"""Objects that only the garbage collector knows are found, unnoticed by other threads; recordings are not collected."""
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 
-from collage_neuron.states.live_objects import objects_of, with_subclasses
+import collage_neuron
+from collage_neuron.states.live_objects import collector_paused, objects_of, with_subclasses
 
 
 class Base:
@@ -79,3 +82,73 @@ def test_nothing_is_held_afterwards() -> None:
         yield 2
 
     assert tuple(numbers()) == (1, 2)
+
+
+class Asking(torch.optim.Optimizer):
+    """Notes whether the collector is on, and does something to it."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        seen.append((gc.isenabled(), gc.get_threshold()[0]))
+        does[0]()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=group["lr"])
+
+
+seen: list[tuple[bool, int]] = []
+does: list[Callable[[], object]] = [bool]
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    enabled, threshold = gc.isenabled(), gc.get_threshold()
+    seen.clear()
+    yield
+    (gc.enable if enabled else gc.disable)()
+    gc.set_threshold(*threshold)
+    does[0] = bool
+
+
+def stepped() -> None:
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(Asking([p]), verbose=False)
+    p.grad = torch.ones_like(p)
+    seen.clear()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_it_was_in_a_step_and_after_it(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    before = gc.get_threshold()
+    stepped()
+    assert set(seen) == {(enabled, 0)}
+    assert gc.isenabled() == enabled
+    assert gc.get_threshold() == before
+    with pytest.raises(KeyError), collector_paused():
+        raise KeyError
+    assert gc.get_threshold() == before
+
+
+def test_what_a_step_does_to_the_collector_lasts() -> None:
+    gc.enable()
+    does[0] = gc.disable
+    stepped()
+    assert not gc.isenabled()
+    does[0] = lambda: gc.set_threshold(123, 4, 5)
+    stepped()
+    assert gc.get_threshold() == (123, 4, 5)
+
+
+def test_pauses_within_and_beside_one_another_end_with_the_first_threshold() -> None:
+    before = gc.get_threshold()
+    one, other = collector_paused(), collector_paused()
+    with one:
+        other.__enter__()
+        with collector_paused():
+            assert gc.get_threshold()[0] == 0
+    other.__exit__(None, None, None)
+    assert gc.get_threshold() == before

@@ -168,7 +168,7 @@ def test_most_steps_look_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         looks.append(len(held))
         return []
 
-    monkeypatch.setattr(other_averages, "copies", copies)
+    monkeypatch.setattr(other_averages, "copies_of_models", copies)
     monkeypatch.setattr(other_averages, "_sample", lambda model: pytest.fail("there is no copy"))
     for _ in range(300):
         for p in params:

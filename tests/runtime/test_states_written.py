@@ -16,8 +16,8 @@ from torch.optim import Adam, Optimizer
 import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.checkpoint import fp32
-from collage_neuron.states import low_words
-from collage_neuron.states.names import names_in
+from collage_neuron.states import external_writes
+from collage_neuron.states.state_keys import names_in
 from collage_neuron.states.store import read_exact
 
 TWO_WORDS: list[Any] = ["plus", "full", {"*": "bf16x2"}, {"*": "bf16+fp32"}]
@@ -117,7 +117,7 @@ def test_what_is_written_is_what_is_read_within_half_an_ulp(strategy: Any) -> No
     for write in WRITES:
         write(optimizer.state[p])
         high = optimizer.state[p]["exp_avg_sq"].clone()
-        low_words.drop_stale(optimizer)
+        external_writes.drop_stale(optimizer)
         value = read_exact(p, optimizer.state[p], "exp_avg_sq")
         assert torch.equal(value.bfloat16(), high.bfloat16())
         train(p, optimizer, range(2))
@@ -127,7 +127,7 @@ def test_rows_that_were_not_written_keep_their_low_words() -> None:
     p, optimizer = trained()
     before = read_exact(p, optimizer.state[p], "exp_avg_sq").clone()
     optimizer.state[p]["exp_avg_sq"][1:3] = 0
-    low_words.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     after = read_exact(p, optimizer.state[p], "exp_avg_sq")
     assert (after[1:3] == 0).all()
     assert torch.equal(after[3:], before[3:])
@@ -147,7 +147,7 @@ def test_low_words_of_states_are_never_taken_for_strangers(strategy: str, arithm
         p.grad = (size * torch.randn(p.shape, generator=g)).bfloat16()
         optimizer.step()
         for name in names_in(optimizer.state[p]).split:
-            assert low_words.belongs(optimizer, p, name).all()
+            assert external_writes.belongs(optimizer, p, name).all()
 
 
 @pytest.mark.parametrize("largest", [3.3e38, 3.395e38, 3.4e38, torch.inf])
@@ -159,7 +159,7 @@ def test_a_low_word_at_the_end_of_the_range_is_kept(largest: float) -> None:
     train(p, optimizer, range(1), 0.0)
     value = read_exact(p, state, "exp_avg_sq").clone()
     state["exp_avg_sq"].add_(0)
-    low_words.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     assert torch.equal(read_exact(p, state, "exp_avg_sq"), value)
 
 
@@ -223,7 +223,7 @@ def test_states_written_on_xla_are_noticed(xla: torch.device) -> None:
     for write in (restart, exchange):
         write(optimizer.state[p])
         high = optimizer.state[p]["exp_avg_sq"].cpu()
-        low_words.drop_stale(optimizer)
+        external_writes.drop_stale(optimizer)
         words = {k: optimizer.state[p][k].cpu() for k in ("exp_avg_sq", "exp_avg_sq_lo")}
         assert torch.equal(read_exact(p.detach().cpu(), words, "exp_avg_sq").bfloat16(), high)
         train(p, optimizer, range(3, 5), 2.0**-6)
@@ -233,7 +233,7 @@ def test_states_written_on_xla_are_noticed(xla: torch.device) -> None:
 
 def test_the_words_of_states_are_looked_at_only_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     p, optimizer = trained("full")
-    monkeypatch.setattr(low_words, "belongs", lambda *_: pytest.fail("looked at the words"))
+    monkeypatch.setattr(external_writes, "belongs", lambda *_: pytest.fail("looked at the words"))
     train(p, optimizer, range(2))
     optimizer.state[p]["exp_avg_sq"].zero_()
     with pytest.raises(pytest.fail.Exception, match="looked at the words"):

@@ -23,7 +23,7 @@ from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.states import words
-from collage_neuron.states.visible import ParamShaped
+from collage_neuron.states.visible_states import ParamShaped
 
 U = 2.0**-24
 """What one rounding to fp32 may change, relatively."""

@@ -30,7 +30,7 @@ from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.states import kept_formats
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import ensure_stored
 
 INFINITY = nki_standin.Device(overflow="infinity")
@@ -78,7 +78,7 @@ def step_of(
     (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0, measured)
     state, fresh = optimizer.state[p], job.recording.captured.fresh
     for name, fmt in job.update.formats.items():
-        ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), kept_formats.of(optimizer, p))
+        ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), record_of(optimizer, p))
     tensors = {**state, "param": p.detach(), "grad": p.grad}
     keys = dict.fromkeys([*job.update.inputs, *job.update.outputs])
     drawing = (1, steps, 0, 0) if job.update.draws else ()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.runtime import plan as plans
 from collage_neuron.runtime.plan import Job
-from collage_neuron.states.visible import ParamShaped
+from collage_neuron.states.visible_states import ParamShaped
 from collage_neuron.trace import dry_run
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_neuron.states.names import is_component
+from collage_neuron.states.state_keys import is_component
 
 Update = Callable[[Any, Any, Any, dict[str, Any], float, int], object]
 

@@ -18,7 +18,7 @@ from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.store import Store
 from collage_neuron.states import words
-from collage_neuron.states.visible import ParamShaped
+from collage_neuron.states.visible_states import ParamShaped
 
 N = 1 << 14
 

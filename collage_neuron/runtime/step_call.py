@@ -1,0 +1,143 @@
+"""The call of a step: its arguments, a closure evaluated before it, what GradScaler leaves to it, what it measures.
+
+`torch.amp.GradScaler` leaves two tasks to a fused optimizer, by two attributes: the step must divide gradients by
+`grad_scale` unless it is None, and must be skipped if `found_inf` is not zero. For any other optimizer it does both
+itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import torch_privates
+from collage_neuron.states.bookkeeping import params_of
+
+
+class Call(NamedTuple):
+    """The arguments with which a step was called."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    closure: Any = None
+    loss: Any = None
+    """What the closure has returned, if it was evaluated."""
+    problem: str = ""
+    """Not empty if there are other arguments than a closure: a captured update cannot have them."""
+
+    def evaluated(self) -> Call:
+        """The same call once the closure was evaluated: the code gets one that does not do it again at first."""
+        with torch.enable_grad():
+            loss = self.closure()
+        once = Once(self.closure, loss)
+        args = tuple(once if x is self.closure else x for x in self.args)
+        return self._replace(
+            args=args, kwargs={k: once if x is self.closure else x for k, x in self.kwargs.items()}, loss=loss
+        )
+
+
+class Once:
+    """A closure that was evaluated before the step, and may be evaluated again."""
+
+    def __init__(self, closure: Any, loss: Any) -> None:
+        self._closure, self._loss, self.is_new = closure, loss, True
+
+    def result(self, is_current: bool) -> Any:
+        """The loss that there is, once, if weights and gradients are still those of then; else another one."""
+        is_current, self.is_new = is_current and self.is_new, False
+        return self._loss if is_current else self._closure()
+
+    def __call__(self) -> Any:
+        """Evaluates the closure again."""
+        return self._closure()
+
+
+def call_of(base: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The call of a step with these arguments."""
+    try:
+        return Call(args, kwargs, closure_among(base, args, kwargs))
+    except TypeError as error:
+        return Call(args, kwargs, problem=str(error))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of one parameter's update."""
+
+    param: torch.nn.Parameter
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+    """Of the sums and of the counts (`passes/rewrite/instrument.py`)."""
+    sums: torch.Tensor
+    counts: torch.Tensor
+    """Vectors on the parameter's device, not fetched yet."""
+    number: Any
+    """The optimizer's own count after the step, a number on the host; None if it has none."""
+
+
+# --- the arguments of step --------------------------------------------------------------------------------------------
+
+
+def needs_one(optimizer: Optimizer) -> bool:
+    """Returns True if `step()` cannot be called without a closure."""
+    given = inspect.signature(optimizer.step).parameters.get("closure")
+    return given is not None and given.default is given.empty
+
+
+def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The closure among the arguments of `step`, or None.
+
+    Raises:
+        TypeError: another argument is passed.
+    """
+    if not args and not kwargs:
+        return None
+    parameters = list(inspect.signature(torch_privates.unhooked_step(base)).parameters.values())
+    if parameters and parameters[0].kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+        del parameters[0]  # `self`
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p.name for p in parameters if p.kind in kinds] or ["closure"]
+    name = "closure" if any(p.name == "closure" for p in parameters) else positional[0]  # of the closure
+    named = [(positional[i] if i < len(positional) else f"argument {i + 1}", x) for i, x in enumerate(args)]
+    for key, value in (*named, *kwargs.items()):
+        if key != name or not (value is None or callable(value)):
+            raise TypeError(
+                f"step() of a compiled {base.__name__} takes a closure only, got {key}={value!r}; put it into "
+                f"param_groups (group[{key!r}] = ...) or an attribute of the optimizer, and let step() read it there"
+            )
+    return next((value for _, value in (*named, *kwargs.items()) if value is not None), None)
+
+
+# --- torch.amp.GradScaler ---------------------------------------------------------------------------------------------
+
+
+_LEFT_TO_STEP = ("grad_scale", "found_inf")
+
+
+@contextmanager
+def scaler_attributes(optimizer: Optimizer) -> Iterator[dict[str, torch.Tensor | None]]:
+    """Removes the two attributes from an optimizer, since a step that is not fused does not know them."""
+    held = vars(optimizer)
+    names = _LEFT_TO_STEP if torch_privates.unscales_itself(optimizer) else ()
+    taken = {name: held.pop(name) for name in names if name in held}
+    try:
+        yield taken
+    finally:
+        held.update(taken)
+
+
+def unscale(optimizer: Optimizer, left: dict[str, torch.Tensor | None]) -> bool:
+    """Divides gradients by their scale, in place as a fused step does; returns False if the step is to be skipped."""
+    found_inf, scale = left.get("found_inf"), left.get("grad_scale")
+    if found_inf is not None and found_inf.item() != 0:
+        return False
+    if scale is not None:
+        for p in (p for p in params_of(optimizer) if p.grad is not None):
+            p.grad.div_(scale.to(p.grad.device))
+    return True

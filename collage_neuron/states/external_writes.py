@@ -1,0 +1,409 @@
+"""Weights and states that other code wrote: what becomes of their low words, at any time (docs/checkpoints.md).
+
+Other code may write a parameter between `compile` and the first step, between steps, or as it loads a model:
+
+* An element whose bf16 bits are what they were when its low word was stored keeps that.
+* What a load after some steps brings begins anew, with low words of zero, if a bit of it differs anywhere: most weights
+  of a checkpoint of some steps before have the bits of now (`_brought_others`).
+* An element whose bits changed is what was written, with a low word of zero, where the old bits are known. They are
+  from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`param_bits`); and a
+  master tells them at any time, since it rounds to them.
+* Elsewhere (`p.clamp_()` after a step) an old low word stays as far as it fits: it is half an ulp of bf16 of what was
+  written at most. This holds for writes through `p.data` or shared memory too, which nobody notices, since no format
+  reads more out of a low word (`Format.decode_param`, `Format.always_fits`).
+
+Low words from a checkpoint are kept where hi + lo rounds to hi, in whatever order weights and state were loaded; of
+integers, which count parts of the last place of whatever high word is there, these are all. `set_exact_value` writes a
+parameter with its low word.
+
+Processes of DDP begin with the weights of one of them, of which the others do not have the low words: what is written
+in replicas before the first step costs all of its low words, in all processes alike.
+
+`optimizer.state.clear()`, `optimizer.state = defaultdict(dict)` and `del optimizer.state[p]` are common ways to drop
+moments. The further words of a parameter are stored there too, although they are part of the weights: they are put back
+before they are needed. Only loading a checkpoint, or another strategy, removes them.
+
+The low words of states that were written or exchanged are kept where hi + lo rounds to hi. The codes of states whose
+words blocks share are integers, on which arithmetic means nothing: `state["exp_avg"].fill_(1e-4)` makes integer codes
+0, and `mul_(2)` of a fourth root is a factor of 16; torch raises for few such writes. Nobody can tell what was meant,
+so the next step raises, and so do checkpoints and copies. A tensor of values that is assigned has another type, and is
+encoded (`store.kept_format`). Codes that were moved or copied are as they were.
+
+Writes are noticed by cheap signs: a parameter's version counter and address, a state's version counter and identity.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.numerics.formats import MASTER, Format
+from collage_neuron.states import coarse_writes, fitting_words, format_record, structure_guard
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
+from collage_neuron.states.format_record import record_of
+from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
+from collage_neuron.states.state_keys import names_in, split_params, split_words, words_of
+from collage_neuron.states.store import is_stored, kept_format, store
+from collage_neuron.states.write_detection import STEPPED as STEPPED
+from collage_neuron.states.write_detection import Split, mark_of
+
+FRESH, LOADED = "compiled", "loaded"
+"""The last event of a parameter with low words, if it is not STEPPED."""
+
+
+def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
+    """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
+    ours = bookkeeping(optimizer)
+    ours.marks.params[p] = (what, mark_of(p))
+    ours.param_bits.pop(p, None)
+    note_words(optimizer, p)
+    if what == FRESH and "param" + MASTER not in ours.words.get(p, {}):  # a master tells what it belongs to
+        _note_bits(ours, p)
+
+
+def _note_bits(ours: Bookkeeping, p: torch.Tensor) -> None:
+    """Copies the bits of `p`, if it has low words, until the next step.
+
+    To the host, since before the first step no states are there yet, and a lazy device would compile the copy.
+    """
+    if p in ours.words and p.dtype == torch.bfloat16 and not p.is_meta:
+        ours.param_bits[p] = local(p.detach()).to("cpu", copy=True), version(p)
+
+
+def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor, what: str = FRESH) -> None:
+    """Stores the exact `value` of `p`, from which training goes on; `what` is its event (FRESH, STEPPED)."""
+    store(p, optimizer.state[p], "param", fmt, value, record_of(optimizer, p))
+    remember(optimizer, p, what)
+
+
+def before_load(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """Called before `load_state_dict` of a model writes each of `params` once, if it does not raise."""
+    ours = bookkeeping(optimizer)
+    for p in params:
+        what, mark = ours.marks.params.get(p, (LOADED, None))
+        if what == STEPPED and p not in ours.param_bits and mark == mark_of(p):
+            _note_bits(ours, p)
+        if p in ours.param_bits:
+            bits, expected = ours.param_bits[p]
+            ours.param_bits[p] = bits, expected + 1
+
+
+def remember_step(optimizer: Optimizer) -> None:
+    """After a step: all low words belong to their parameters."""
+    ours, found = bookkeeping(optimizer), structure_guard.of(optimizer)
+    ours.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
+    if found is None:
+        words = split_words(optimizer.state)
+        ours.marks.params.clear()
+        ours.mark(words, STEPPED)
+        remember_states(optimizer)
+        ours.words.clear()
+        ours.words.update(words)
+    else:
+        ours.marks.mark_all(*_split_and_highs(found))
+        _note_all_words(ours, found)
+    coarse_writes.stepped(ours, ours.words)
+
+
+def _split_and_highs(found: structure_guard.Seen) -> tuple[Split, list[torch.Tensor]]:
+    """Where there are low words, and the states there."""
+    split, places = found.structure.once("low words", lambda: _found_split(found))
+    return split, [found.states[i][name] for i, name in places]
+
+
+def _found_split(found: structure_guard.Seen) -> tuple[Split, list[tuple[int, str]]]:
+    """Where there are low words; of the states, the place of the owner and the name."""
+    names = list(map(names_in, found.states))
+    numbered = [(i, name) for i, of_state in enumerate(names) for name in of_state.watched]
+    places = [(i, name) for i, name in numbered if isinstance(found.states[i][name], torch.Tensor)]
+    params = [p for p, of_state in zip(found.owners, names, strict=True) if of_state.words]
+    return Split(params, [(found.owners[i], name) for i, name in places]), places
+
+
+def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
+    """Returns True if `p` was written since its low words were remembered."""
+    what, mark = bookkeeping(optimizer).marks.params.get(p, (LOADED, None))
+    return what != LOADED and mark != mark_of(p)
+
+
+def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Notes that `new` is in the place of `old`, and holds the same."""
+    ours = bookkeeping(optimizer)
+    for of_old in (ours.marks.params, ours.words, ours.param_bits):
+        of_old.pop(old, None)
+    format_record.replace(optimizer, old, new)
+    remember(optimizer, new, FRESH)
+
+
+def drop_stale(optimizer: Optimizer) -> None:
+    """Before a step: takes care of the low words of what was written since they were remembered.
+
+    Raises:
+        ValueError: codes were written; nothing was changed.
+    """
+    ours, found = bookkeeping(optimizer), structure_guard.of(optimizer)
+    if found is not None and ours.marks.are_those_of(*_split_and_highs(found)):
+        return  # states are not cleared either: the low words are where the last step left them
+    _drop_stale_of_states(optimizer)
+    restore_words(optimizer)
+    written = _written(ours)
+    if not written:
+        return
+    coarse_writes.look(optimizer, _times_written(ours, written))
+    split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(ours, p, fmt)}
+    fitting = {p: fmt for p, fmt in split.items() if written[p] == STEPPED and not _is_known(ours, p)}
+    left = split.keys() - fitting_words.reset_at_once(optimizer, fitting)
+    stale = {p: _stale(optimizer, p) for p in left}
+    for p, where in stale.items():
+        if where.any():
+            fitting_words.reset_where(p, optimizer.state[p], "param", split[p], where)
+    mismatched = max(
+        (where.double().mean().item() for p, where in stale.items() if written[p] == LOADED and where.numel()),
+        default=0.0,
+    )
+    if mismatched:
+        warnings.warn(
+            f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
+            "of a parameter) and were dropped there: load the model's state from the same checkpoint as the "
+            "optimizer's",
+            stacklevel=4,
+        )
+
+
+def _times_written(ours: Bookkeeping, written: Mapping[torch.Tensor, str]) -> dict[torch.Tensor, int]:
+    """How often each parameter was written in place since the last step, but those that a load wrote."""
+    marks = {p: ours.marks.params[p][1] for p, what in written.items() if what == STEPPED and p not in ours.param_bits}
+    return {p: version(p) - mark[0] for p, mark in marks.items() if mark is not None}
+
+
+def _is_replica(p: torch.Tensor) -> bool:
+    """Returns True if other processes have the same parameter, and must keep the same low words."""
+    return is_distributed() and not is_sharded(p)
+
+
+def _is_known(ours: Bookkeeping, p: torch.Tensor) -> bool:
+    """Returns True if it is known what `p` was when its low words were stored, in all processes alike."""
+    noted = ours.param_bits.get(p)
+    # Processes load alike, and each knows of it; of what one of them sent to the others, these know nothing.
+    return noted is not None and (not _is_replica(p) or version(p) == noted[1])
+
+
+def _is_right(ours: Bookkeeping, p: torch.Tensor, fmt: Format) -> bool:
+    """Returns True if all low words of `p`, which was written, count as far as they fit, and in its format all do."""
+    what, _ = ours.marks.params[p]
+    starts = what == LOADED or (what == FRESH and _is_replica(p))
+    return fmt.always_fits and not starts and not _is_known(ours, p)
+
+
+def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
+    """Where the low word of `p`, which was written, does not count any more; on the CPU."""
+    ours = bookkeeping(optimizer)
+    what, _ = ours.marks.params[p]
+    known = what != LOADED and _is_known(ours, p)
+    if (what == FRESH and _is_replica(p)) or (what == STEPPED and known and _brought_others(ours)):
+        return torch.ones(p.shape, dtype=torch.bool, device="cpu")
+    return torch.ne(*_bits(ours, p)) if known else ~belongs(optimizer, p)
+
+
+def _bits(ours: Bookkeeping, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of `p`, and those that were noted; on the CPU."""
+    return _on_host(p).view(torch.int16), ours.param_bits[p][0].view(torch.int16)
+
+
+def _brought_others(ours: Bookkeeping) -> bool:
+    """Returns True if a load since the last step brought other weights: then all that it brought begin anew.
+
+    Most weights of a checkpoint of some steps before have the bits that they have now, with other low words. Where no
+    bit differs in any parameter, weights were swapped in and out, for an evaluation.
+    """
+    loaded = [p for p, (what, _) in ours.marks.params.items() if what == STEPPED and _is_known(ours, p)]
+    versions = [version(p) for p in loaded]
+    if ours.load_compared is None or ours.load_compared[0] != versions:
+        differ = any(not torch.equal(*_bits(ours, p)) for p in loaded)
+        ours.load_compared = versions, differ
+    return ours.load_compared[1]
+
+
+def _written(ours: Bookkeeping) -> dict[torch.Tensor, str]:
+    """Parameters whose low words may not be theirs, and what happened last to them."""
+    return ours.moved() | {p: what for p, (what, _) in ours.marks.params.items() if what == LOADED}
+
+
+def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
+    """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
+    return fitting_words.belongs(p, optimizer.state[p], name, record_of(optimizer, p))
+
+
+def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Format:
+    """The format that `p`, or its state `name`, is kept in; a user may have cast the words of a state."""
+    return kept_format(p, optimizer.state.get(p, {}), name, record_of(optimizer, p))
+
+
+def _split_among(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, Format]:
+    """The formats of those of `params` that are kept in several words, all as their formats have them."""
+    found = structure_guard.of(optimizer)
+    known = (
+        _split_formats(optimizer, params)
+        if found is None
+        else found.structure.once("split formats", lambda: _split_formats(optimizer, found.owners))
+    )
+    return {p: known[id(p)] for p in params if id(p) in known}
+
+
+def _split_formats(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[int, Format]:
+    """The same by the ids of parameters."""
+    split = {}
+    for p in params:
+        fmt, state = _format(optimizer, p), optimizer.state.get(p, {})
+        if len(fmt.components) > 1 and is_stored(p, state, "param", fmt, record_of(optimizer, p)):
+            split[id(p)] = fmt
+    return split
+
+
+@torch.no_grad()
+def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, the sum of the words of `p`, but of its high word alone where the next step would drop the low one.
+
+    Nothing is dropped yet: other weights may be there for a moment only (an average, for an evaluation).
+    """
+    ours = bookkeeping(optimizer)
+    split = _split_among(optimizer, [p]) if p in _written(ours) else {}
+    if split and not _is_right(ours, p, split[p]):
+        own = local(value)
+        own.copy_(torch.where(_stale(optimizer, p).to(own.device), local(p.detach()).float(), own))
+    return value
+
+
+# --- states ----------------------------------------------------------------------------------------------------
+
+
+def _watched(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor, bool]]:
+    """The states with further words: parameter, name, first word, and True if this holds codes."""
+    states: Mapping[Any, Any] = optimizer.state
+    for p, state in states.items():
+        if isinstance(p, torch.Tensor):
+            names = names_in(state)
+            highs = ((name, state[name]) for name in names.watched)
+            yield from ((p, name, x, name in names.coded) for name, x in highs if isinstance(x, torch.Tensor))
+
+
+def remember_states(optimizer: Optimizer) -> None:
+    """Notes that the low words of all states belong to what the states hold now."""
+    marks = bookkeeping(optimizer).marks.states
+    marks.clear()  # in place: an optimizer made by copy.copy shares them
+    for p, name, high, _ in _watched(optimizer):
+        marks.setdefault(p, {})[name] = high, version(high)
+
+
+@torch.no_grad()
+def _drop_stale_of_states(optimizer: Optimizer) -> None:
+    """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
+    written = check_codes(optimizer)
+    for p, name, coded in written:
+        if coded or optimizer.state[p][name].numel() != p.numel():
+            continue  # the step raises
+        _shape_alike(optimizer.state[p], name, _format(optimizer, p, name))
+        stale = ~belongs(optimizer, p, name)
+        if stale.any():
+            fitting_words.reset_where(p, optimizer.state[p], name, _format(optimizer, p, name), stale)
+    if written:
+        remember_states(optimizer)
+
+
+def _shape_alike(state: dict[str, Any], name: str, fmt: Format) -> None:
+    """Gives the further words of a state the shape of its first one, which may have been exchanged for another."""
+    for key in fmt.keys(name)[1:]:
+        if state[key].shape != state[name].shape and state[key].numel() == state[name].numel():
+            state[key] = state[key].reshape(state[name].shape)
+
+
+def check_codes(optimizer: Optimizer) -> list[tuple[torch.Tensor, str, bool]]:
+    """The states that were written since the last step, or are new, and True for those that hold codes.
+
+    Raises:
+        ValueError: other code wrote codes. New ones (loaded, copied) have not been noted.
+    """
+    marks, written = bookkeeping(optimizer).marks.states, []
+    for p, name, high, coded in _watched(optimizer):
+        noted = marks.get(p, {}).get(name)
+        if noted is None or noted[0] is not high or noted[1] != version(high):
+            written.append((p, name, coded))
+            if coded and noted is not None:
+                _check_unwritten(p, name, high, noted, record_of(optimizer, p))
+    return written
+
+
+def _check_unwritten(
+    p: torch.Tensor, name: str, now: torch.Tensor, noted: tuple[torch.Tensor, int], record: Mapping[str, str]
+) -> None:
+    """Raises for codes that are not those that were noted with their version; values have another type."""
+    before, its_version = noted
+    if now.dtype == before.dtype and (
+        version(before) != its_version or not torch.equal(_on_host(now), _on_host(before))
+    ):
+        raise ValueError(
+            f"the state {name!r} of a parameter of shape {list(p.shape)} was written between steps, and it holds codes "
+            f"({record.get(name, 'of blocks')}, {now.dtype}), not values. Nothing was updated: assign a floating-point "
+            f"tensor of values, optimizer.state[p][{name!r}] = torch.zeros_like(p, dtype=torch.float32), which the "
+            "next step encodes, or use optimizer.state_dict() and load_state_dict(), which hold values"
+        )
+
+
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    return local(x.detach()).cpu()
+
+
+# --- states that user code cleared ------------------------------------------------------------------------------------
+
+
+def note_words(optimizer: Optimizer, p: torch.Tensor) -> None:
+    """Remembers the further words of `p` as they are now, or that it has none."""
+    words = words_of(optimizer.state.get(p, {}))
+    if words:
+        bookkeeping(optimizer).words[p] = words
+    else:
+        bookkeeping(optimizer).words.pop(p, None)
+
+
+def _note_all_words(ours: Bookkeeping, seen: structure_guard.Seen) -> None:
+    """Remembers the further words of all parameters, after a step."""
+    owners, places = seen.structure.once("words", lambda: _places_of_words(seen))
+    words = [seen.states[i][key] for i, key in places]
+    held = ours.words.values()
+    if (
+        list(map(id, chain.from_iterable(map(dict.values, held)))) == list(map(id, words))
+        and list(chain.from_iterable(held)) == [key for _, key in places]
+        and list(map(id, ours.words)) == owners
+    ):
+        return
+    ours.words.clear()  # in place: an optimizer made by copy.copy shares them
+    for (i, key), word in zip(places, words, strict=True):
+        ours.words.setdefault(seen.owners[i], {})[key] = word
+
+
+def _places_of_words(seen: structure_guard.Seen) -> tuple[list[int], list[tuple[int, str]]]:
+    """The ids of the parameters with further words; for each word the place of its owner and its key."""
+    places = [(i, key) for i, state in enumerate(seen.states) for key in words_of(state)]
+    return list(dict.fromkeys(id(seen.owners[i]) for i, _ in places)), places
+
+
+def restore_words(optimizer: Optimizer) -> None:
+    """Gives parameters back the words that were cleared away with their states."""
+    words, seen = bookkeeping(optimizer).words, structure_guard.of(optimizer)
+    of_structure = (
+        None if seen is None else seen.structure.once("split", lambda: list(map(id, split_words(optimizer.state))))
+    )
+    if of_structure == list(map(id, words)):
+        return
+    split = split_params(optimizer.state)
+    if words.keys() <= split:
+        return
+    structure_guard.changed(optimizer)
+    held = set(params_of(optimizer))
+    for p in words.keys() & held - split:
+        optimizer.state.setdefault(p, {}).update(words[p])

@@ -1,0 +1,199 @@
+"""The record of formats: the format of each parameter and state, recorded when it is stored, and saved with it.
+
+Keys do not determine formats: `exp_avg` and `exp_avg_lo` may be two bf16 words, or a bf16 word and an integer fraction
+of its last place. The record is part of the optimizer's `Bookkeeping`, so that copies and pickles have it. Code that
+only keeps `state` and `param_groups` (torch's state_dict, torch.distributed.checkpoint) finds it in the groups, under
+`settings.FORMATS_KEPT`. Listed there are formats of users, since another process may know another format with the same
+keys, and those that keys would give wrongly. Older checkpoints, and those of runs that need no record, have the keys
+that they always had.
+
+States whose words are shared by blocks are in checkpoints as their fp32 values, shaped and sharded like the parameter,
+since blocks are those of the shard that a process has. Values can be sharded in another way, or read by plain torch,
+and loading encodes them in the blocks that are there then: the same bits where blocks stay whole, and otherwise within
+one rounding of the format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.numerics import formats
+from collage_neuron.numerics.formats import BUILT_IN, FORMATS
+from collage_neuron.settings import FORMATS_KEPT
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.state_keys import is_shared_word, names_in
+from collage_neuron.states.store import Record, State, read_fp32, told_by_keys
+
+
+def record_of(optimizer: Optimizer, p: torch.Tensor) -> Record:
+    """The record of the parameter `p`, which callers write to: format names by state name, and by `param`."""
+    kept = bookkeeping(optimizer).formats
+    record = kept.get(p)
+    if record is None:
+        record = kept[p] = _saved(optimizer).get(p, {})
+    return record
+
+
+def save(optimizer: Optimizer) -> None:
+    """Writes the record to the groups, for code that keeps nothing else."""
+    for group in optimizer.param_groups:
+        records = [_needed(optimizer, p) for p in group["params"]]
+        names = sorted({name for record in records for name in record})
+        if names:
+            columns = {name: [record.get(name) for record in records] for name in names}
+            group[FORMATS_KEPT] = json.dumps({name: _shared(column) or column for name, column in columns.items()})
+        else:
+            group.pop(FORMATS_KEPT, None)
+
+
+def load(optimizer: Optimizer) -> None:
+    """Reads the record from the groups, where a checkpoint has put it; empty for checkpoints that are older than it."""
+    put_back(optimizer, _saved(optimizer))
+
+
+def check_saved(group: Mapping[str, Any], index: int) -> None:
+    """Raises ValueError for a group of a checkpoint with a format that is not registered, or a damaged record."""
+    count = len(group["params"])
+    if any(isinstance(column, list) and len(column) != count for column in _parsed(group, index).values()):
+        raise _damaged(group, index)
+
+
+def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> None:
+    """Restores an earlier record."""
+    kept = bookkeeping(optimizer).formats
+    kept_before = dict(records)
+    kept.clear()  # in place: an optimizer made by copy.copy shares it
+    kept.update(kept_before)
+
+
+def keep(optimizer: Optimizer, params: Collection[torch.Tensor], before: Mapping[torch.Tensor, Record]) -> None:
+    """Restores the record of `params` themselves, whose words were kept while states were loaded."""
+    for p in params:
+        record_of(optimizer, p).update({name: fmt for name, fmt in before.get(p, {}).items() if name == "param"})
+
+
+def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Moves the record of `old` to `new`, which replaces it."""
+    kept = bookkeeping(optimizer).formats
+    if old in kept:
+        kept[new] = kept.pop(old)
+
+
+def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
+    """The formats of the parameter and its states that are not built in, or that keys would give wrongly.
+
+    And those of states in other shapes than its own: what has no format there, the optimizer made as it is.
+    """
+    record, state = bookkeeping(optimizer).formats.get(p, {}), optimizer.state.get(p, {})
+    present = {name: fmt for name, fmt in record.items() if name in ("param", *state)}
+    return {name: fmt for name, fmt in present.items() if not _is_told(state, name, fmt) or _is_seen(state, name, p)}
+
+
+def _is_seen(state: Mapping[str, Any], name: str, p: torch.Tensor) -> bool:
+    value = state.get(name)
+    return isinstance(value, torch.Tensor) and value.shape != p.shape and value.numel() == p.numel()
+
+
+def _is_told(state: Mapping[str, Any], name: str, fmt: str) -> bool:
+    """Returns True if every process reads the keys of a value as this format, or its value is saved."""
+    known = FORMATS.get(fmt)  # not if it was removed since: it is recorded all the same
+    if known is not None and known.is_coded:
+        return True
+    return known is not None and known is BUILT_IN.get(fmt) and known.decode is told_by_keys(state, name).decode
+
+
+def _shared(column: list[str | None]) -> str | None:
+    """The one name that all parameters of a group have, which is the usual case."""
+    return column[0] if len(set(column)) == 1 else None
+
+
+def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:
+    """The record of each parameter as the groups have it.
+
+    It is one string per group: checkpoints that store each leaf under its own key would split a mapping, and then
+    require the same keys in every template.
+    """
+    found: dict[torch.Tensor, dict[str, str]] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        params = group["params"]
+        for name, column in _parsed(group, i).items():
+            for p, fmt in zip(params, [column] * len(params) if isinstance(column, str) else column, strict=False):
+                if fmt is not None:
+                    found.setdefault(p, {})[name] = fmt
+    return found
+
+
+def _parsed(group: Mapping[str, Any], index: int) -> dict[str, str | list[str | None]]:
+    columns = _columns(group, index)
+    names = {fmt for column in columns.values() for fmt in ([column] if isinstance(column, str) else column)}
+    for name in sorted(names - {None}, key=str):
+        formats.require_known(str(name), f"param_groups[{index}] has states that were")
+    return columns
+
+
+def _columns(group: Mapping[str, Any], index: int) -> dict[str, str | list[str | None]]:
+    """The record as it is written; ValueError if it is something else, as in a damaged checkpoint."""
+    text = group.get(FORMATS_KEPT, "{}")
+    try:
+        columns = json.loads(text)
+    except (TypeError, ValueError):
+        columns = None
+    if not isinstance(columns, dict) or not all(map(_is_column, columns.values())):
+        raise _damaged(group, index)
+    return columns
+
+
+def _is_column(column: object) -> bool:
+    if isinstance(column, list):
+        return all(each is None or isinstance(each, str) for each in column)
+    return isinstance(column, str)
+
+
+def _damaged(group: Mapping[str, Any], index: int) -> ValueError:
+    return ValueError(
+        f"param_groups[{index}][{FORMATS_KEPT!r}] is {group[FORMATS_KEPT]!r}, and not the record of formats that "
+        "state_dict() writes (a JSON object: the name of a format by state, or a list of them, one for each "
+        "parameter): it is damaged"
+    )
+
+
+# --- states of blocks -------------------------------------------------------------------------------------------------
+
+
+PLACEHOLDER = 0
+"""What stands for a shared word in a checkpoint.
+
+torch.distributed.checkpoint reads a flattened state by the keys of the live one (`_unflatten_optim_state_dict`), so
+each of them must be there.
+"""
+
+
+def show_values(optimizer: Optimizer, packed: dict[str, Any]) -> None:
+    """Replaces the words of coded states in what `Optimizer.state_dict` returned by their values."""
+    ids = (i for group in packed["param_groups"] for i in group["params"])
+    params = params_of(optimizer)
+    for i, p in zip(ids, params, strict=True):
+        state = packed["state"].get(i)
+        if isinstance(state, Mapping) and names_in(state).coded:
+            packed["state"][i] = _with_values(optimizer, p, state)  # a new one: torch's is the live state itself
+
+
+@torch.no_grad()
+def _with_values(optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any]) -> State:
+    record, coded = record_of(optimizer, p), names_in(state).coded
+    shown: State = {key: PLACEHOLDER if is_shared_word(key, state) else value for key, value in state.items()}
+    for name in coded:
+        shown[name] = read_fp32(p, state, name, record).to(p.device)
+    return shown
+
+
+def drop_placeholders(states: Iterable[State]) -> None:
+    """Removes what stands for shared words in states that were loaded."""
+    for state in states:
+        for key in [k for k, v in state.items() if not isinstance(v, torch.Tensor) and is_shared_word(k, state)]:
+            del state[key]

@@ -1,0 +1,115 @@
+"""States without a value for each element: of one number (NovoGrad's second moment), of rows or columns (Adafactor's).
+
+They are fp32, in the shapes in which the optimizer makes them.
+
+A 0-d tensor in a state is a number of the host otherwise (`step`), and looks the same. A step distinguishes them: a
+state to which it writes tensors, or that it makes of them, is one of these. What was found is kept by name, for
+parameters with dimensions (`Bookkeeping.small`). All states of a 0-d parameter are 0-d.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.ir.update import Captured
+from collage_neuron.states import structure_guard
+from collage_neuron.states.bookkeeping import Bookkeeping
+from collage_neuron.states.sharding import ORDINARY
+
+BYTES = 4
+"""Of each number."""
+
+
+def may_be(x: object) -> bool:
+    """Returns True for a 0-d tensor in fp32, or in bf16, as torch loads it for bf16 parameters."""
+    return isinstance(x, Tensor) and not x.dim() and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def may_be_of_rows(x: object, p: Tensor) -> bool:
+    """Returns True for a tensor that may be a state of rows or columns: its shape is a part of that of `p`."""
+    if not isinstance(x, Tensor) or not 0 < x.dim() <= p.dim() or p.dim() < 2 or x.shape == p.shape:
+        return False
+    sizes = iter(p.shape)
+    return all(n in sizes for n in x.shape if n != 1)  # in order: each is looked for after the one before
+
+
+def may_be_of_view(x: object, p: Tensor) -> bool:
+    """Returns True for a tensor that may be a state of another shape of `p`, or of its rows (`Captured.seen_as`)."""
+    if not isinstance(x, Tensor) or not x.dim() or not p.dim() or x.shape == p.shape or not x.numel():
+        return False
+    return p.numel() % x.numel() == 0
+
+
+def learn(ours: Bookkeeping, captured: Captured) -> None:
+    """Remembers the names of the states of an update that have other shapes than their parameter."""
+    ours.small.update(captured.small)
+    ours.seen_as.update(captured.shapes if captured.seen_as is None else {*captured.shapes, *captured.small})
+
+
+def may_be_state(name: str, x: Tensor, p: Tensor, ours: Bookkeeping) -> bool:
+    """Returns True if a state of a name that is known may have the shape that `x` has, which is not that of `p`."""
+    of_rows = name in ours.small and may_be_of_rows(x, p)
+    return of_rows or (name in ours.seen_as and may_be_of_view(x, p))
+
+
+def _start(x: object, name: str, p: Tensor, captured: Captured) -> Any:
+    """What such a state begins with: what is there, in any floating-point dtype, or what the step makes."""
+    if not isinstance(x, Tensor):
+        return captured.fresh.get(name, 0.0)
+    shape = captured.shape_of(name, p.shape)
+    with suppress(RuntimeError):
+        if x.is_floating_point():
+            return x.expand(shape)
+    raise UnsupportedUpdate(
+        f"optimizer.state[p][{name!r}] is a tensor in {x.dtype} of shape {list(x.shape)}, and the step computes one of "
+        f"shape {list(shape)}; nothing was updated: give it that shape, or delete it"
+    )
+
+
+def bytes_of(captured: Captured, params: Sequence[Tensor]) -> dict[str, int]:
+    """Bytes of these states, by name."""
+    return {name: BYTES * sum(math.prod(captured.shape_of(name, p.shape)) for p in params) for name in captured.small}
+
+
+def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -> None:
+    """Creates the states of one number that `params` do not have yet, and moves others to fp32 on their device.
+
+    Raises:
+        ValueError: two parameters hold the same tensor.
+        UnsupportedUpdate: there is a state of another shape.
+    """
+    seen = set[int]()
+    for p in params if captured.small else ():
+        state = optimizer.state[p]
+        for name in captured.small:
+            old, shape = state.get(name), captured.shape_of(name, p.shape)
+            if not _is_kept(old, p, shape):
+                structure_guard.changed(optimizer)
+                found = torch.as_tensor(_start(old, name, p, captured), dtype=torch.float32, device=p.device)
+                state[name] = found.expand(shape).clone(memory_format=torch.contiguous_format)
+            if id(state[name]) in seen:
+                raise ValueError(
+                    f"two parameters hold one tensor as optimizer.state[p][{name!r}], and the step computes one for "
+                    "each; nothing was updated: give each its own (clone())"
+                )
+            seen.add(id(state[name]))
+
+
+def _is_kept(x: Any, p: Tensor, shape: tuple[int, ...]) -> bool:
+    """Returns True for a state that the step can write as it is; not for one number that is shown as many."""
+    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != p.device or x.shape != shape:
+        return False
+    return 0 not in x.stride() or x.is_contiguous()
+
+
+def states_of(states: Sequence[Mapping[str, Any]], captured: Captured) -> list[dict[str, Tensor]]:
+    """The states of one number of each parameter, by name."""
+    return [{name: state[name] for name in captured.small} for state in states] if captured.small else []

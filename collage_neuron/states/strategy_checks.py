@@ -1,0 +1,199 @@
+"""What a strategy says of states, compared with the states of an update: names that it has not, and formats too narrow.
+
+A name in a mapping that no parameter has a state of is a spelling mistake. Optimizers that run Muon and Adam in one
+step have states that only some parameters have: one mapping names them all.
+
+`plus` gives two words to states that are recognised to accumulate slowly (`passes/analysis/accumulators.py`). First
+moments lose little in bf16. Any other state of which the parameter's update takes a root, or by which it divides, may
+be a second moment that was not recognised: it would stand still, and the step could be wrong by any factor.
+
+A mapping is the user's choice, and only one kind is warned of: codes with signs have a code for 0, which is what they
+make of numbers that are small beside the largest of their block. Where the update divides by them, that is a division
+by 0: AdamW with second moments in fp16 ends three times its whole way off (docs/development/fp8.md, `rows`).
+
+A second moment in one word of 8 digits (`light`) decreases by less than half an ulp where its decay is below 2**-8 a
+step, and what is rounded to nearest then never does: after a burst of gradients, steps stay too short. Strategies that
+keep no more of the parameter than one rounded word (`bf16`) lose more than that by choice, and are not warned of.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.optim import Optimizer
+
+from collage_neuron.errors import warn_user
+from collage_neuron.numerics.formats import Format, format_named
+from collage_neuron.numerics.rounding import digits
+from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
+from collage_neuron.passes.analysis.accumulators import denominators, lossy_denominators, slow_states
+from collage_neuron.passes.analysis.decays import decays
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import bookkeeping
+
+Names = frozenset[str]
+Group = dict[str, Any]
+
+
+def check_names_as_written(optimizer: Optimizer, shown: Mapping[torch.Tensor, Collection[str]]) -> None:
+    """Checks a step as written before its results are stored; `shown` are the states of each parameter after it.
+
+    Warns instead if there are parameters that have had no gradient so far, and may have such a state later.
+
+    Raises:
+        ValueError: a mapping names a state that no parameter of the groups with that mapping has.
+    """
+    for names, groups in _unchecked(optimizer, [Settings.of(group).strategy for group in optimizer.param_groups]):
+        params = [p for group in groups for p in group["params"]]
+        states = dict.fromkeys(name for p in params for name in shown[p])
+        if not names <= states.keys():
+            if not any(p.requires_grad and p.grad is None and not shown[p] for p in params):
+                raise ValueError(_wrong_name(names, states))
+            if all(p.grad is None for p in params):
+                continue
+            text = _wrong_name(names, states)
+            warnings.warn(f"{text}. Some parameters had no gradient so far: if none of them has it, it is misspelt",
+                          stacklevel=2)  # fmt: skip
+        bookkeeping(optimizer).named.add(names)
+
+
+def check_names(
+    optimizer: Optimizer,
+    strategies: Sequence[StrategyLike],
+    shown: Iterable[tuple[Group, Collection[str]]],
+    in_step: bool = True,
+) -> None:
+    """Checks the strategies of the groups, each mapping once, against the states of updates, with their groups.
+
+    In a step parameters without a gradient may have other states, and nothing is said yet.
+
+    Raises:
+        ValueError: a mapping names a state that no parameter of the groups with that mapping has.
+    """
+    there = list(shown)
+    for names, groups in _unchecked(optimizer, strategies):
+        ids = set(map(id, groups))
+        states = dict.fromkeys(name for group, own in there if id(group) in ids for name in own)
+        if not names <= states.keys():
+            params = [p for group in groups for p in group["params"]]
+            if in_step and any(p.requires_grad and p.grad is None for p in params):
+                continue
+            raise ValueError(_wrong_name(names, states))
+        bookkeeping(optimizer).named.add(names)
+
+
+def _unchecked(optimizer: Optimizer, strategies: Sequence[StrategyLike]) -> Iterator[tuple[Names, list[Group]]]:
+    """The names of states in mappings that were not checked before, with the groups that have these mappings."""
+    found: dict[Names, list[Group]] = {}
+    for group, strategy in zip(optimizer.param_groups, strategies, strict=True):
+        if isinstance(strategy, Mapping) and group["params"]:
+            found.setdefault(frozenset(strategy.keys() - {"param", "*"}), []).append(group)
+    known = bookkeeping(optimizer).named
+    return ((names, groups) for names, groups in found.items() if names and names not in known)
+
+
+def _wrong_name(names: Names, states: Collection[str]) -> str:
+    """What is wrong with a mapping of these names."""
+    known = ", ".join(["param", *states])
+    return f"the strategy names {min(names.difference(states))!r}; this update has {known} (and `*`: the rest)"
+
+
+# --- states in too few bits -------------------------------------------------------------------------------------------
+
+
+class ImpreciseState(UserWarning):
+    """A state by which the update divides is kept in bf16 and may stand still; the message names it and the remedy."""
+
+
+def imprecise_states(graph: fx.Graph, settings: Settings, dtype: torch.dtype) -> frozenset[str]:
+    """Names of the states of a captured update to which a strategy gives fewer bits than they may need.
+
+    Strategies that store all states alike are never reported: they are the user's choice.
+    """
+    if dtype == torch.float32:
+        return frozenset()
+    if not isinstance(settings.strategy, str):
+        names, others = denominators(graph), settings.strategy.get("*", "bf16")
+        formats = {name: format_named(settings.strategy.get(name, others)) for name in names}
+        # With signs, numbers that are small beside their neighbours become 0.
+        return frozenset(name for name, fmt in formats.items() if fmt.is_coded and fmt.signed)
+    strategy = STRATEGIES[settings.strategy]
+    if format_named(strategy.slow).bytes <= format_named(strategy.state).bytes:
+        return frozenset()
+    return lossy_denominators(graph)
+
+
+def warn_imprecise(
+    base: type[Optimizer], optimizer: Optimizer, graph: fx.Graph, settings: Settings, formats: Mapping[str, Format]
+) -> None:
+    """Warns of the imprecise states of an update of bf16 parameters, of each once in the life of an optimizer."""
+    told = bookkeeping(optimizer).told
+    found = imprecise_states(graph, settings, torch.bfloat16) & formats.keys()  # others are one number, in fp32
+    new = sorted(name for name in found - told if formats[name].name != "fp32")
+    if new:
+        told.update(new)
+        warnings.warn(_sentence(base, new, graph, settings, formats), ImpreciseState, stacklevel=2)
+
+
+def warn_stuck(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    recording: Recording,
+    settings: Settings,
+    formats: Mapping[str, Format],
+) -> None:
+    """Warns of averages of magnitudes that cannot decrease in their formats, of each once for an optimizer."""
+    compensated = len(formats["param"].components) > 1 or formats["param"].draw is not None
+    stuck = _stuck(recording, formats) if compensated else {}
+    told = bookkeeping(optimizer).told
+    new = sorted(name for name in stuck if f"stuck {name}" not in told)
+    if new:
+        told.update(f"stuck {name}" for name in new)
+        warn_user(_stuck_sentence(base, new, stuck[new[0]], settings, formats[new[0]].name), ImpreciseState)
+
+
+def _stuck_sentence(base: type[Optimizer], names: Sequence[str], decay: float, settings: Settings, fmt: str) -> str:
+    return (
+        f"{base.__name__}: strategy={settings.strategy!r} keeps {', '.join(f'state[p][{n!r}]' for n in names)} in "
+        f"{fmt}, where it cannot decrease: its decay of {decay:.2g} a step is less than half an ulp, and is rounded "
+        "away. After some steps with larger gradients it stays as large as it was, and all later steps are too short "
+        "(docs/strategies.md has an example). Use strategy='plus', which keeps it as a pair, or 'split323', which "
+        "needs the bytes of 'light'; if gradients have no bursts, filter this warning (collage_neuron.ImpreciseState)"
+    )
+
+
+def _stuck(recording: Recording, formats: Mapping[str, Format]) -> dict[str, float]:
+    """The decays of the averages of magnitudes that are rounded to nearest, and which half an ulp is larger than."""
+    graph = recording.captured.graph
+    words = [n for n in slow_states(graph) if n in formats and formats[n].draw is None and not formats[n].is_coded]
+    narrow = [n for n in words if digits(formats[n]) <= digits(format_named("bf16"))]
+    found = decays(graph, recording.slots) if narrow else {}
+    return {n: found[n] for n in narrow if n in found and found[n] < 2.0 ** -digits(formats[n])}
+
+
+def _sentence(
+    base: type[Optimizer], names: Sequence[str], graph: fx.Graph, settings: Settings, formats: Mapping[str, Format]
+) -> str:
+    which = ", ".join(f"state[p][{name!r}]" for name in names)
+    if not isinstance(settings.strategy, str):
+        return (
+            f"{base.__name__}: the strategy keeps {which} in {formats[names[0]].name}, and the update divides by it or "
+            "takes its root: what is small beside the largest number of its block becomes 0 there, and steps of that "
+            "element far too long. Use a format without signs, which has no 0 ('u16q16', 'u8q16'), or one with a "
+            "number for each element ('bf16+int8'); if that cannot happen here, filter this warning "
+            "(collage_neuron.ImpreciseState)"
+        )
+    wide = format_named(STRATEGIES[str(settings.strategy)].slow).name
+    mapping = {"param": formats["param"].name} | dict.fromkeys(sorted({*slow_states(graph), *names}), wide)
+    return (
+        f"{base.__name__}: strategy={settings.strategy!r} keeps {which} in {formats[names[0]].name}, and the update "
+        "divides by it or takes its root. It adds to itself in a way that is not recognised as a second moment; if it "
+        "is one, with a decay near 1, what is less than 2**-9 of it is lost in every step, and it stands still. Use "
+        f"strategy='full', or strategy={mapping!r}; if one word is enough for it, filter this warning "
+        "(collage_neuron.ImpreciseState)"
+    )

@@ -1,0 +1,196 @@
+"""What a step finds, read in a few passes over all parameters, and what follows from that alone, worked out only once.
+
+Most steps find what the last one found: the same parameters, with states of the same keys, types, shapes and devices.
+Everything of that kind which a check or a launch depends on is part of `Structure.key`, which is read anew in every
+step; if it equals that of the last step, results that depend on nothing else are still right and are kept with it
+(`Structure.once`). No state is kept alive, and nothing is known by the id of a state: code may free and exchange states
+as before. Parameters are known by their ids, and the structure holds them, so that no id is used again.
+
+What is *not* part of the key is looked at by each step: gradients, versions and addresses, and the numbers in states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, compress
+from operator import is_
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import torch_privates
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping
+from collage_neuron.states.sharding import ORDINARY
+
+T = TypeVar("T")
+
+_PLAIN = ORDINARY | {type(None), bool, int, float, str}
+"""Types whose objects cannot become something else: not wrappers, and no containers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Parameters and states without their values, and what was found out about them."""
+
+    key: tuple[Any, ...]
+    held: tuple[Any, ...]
+    """The parameters that have these states: those of the groups, the owners, and those whose formats are recorded."""
+    are_tensors: tuple[bool, ...]
+    """For each value in the states, one after the other, True if it is a tensor."""
+    guard: Callable[..., bool]
+    """Says of parameters and of the tensors in states whether they are of the same types, dtypes, shapes, ..."""
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def is_of(self, found: _Found) -> bool:
+        """Returns True if `found` has the same parameters, and states that differ in nothing but values."""
+        return (
+            self.key == found.key
+            and are_same(self.held, found.held)
+            and self.guard(*found.params, *compress(found.values, self.are_tensors))
+        )
+
+    def once(self, what: Any, make: Callable[[], T]) -> T:
+        """The result called `what`, which must depend on nothing but the key; computed when it is first asked for."""
+        if what not in self.known:
+            self.known[what] = make()
+        found: T = self.known[what]
+        return found
+
+    def table(self, what: Any) -> dict[Any, Any]:
+        """Results called `what` by keys, for what depends on more than the structure; `keep` adds to it."""
+        found: dict[Any, Any] = self.known.setdefault(what, {})
+        return found
+
+    def keep(self, table: dict[Any, Any], key: Any, value: T) -> T:
+        """Adds to a table, which forgets the oldest of more results than its groups can need in a step."""
+        table.pop(key, None)
+        if len(table) >= _KEPT * (1 + len(self.key[0])):
+            del table[next(iter(table))]
+        table[key] = value
+        return value
+
+
+_KEPT = 16
+"""Results that a table has room for, for each group: gradients may be missing of some parameters, or of other types."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What the step in progress has found."""
+
+    optimizer: Optimizer
+    params: list[torch.nn.Parameter]
+    """Those of all groups."""
+    owners: list[torch.Tensor]
+    """The keys of `optimizer.state`, in its order."""
+    states: list[dict[str, Any]]
+    """The states of the owners."""
+    structure: Structure
+    answers: dict[Any, Any] = field(default_factory=dict)
+    """What holds for this step and is asked for each group, by the question."""
+
+    def state_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """The states of `params`; empty ones where there is none."""
+        if are_same(params, self.owners):
+            return self.states
+        return [self._by_id.get(id(p), {}) for p in params]
+
+    @cached_property
+    def _by_id(self) -> dict[int, dict[str, Any]]:
+        """The states by the ids of the owners: a tensor is hashed in Python."""
+        return dict(zip(map(id, self.owners), self.states, strict=True))
+
+
+def once_a_step(seen: Seen | None, question: Any, answer: Callable[[], T]) -> T:
+    """The answer to a question that has the same one in the whole step; `seen` is what the step found, if it did."""
+    if seen is None:
+        return answer()
+    if question not in seen.answers:
+        seen.answers[question] = answer()
+    found: T = seen.answers[question]
+    return found
+
+
+def states_of(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """The states of `params`, of what the step has found if it did; else new ones where there is none."""
+    seen = of(optimizer)
+    return [optimizer.state[p] for p in params] if seen is None else seen.state_of(params)
+
+
+def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Returns True if both hold the same objects in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def of(optimizer: Optimizer) -> Seen | None:
+    """What the step in progress found; None if some of it was changed since, if it is unusual, and between steps."""
+    ours: Bookkeeping | None = vars(optimizer).get(ATTRIBUTE)
+    found: Seen | None = None if ours is None else ours.seen
+    return found if found is not None and found.optimizer is optimizer else None  # shadows share the bookkeeping
+
+
+def changed(optimizer: Optimizer) -> None:
+    """Called where the step in progress changes, or may have changed, keys or types of states."""
+    bookkeeping(optimizer).seen = None
+
+
+def look(optimizer: Optimizer) -> Seen | None:
+    """What a step finds; `of` returns it from then on, until something of it is changed.
+
+    None if it is unusual: a tensor of a type of its own (DTensor), or a state that is not a dictionary of plain values.
+    """
+    ours = bookkeeping(optimizer)
+    found = _found(optimizer, ours.formats)
+    if found is None:
+        ours.structure = None
+        return None
+    if ours.structure is None or not ours.structure.is_of(found):
+        are_tensors = tuple(type(x) in ORDINARY for x in found.values)
+        guard = torch_privates.guard([*found.params, *compress(found.values, are_tensors)])
+        ours.structure = Structure(found.key, tuple(found.held), are_tensors, guard)
+    return Seen(optimizer, found.params, found.owners, found.states, ours.structure)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What a step finds, with the tensors themselves."""
+
+    params: list[torch.nn.Parameter]
+    owners: list[torch.Tensor]
+    states: list[dict[str, Any]]
+    values: list[Any]
+    """Those of all states."""
+    key: tuple[Any, ...]
+    held: list[torch.Tensor]
+
+
+def _found(optimizer: Optimizer, formats: dict[torch.Tensor, dict[str, str]]) -> _Found | None:
+    """What a step finds; None if it is unusual."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    params = list(chain.from_iterable(groups))
+    owners, states = list(optimizer.state), list(optimizer.state.values())
+    if not (ORDINARY.issuperset(map(type, params)) and ORDINARY.issuperset(map(type, owners))):
+        return None
+    if not {dict}.issuperset(map(type, states)):
+        return None
+    values = list(chain.from_iterable(map(dict.values, states)))
+    kinds = list(map(type, values))
+    if not _PLAIN.issuperset(kinds):
+        return None
+    records = list(formats.values())
+    key = (
+        list(map(len, groups)),
+        list(map(len, states)),
+        list(chain.from_iterable(states)),
+        kinds,
+        # The formats in which states are recorded to be kept, and what those names mean.
+        list(map(len, records)),
+        list(chain.from_iterable(records)),
+        list(chain.from_iterable(map(dict.values, records))),
+        tuple(FORMATS.values()),
+    )
+    return _Found(params, owners, states, values, key, [*params, *owners, *formats])

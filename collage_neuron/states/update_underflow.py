@@ -1,0 +1,221 @@
+"""Warns of steps, and of decays of weights, that the format of the parameters loses (`numerics/underflow.py`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.fx as fx
+from torch.optim import Optimizer
+
+from collage_neuron.errors import warn_user
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.rounding import digits
+from collage_neuron.numerics.strategies import DEFAULT, bytes_with_adam, param_format
+from collage_neuron.numerics.underflow import LOST, Pace, Scale, cheapest, is_short, lost
+from collage_neuron.passes.analysis.accumulators import denominators
+from collage_neuron.passes.analysis.decays import decays
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import local
+
+WARNED = "_collage_warned"
+"""The attribute of a compiled class with the optimizers of it that were warned of, by what they were warned of."""
+
+STEPS, DECAY = "small steps", "small decay"
+"""What a group is warned of, once of each."""
+
+RATES = ("lr", "initial_lr", "max_lr")
+"""Where a group and its schedulers keep learning rates: the largest counts."""
+
+
+class SmallSteps(UserWarning):
+    """Steps, or the decay of weights, are so small that the format of the parameters loses a part of each."""
+
+
+def tell(
+    optimizer: Optimizer,
+    index: int,
+    settings: Settings,
+    params: Sequence[torch.Tensor],
+    recording: Recording,
+    cls: type,
+) -> None:
+    """Warns, once of each group, if its steps or its decay are too small for the format of `params`.
+
+    The steps of an update that divides by a root or takes a sign (Adam, Lion) have the size of the learning rate; of
+    others they are measured (`validation/arrived.py`). What a scheduler that warms up has set first does not count.
+    `cls` is the compiled class of `optimizer`, which may not have it yet.
+    """
+    fmt = param_format(settings.strategy, torch.bfloat16)
+    open_ = [what for what in (STEPS, DECAY) if not _is_told(optimizer, index, what, cls)]
+    if not is_short(fmt) or not open_:
+        return
+    group, sizes = optimizer.param_groups[index], _sizes(params)
+    largest = rate_of(group)
+    scale = Scale(
+        largest if _is_normalized(recording.captured.graph) else 0.0,
+        max(sizes.values(), default=0.0),
+        _decay(recording, rate_of(group, ("lr",)), largest),
+    )
+    lacking = {what for what in open_ if (scale.lost(fmt) > LOST if what == STEPS else scale.loses_decay(fmt))}
+    if lacking:
+        _warn(optimizer, index, lacking, cls, _sentence(lacking, fmt, scale, sizes), settings, scale)
+
+
+def follow(
+    optimizer: Optimizer,
+    index: int,
+    rate: float,
+    settings: Settings,
+    params: Sequence[torch.Tensor],
+    recording: Recording,
+) -> None:
+    """Adds up what a schedule loses whenever it changes the rate; warns, once, where it lowers it too far.
+
+    Rates that rise do not warn: warming up is short.
+    """
+    fmt, paces, cls = param_format(settings.strategy, torch.bfloat16), bookkeeping(optimizer).paces, type(optimizer)
+    if not is_short(fmt) or _is_told(optimizer, index, STEPS, cls) or not _is_normalized(recording.captured.graph):
+        return
+    step = bookkeeping(optimizer).steps
+    if index not in paces:
+        size = max(_sizes(params).values(), default=0.0)
+        paces[index] = Pace(size, rate, rate_of(optimizer.param_groups[index]), step)
+        return
+    pace, falls = paces[index], rate < paces[index].rate
+    pace.advance(rate, step, 2.0 ** -digits(fmt) * pace.size)
+    if falls and pace.share() > LOST:
+        said = (
+            f"keeps parameters as {fmt.name}, which rounds weights of {pace.size:.2g} by up to "
+            f"{2.0 ** -digits(fmt) * pace.size:.2g}, and the schedule has lowered the learning rate from "
+            f"{pace.largest:.2g} to {rate:.2g}: about {pace.share():.1g} of the way so far is lost, and more of each "
+            "further step"
+        )
+        _warn(optimizer, index, {STEPS}, cls, said, settings, Scale(rate, pace.size, 0.0))
+
+
+def rate_of(group: Mapping[str, Any], keys: Sequence[str] = RATES) -> float:
+    """The largest learning rate that a group has under `keys`; 0.0 if it has none."""
+    return max((float(group[key]) for key in keys if isinstance(group.get(key), (int, float, torch.Tensor))), default=0)
+
+
+def is_measured(optimizer: Optimizer, index: int, fmt: Format, graph: fx.Graph) -> bool:
+    """Returns True if `tell` cannot know the steps of a group, which is still to be warned of if they are small."""
+    return is_short(fmt) and _once(index, STEPS) not in bookkeeping(optimizer).told and not _is_normalized(graph)
+
+
+def tell_measured(optimizer: Optimizer, index: int, settings: Settings, fmt: Format, arrived: float) -> None:
+    """Warns, once of each group, that only the share `arrived` of its steps reaches the parameters."""
+    said = (
+        f"keeps parameters as {fmt.name}, and {max(arrived, 0.0):.0%} of the steps that were looked at arrived there: "
+        f"they are too small beside the rounding of the weights, which is {2.0 ** -digits(fmt):.2g} of each"
+    )
+    if not _is_told(optimizer, index, STEPS, type(optimizer)):
+        _warn(optimizer, index, {STEPS}, type(optimizer), said, settings, None)
+
+
+def _once(index: int, what: str) -> str:
+    return f"{what} {index}"
+
+
+def _is_told(optimizer: Optimizer, index: int, what: str, cls: type) -> bool:
+    """Returns True if the group was warned of, or another optimizer of its class, of which there may be hundreds.
+
+    Optimizers of one parameter each, which step in the hooks of its gradient, are alike: one warning speaks for all.
+    """
+    by_another = any(other is not optimizer for other in _warned(cls, what))
+    return by_another or _once(index, what) in bookkeeping(optimizer).told
+
+
+def _warned(cls: type, what: str) -> WeakSet[Optimizer]:
+    """The living optimizers of a compiled class that were warned of it."""
+    warned: dict[str, WeakSet[Optimizer]] = getattr(cls, WARNED)
+    return warned.setdefault(what, WeakSet())
+
+
+def _is_normalized(graph: fx.Graph) -> bool:
+    return bool(denominators(graph)) or any("sign" in str(node.target) for node in graph.nodes)
+
+
+def _decay(recording: Recording, rate: float, largest: float) -> float:
+    """The decay of the parameter when its group reaches the largest rate, with which it grows."""
+    decay = decays(recording.captured.graph, recording.slots).get("param", 0.0)
+    return decay * largest / rate if rate > 0 else decay
+
+
+def _warn(
+    optimizer: Optimizer,
+    index: int,
+    lacking: Collection[str],
+    cls: type,
+    said: str,
+    settings: Settings,
+    scale: Scale | None,
+) -> None:
+    for what in lacking:
+        bookkeeping(optimizer).told.add(_once(index, what))
+        _warned(cls, what).add(optimizer)
+    remedy = (
+        f"The default, {DEFAULT!r} ({bytes_with_adam(DEFAULT)} bytes per parameter with Adam), loses what fp32 loses"
+    )
+    name = cheapest(scale) if scale is not None else DEFAULT
+    if name is not None and name != DEFAULT:
+        remedy = f"strategy={name!r} ({bytes_with_adam(name)} bytes per parameter with Adam) keeps them. {remedy}"
+    under = (
+        f"; it needs arithmetic='fp32', and this is {settings.arithmetic!r}" if settings.arithmetic != "fp32" else ""
+    )
+    warn_user(
+        f"param_groups[{index}]: strategy={settings.strategy!r} {said}. {remedy}{under}. If this is intended, filter "
+        "this warning (collage_neuron.SmallSteps)",
+        SmallSteps,
+    )
+
+
+def _sentence(lacking: Collection[str], fmt: Format, scale: Scale, sizes: Mapping[torch.Tensor, float]) -> str:
+    parts = []
+    if STEPS in lacking:
+        coarse = [p for p, size in sizes.items() if lost(scale.rate, 2.0 ** -digits(fmt) * size) > LOST]
+        worst = max(coarse, key=lambda p: sizes[p])
+        parts.append(
+            f"rounds weights of {scale.size:.2g} (the root mean square of a parameter) by up to "
+            f"{2.0 ** -digits(fmt) * scale.size:.2g}, and the learning rate is {scale.rate:.2g}: about "
+            f"{scale.lost(fmt):.1g} of the way of {len(coarse)} of its {len(sizes)} parameters is lost (the worst has "
+            f"shape {list(worst.shape)})"
+        )
+    if DECAY in lacking:
+        parts.append(
+            f"cannot hold a decay of {scale.decay:.2g} a step (learning rate times weight decay), which is less than "
+            f"the rounding of a weight, {2.0 ** -digits(fmt):.2g} of it: where gradients are zero (unused rows of an "
+            "embedding, idle experts, masks), most of the decay is lost"
+        )
+    return f"keeps parameters as {fmt.name}, which " + "; it ".join(parts)
+
+
+def _sizes(params: Sequence[torch.Tensor]) -> dict[torch.Tensor, float]:
+    """The root mean square of each parameter that is looked at, in one transfer; 0.0 if it is not finite."""
+    looked_at = [p for p in _looked_at(params) if not p.is_meta and local(p.detach()).numel()]
+    if not looked_at:
+        return {}
+    squares = [_on_host(local(p.detach())).float().square().mean() for p in looked_at]
+    sizes = torch.stack([x.to(squares[0].device) for x in squares]).sqrt().tolist()
+    return {p: size if math.isfinite(size) else 0.0 for p, size in zip(looked_at, sizes, strict=True)}
+
+
+def _is_lazy(p: torch.Tensor) -> bool:
+    return p.device.type in ("xla", "neuron")
+
+
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu() if _is_lazy(x) else x  # which would compile a program for each shape
+
+
+def _looked_at(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All of them; on a lazy device, from which each is fetched, vectors (gains near 1) and the smallest matrix."""
+    matrices = sorted((p for p in params if _is_lazy(p) and p.dim() > 1), key=torch.numel)
+    left_out = set(map(id, matrices[1:]))
+    return [p for p in params if id(p) not in left_out]

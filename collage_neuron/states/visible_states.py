@@ -1,0 +1,218 @@
+"""A parameter's state as the optimizer's own code knows it, and which parameters share an update, as theirs agree."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics import formats
+from collage_neuron.states import reduced_states as small_states
+from collage_neuron.states import structure_guard
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import ORDINARY
+from collage_neuron.states.state_keys import names_in
+from collage_neuron.states.store import is_host_scalar
+from collage_neuron.states.structure_guard import Seen
+
+
+class ParamShaped:
+    """Represents a parameter-shaped state, whose values a recording does not need."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+        self.shape: Sequence[int] = like.shape
+
+
+class Shaped(ParamShaped):
+    """Represents a state of another shape: of one number that is computed from tensors, rows, columns, or a view."""
+
+    def __init__(self, like: torch.Tensor, shape: Sequence[int]) -> None:
+        super().__init__(like)
+        self.shape = tuple(shape)
+
+
+def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> dict[str, Any]:
+    """The state as the optimizer's own code knows it: without our further words, and with tensors without values.
+
+    `small` are the names of states of one number that is computed from tensors (`reduced_states`).
+    """
+    numbers = numbers_in(state, p, small)
+    return {k: state[k] if k in numbers else _without_value(state[k], p) for k in names_in(state).own}
+
+
+def _without_value(value: Any, p: torch.Tensor) -> ParamShaped:
+    if small_states.may_be(value) and p.dim():
+        return Shaped(p, ())
+    is_other = small_states.may_be_of_rows(value, p) or small_states.may_be_of_view(value, p)
+    return Shaped(p, value.shape) if is_other else ParamShaped(p)
+
+
+def numbers_in(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> tuple[str, ...]:
+    """The names of the host's numbers in a state: those of all else are tensors, `small` ones of one number."""
+    names = names_in(state)
+    own = (
+        k for k in names.own if k not in names.coded and not (k in small and p.dim() and small_states.may_be(state[k]))
+    )
+    return tuple(name for name in own if _is_number(name, state[name], p))
+
+
+def _is_number(name: str, value: Any, p: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and is_host_scalar(value, p)):
+        return True
+    if not value.dtype.is_floating_point:
+        raise UnsupportedUpdate(
+            f"the update keeps optimizer.state[p][{name!r}] in {value.dtype}, shaped like the parameter; states are "
+            "stored in floating-point formats, where counts end (at 256 in bf16) and logic is arithmetic: keep it in "
+            f"float32 and store it so (strategy={{{name!r}: 'fp32', ...}}), count in a number for all elements, or "
+            "leave the optimizer uncompiled"
+        )
+    return False
+
+
+def number(value: Any) -> Any:
+    """A key of a number, or of any other value that is not a tensor of the parameter's shape."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and keeps that
+    return repr(value)
+
+
+# --- which parameters share an update ---------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """What parameters that share a recording have in common, but for the numbers in their states."""
+
+    id: int
+    tensors: tuple[str, ...]
+    """The names of the numbers that are 0-d tensors."""
+    others: tuple[str, ...]
+    """The names of the numbers that are not."""
+
+
+def kind_in(seen: Seen, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
+    """The kind of a parameter with this state."""
+    return _kinds(seen).of(p, state)
+
+
+def _kinds(seen: Seen) -> _Kinds:
+    small = tuple(sorted(bookkeeping(seen.optimizer).small))
+    found: _Kinds = seen.structure.once(("kinds", small), lambda: _Kinds(small))
+    return found
+
+
+class _Alike(NamedTuple):
+    """Parameters that share a recording as long as their numbers are equal; it depends on the structure alone."""
+
+    params: list[torch.nn.Parameter]
+    kind: Kind
+
+    def agree(self, states: list[dict[str, Any]]) -> bool:
+        """Returns True if their numbers are equal."""
+        if len(states) == 1:
+            return True
+        return all(_is_one(_read([state[name] for state in states])) for name in self.kind.tensors) and all(
+            len({number(state[name]) for state in states}) == 1 for name in self.kind.others
+        )
+
+
+def alike(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[list[Any]] | None:
+    """`params` by the recordings that they share, if only the structure tells them apart; else None."""
+    what = "alike", *sorted(bookkeeping(seen.optimizer).small)
+    known, key = seen.structure.table(what), tuple(map(id, params))  # the structure holds the parameters
+    found: list[_Alike] | None = known.get(key)
+    if found is None:
+        found = seen.structure.keep(known, key, _by_kind(seen, params))
+    return [part.params for part in found] if all(part.agree(seen.state_of(part.params)) for part in found) else None
+
+
+def _by_kind(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[_Alike]:
+    kinds = _kinds(seen)
+    found: dict[int, _Alike] = {}
+    for p, state in zip(params, seen.state_of(params), strict=True):
+        kind = kinds.of(p, state)
+        found.setdefault(kind.id, _Alike([], kind)).params.append(p)
+    return list(found.values())
+
+
+def _is_one(numbers: Iterator[Any]) -> bool:
+    """Returns True if all are equal, and not NaN."""
+    first = next(numbers, None)
+    return all(map(first.__eq__, numbers))
+
+
+def _read(tensors: list[torch.Tensor]) -> Iterator[Any]:
+    """The values of 0-d tensors: on a device in one call if they are of one type, since each call waits for it."""
+    if all(map(attrgetter("is_cpu"), tensors)):
+        return map(torch.Tensor.item, tensors)
+    if len({(t.dtype, t.device) for t in tensors}) == 1:
+        return iter(torch.stack(tensors).tolist())
+    return (t.item() for t in tensors)
+
+
+class _Kinds:
+    """The kinds of parameters, found out when they are asked for: others may have states that no recording takes."""
+
+    def __init__(self, small: Collection[str]) -> None:
+        self._small = small
+        self._ids: dict[Any, int] = {}
+        self._known: dict[int, Kind] = {}
+
+    def of(self, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
+        """The kind of a parameter with this state."""
+        known = self._known.get(id(p))
+        if known is None:
+            known = self._known[id(p)] = self._found(p, state)
+        return known
+
+    def _found(self, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
+        names = numbers_in(state, p, self._small)
+        tensors = tuple(name for name in names if type(state[name]) in ORDINARY)
+        others = tuple(name for name in names if name not in tensors)
+        dtypes = tuple(state[name].dtype for name in tensors)
+        key = type(p), p.dtype, p.device, names_in(state).own, tensors, dtypes, others
+        return Kind(self._ids.setdefault(key, len(self._ids)), tensors, others)
+
+
+def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
+    """Parameters that share an update: those with equal host scalars (step counts), states, class, dtype, device."""
+    found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    seen = structure_guard.of(optimizer)
+    try:
+        if seen is not None and (same := alike(seen, params)) is not None:
+            return same
+        kinds = _Kinds(bookkeeping(optimizer).small) if seen is None else _kinds(seen)
+        keys = _keys(
+            kinds, params, [optimizer.state.get(p, {}) for p in params] if seen is None else seen.state_of(params)
+        )
+    except UnsupportedUpdate:
+        require_known(optimizer)  # a word of an unknown format looks like a state of the user's
+        raise
+    for p, key in zip(params, keys, strict=True):
+        found[key].append(p)
+    return list(found.values())
+
+
+def require_known(optimizer: Optimizer) -> None:
+    """Raises ValueError if a parameter or state is recorded in a format that is not registered."""
+    for record in bookkeeping(optimizer).formats.values():
+        for name, fmt in record.items():
+            formats.require_known(fmt, f"the optimizer has values ({name}) that are")
+
+
+def _keys(
+    kinds: _Kinds, params: Sequence[torch.nn.Parameter], states: Sequence[Mapping[str, Any]]
+) -> list[tuple[Any, ...]]:
+    """A key for each parameter, equal for those that share a recording."""
+    kept = [(kinds.of(p, state), state) for p, state in zip(params, states, strict=True)]
+    numbers = _read([state[name] for kind, state in kept for name in kind.tensors])
+    return [
+        (kind.id, *islice(numbers, len(kind.tensors)), *(number(state[name]) for name in kind.others))
+        for kind, state in kept
+    ]

@@ -1,0 +1,162 @@
+"""After its first step an optimizer says once, in one line, what was compiled; `explain` ends in the same line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import backward, mlp
+from torch.optim import SGD, AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron.optimizer.first_step_report import log
+from collage_neuron.passes.backends import registry
+
+BACKEND = registry.choose("auto", torch.device("cpu")).name
+
+FORMS: dict[str, Callable[..., tuple[torch.nn.Module, Optimizer]]] = {}
+
+
+def form(make: Callable[..., tuple[torch.nn.Module, Optimizer]]) -> Callable[..., tuple[torch.nn.Module, Optimizer]]:
+    FORMS[make.__name__] = make
+    return make
+
+
+@form
+def model_and_optimizer(**settings: Any) -> tuple[torch.nn.Module, Optimizer]:
+    model = mlp(0)
+    return collage_neuron.compile(model, AdamW(model.parameters()), **settings)
+
+
+@form
+def model_alone(**settings: Any) -> tuple[torch.nn.Module, Optimizer]:
+    model = collage_neuron.compile(mlp(0), **settings)
+    return model, AdamW(model.parameters())
+
+
+@form
+def optimizer_alone(**settings: Any) -> tuple[torch.nn.Module, Optimizer]:
+    model = mlp(0)
+    return model, collage_neuron.compile(AdamW(model.parameters()), **settings)
+
+
+@form
+def optimizer_class(**settings: Any) -> tuple[torch.nn.Module, Optimizer]:
+    model = mlp(0).to(torch.bfloat16)
+    return model, collage_neuron.compile(AdamW, **settings)(model.parameters())
+
+
+def step(model: torch.nn.Module, optimizer: Optimizer, steps: int = 1) -> None:
+    for seed in range(steps):
+        optimizer.zero_grad()
+        backward(model, seed)
+        optimizer.step()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+
+
+@pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
+def test_every_form_says_it_once_and_a_word_silences_it(
+    make: Callable[..., tuple[torch.nn.Module, Optimizer]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "collage_neuron")
+    step(*make(verbose=False))
+    assert lines(caplog) == []
+    model, optimizer = make()
+    step(model, optimizer, 3)
+    elements = sum(p.numel() for p in model.parameters())
+    tensors = len(list(model.parameters()))
+    (line,) = lines(caplog)
+    assert line == (
+        f"AdamW: {tensors} tensors, {elements:,} parameters, strategy split433, 12 B each, "
+        f"{12 * elements / 1e3:.3g} kB instead of {16 * elements / 1e3:.3g} kB with fp32; backend {BACKEND}"
+    )
+    assert collage_neuron.explain(optimizer).splitlines()[-1] == line
+    with pytest.warns(collage_neuron.StrategyChanged):
+        collage_neuron.compile(optimizer, strategy="fp32")
+    step(model, optimizer)
+    assert "fp32, 16 B each" in lines(caplog)[1]
+    assert "instead of" not in lines(caplog)[1]
+
+
+def test_groups_may_differ(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "collage_neuron")
+    params = [torch.nn.Parameter(torch.ones(1000, 1000)) for _ in range(3)]
+    groups: list[dict[str, Any]] = [{"params": params[:1], "collage_strategy": "light"}, {"params": params[1:]}]
+    optimizer = collage_neuron.compile(SGD(groups, lr=0.1, momentum=0.9), strategy={"momentum_buffer": "fp32"})
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    (line,) = lines(caplog)
+    # Two words and a gradient, with a momentum of 2 bytes, and twice one word and a gradient, with a momentum of 4.
+    assert line.startswith(
+        "SGD: 3 tensors, 3.0 M parameters, strategy light, formats by state, 8 B each, 24 MB instead of 36 MB with fp32"
+    )
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", 1), ("3", 0)])
+def test_one_process_of_a_run_says_it(
+    rank: str, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "collage_neuron")
+    monkeypatch.setenv("RANK", rank)
+    step(*model_and_optimizer())
+    assert len(lines(caplog)) == said
+
+
+@pytest.mark.parametrize(("configured", "level", "said"), [(False, 0, 1), (False, logging.WARNING, 0), (True, 0, 0)])
+def test_it_is_printed_where_logging_is_not_configured(
+    configured: bool, level: int, said: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log, "hasHandlers", lambda: configured)
+    monkeypatch.setattr(log, "level", level)
+    step(*model_and_optimizer())
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", said)
+
+
+@pytest.mark.parametrize(("level", "said"), [(logging.WARNING, 1), (logging.ERROR, 0)])
+def test_it_is_printed_where_a_first_warning_made_the_only_handler(
+    level: int, said: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As importing torch_xla leaves it; a program that has set a level has configured something."""
+    root = logging.RootLogger(level)
+    root.addHandler(logging.StreamHandler(sys.stderr))
+    for owner, name, value in ((logging, "root", root), (log, "parent", root), (log, "_cache", {})):
+        monkeypatch.setattr(owner, name, value)
+    step(*model_and_optimizer())
+    assert [line[:7] for line in capsys.readouterr().err.splitlines()] == ["AdamW: "] * said
+
+
+def test_a_setting_that_is_none_is_rejected() -> None:
+    with pytest.raises(ValueError, match="verbose is 'no'; give True or False"):
+        optimizer_class(verbose="no")
+
+
+def test_graphs_are_shown_on_request() -> None:
+    _, optimizer = model_and_optimizer()
+    table, whole = collage_neuron.explain(optimizer), collage_neuron.explain(optimizer, graphs=True)
+    assert "captured update" not in table
+    assert "captured update" in whole
+    assert [line for line in table.splitlines() if line not in whole.splitlines()] == []
+    (total,) = (line for line in table.splitlines() if line.startswith("  total"))
+    sizes = [float(line.split()[-2]) for line in table.splitlines() if line.endswith(" MB") and line != total]
+    assert float(total.split()[-2]) == pytest.approx(sum(sizes), abs=0.001 * len(sizes))
+
+
+def test_a_missing_compiler_is_said_where_auto_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native = registry.get("native")
+    monkeypatch.setattr(type(native), "missing", lambda self: "llvmlite is not installed: pip install it")
+    monkeypatch.setattr(type(native), "suits", lambda self, device: False)
+    caplog.set_level(logging.INFO, "collage_neuron")
+    step(*FORMS["optimizer_alone"]())
+    (line,) = lines(caplog)
+    assert line.endswith("backend reference (not native, which is faster: llvmlite is not installed: pip install it)")

@@ -1,0 +1,211 @@
+"""A steady step knows what the last one found: what may change in between is still noticed, whatever it is."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import collage_neuron
+from collage_neuron import torch_privates
+from collage_neuron.states import structure_guard
+from collage_neuron.states.bookkeeping import bookkeeping
+
+
+def run(count: int = 3, steps: int = 3, **kwargs: Any) -> tuple[list[torch.nn.Parameter], Any]:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(4, 5, generator=generator).bfloat16()) for _ in range(count)]
+    optimizer = collage_neuron.compile(torch.optim.AdamW(params, lr=1e-2), **{"strategy": "plus", **kwargs})
+    for p in params:
+        p.grad = torch.randn(4, 5, generator=generator).bfloat16()
+    for _ in range(steps):
+        optimizer.step()
+    return params, optimizer
+
+
+def test_a_steady_step_finds_the_structure_of_the_last_one() -> None:
+    _, optimizer = run()
+    before = bookkeeping(optimizer).structure
+    optimizer.step()
+    assert bookkeeping(optimizer).structure is before
+    assert structure_guard.of(optimizer) is None  # between steps
+
+
+def test_no_state_and_no_gradient_is_kept_alive() -> None:
+    params, optimizer = run()
+    held = [weakref.ref(optimizer.state[params[0]]["exp_avg"]), weakref.ref(params[0].grad)]
+    optimizer.state[params[0]]["exp_avg"] = torch.zeros(4, 5).bfloat16()
+    params[0].grad = None
+    assert [ref() for ref in held] == [None, None]
+
+
+def test_counts_are_written_where_they_are() -> None:
+    params, optimizer = run()
+    counts = [optimizer.state[p]["step"] for p in params]
+    versions = [t._version for t in counts]
+    optimizer.step()
+    assert [t.item() for t in counts] == [4.0, 4.0, 4.0]
+    assert all(optimizer.state[p]["step"] is t for p, t in zip(params, counts, strict=True))
+    assert all(t._version > before for t, before in zip(counts, versions, strict=True))
+
+
+def _count(params: Any, optimizer: Any) -> None:
+    optimizer.state[params[1]]["step"].fill_(7.0)
+
+
+def _other_count(params: Any, optimizer: Any) -> None:
+    optimizer.state[params[1]]["step"] = torch.tensor(9.0, dtype=torch.float64)
+
+
+def _high_word(params: Any, optimizer: Any) -> None:
+    optimizer.state[params[0]]["exp_avg_sq"].mul_(2)
+
+
+def _exchanged_high_word(params: Any, optimizer: Any) -> None:
+    state = optimizer.state[params[0]]
+    state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+
+
+def _parameter(params: Any, optimizer: Any) -> None:
+    params[2].data = params[2].data * 3
+
+
+def _wider_state(params: Any, optimizer: Any) -> None:
+    state = optimizer.state[params[0]]
+    state["exp_avg"] = state["exp_avg"].float()
+
+
+def _widened_in_place(params: Any, optimizer: Any) -> None:
+    state = optimizer.state[params[0]]
+    state["exp_avg"].data = state["exp_avg"].data.float()
+
+
+def _cleared(params: Any, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def _new_group(params: Any, optimizer: Any) -> None:
+    del optimizer.param_groups[0]["params"][1]
+    optimizer.add_param_group({"params": [params[1]], "weight_decay": 0.5})
+
+
+def _no_gradient(params: Any, optimizer: Any) -> None:
+    params[0].grad = None
+
+
+def _strided(params: Any, optimizer: Any) -> None:
+    params[0].data = torch.empty(5, 4, dtype=torch.bfloat16).t().copy_(params[0].data)
+
+
+CHANGES = (
+    _count, _other_count, _high_word, _exchanged_high_word, _parameter, _wider_state, _widened_in_place, _cleared,
+    _new_group, _no_gradient, _strided,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_changes_between_steps_are_followed_as_by_a_step_that_knows_nothing(change: Callable[..., None]) -> None:
+    ours, theirs = run(), run()
+    for params, optimizer in (ours, theirs):
+        change(params, optimizer)
+    for _ in range(2):
+        ours[1].step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(structure_guard, "look", lambda *_: None)
+            theirs[1].step()
+    for p, q in zip(ours[0], theirs[0], strict=True):
+        assert torch.equal(p, q)
+        mine, other = ours[1].state[p], theirs[1].state[q]
+        assert list(mine) == list(other)
+        assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(mine.values(), other.values(), strict=True))
+
+
+def _float_model(params: Any) -> None:
+    params[1].data = params[1].data.float()
+
+
+def _sparse_gradient(params: Any) -> None:
+    params[1].grad = torch.zeros(4, 5, dtype=torch.bfloat16).to_sparse()
+
+
+def _double_parameter(params: Any) -> None:
+    params[1].data = params[1].data.double()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (_float_model, "is float32 now and was bfloat16 before"),
+        (_sparse_gradient, "sparse=False"),
+        (_double_parameter, "only bfloat16 and float32 parameters"),
+    ],
+)
+def test_what_a_step_rejects_it_rejects_after_steady_ones(change: Callable[[Any], None], match: str) -> None:
+    params, optimizer = run()
+    if change is not _sparse_gradient:
+        params[1].grad = None
+    change(params)
+    if params[1].grad is None:
+        params[1].grad = torch.zeros_like(params[1])
+    with pytest.raises((TypeError, ValueError), match=match):
+        optimizer.step()
+
+
+def test_a_state_of_another_shape_is_rejected_after_steady_steps() -> None:
+    params, optimizer = run()
+    state = optimizer.state[params[1]]
+    state["exp_avg"].data = state["exp_avg"].data[:2]
+    with pytest.raises(ValueError, match="has another shape than its state 'exp_avg'"):
+        optimizer.step()
+
+
+def _copied(t: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(t.detach().clone()) if isinstance(t, torch.nn.Parameter) else t.clone()
+
+
+class Own(torch.Tensor):
+    """A class of tensors."""
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dtype": torch.Tensor.bfloat16,
+    "shape": lambda t: t[:1],
+    "transposed": lambda t: t.T.contiguous().T,
+    "broadcast": lambda t: t[:1].expand(4, 4),
+    "class": lambda t: t.as_subclass(Own),
+    "meta": lambda t: t.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
+    "negated": torch._neg_view,
+    "differentiable": lambda t: t.clone().requires_grad_(),
+}
+"""Tensors unlike `t`, a square one, in one property each."""
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["by torch", "by Python"])
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_guard_notices_what_may_change_about_a_tensor(
+    other: Callable[[torch.Tensor], torch.Tensor], twice: bool
+) -> None:
+    first = torch.nn.Parameter(torch.ones(4, 4))
+    tensors = [first, torch.ones(4, 4), torch.ones(()), *[first] * twice]  # torch's own takes no tensor twice
+    guard = torch_privates.guard(tensors)
+    assert guard(*tensors)
+    assert guard(first, *map(_copied, tensors[1:]))
+    assert not guard(first, other(tensors[1]), *tensors[2:])
+    assert guard(*tensors)
+
+
+def test_the_guard_of_a_step_is_that_of_torch() -> None:
+    made = torch_privates.guard([torch.ones(2), torch.ones(3)])
+    assert not hasattr(made, "__code__")  # a function in C: it is faster, and nothing else fails where it is gone
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_state_that_becomes_strided_is_seen(name: str) -> None:
+    params, optimizer = run()
+    before = bookkeeping(optimizer).structure
+    state = optimizer.state[params[0]]
+    state[name].data = torch.empty(5, 4, dtype=torch.bfloat16).t().copy_(state[name])
+    optimizer.step()
+    assert bookkeeping(optimizer).structure is not before
