@@ -7,13 +7,11 @@ numbers. Where something cannot be launched, all is computed as the step as writ
 
 from __future__ import annotations
 
-import dis
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter, gt
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,8 +28,8 @@ from collage_neuron.states import structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner import Inner, state_of
 from collage_neuron.states.sharding import ORDINARY, TRIED
-from collage_neuron.trace import met, shards
-from collage_neuron.trace.calls import Uncompiled, memories_of, users_of
+from collage_neuron.trace import left_objects, met, shards
+from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.kinds import (
     Before,
     Kind,
@@ -42,9 +40,11 @@ from collage_neuron.trace.kinds import (
     planned_of,
     with_states,
 )
+from collage_neuron.trace.outliving import References, are_marked, outliving
 from collage_neuron.trace.own_code import ASKS, Asked
-from collage_neuron.trace.placeholders import give, has_value, wait, withdraw
-from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
+from collage_neuron.trace.placeholders import give, withdraw
+from collage_neuron.trace.torch_errors import is_of_torch, repeated
+from collage_neuron.trace.waiting import Exchanged, Waiting
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
@@ -63,10 +63,6 @@ class Launching(NamedTuple):
     """Raises TranslationError for jobs that do not do what the calls of a step do."""
 
 
-HOLDERS = 6
-"""References to a state that a step has replaced, but for marks: from what is restored if the step raises, its `Value`,
-what is presented, the lists of owners and of objects, and the count. Whoever has one more has kept the state itself."""
-
 _NO_STATE: dict[Any, Any] = {}
 _requires_grad, _is_cpu = attrgetter("requires_grad"), attrgetter("is_cpu")
 
@@ -78,14 +74,7 @@ class Began(NamedTuple):
     seen: structure_guard.Seen | None
     params: list[Any]
     before: Before
-    gradients: list[int]
-    """The places of gradients."""
-    objects: list[Any]
-    """Of DTensors, those of which parts wait, by the places of these; else empty: what waits is in the mode."""
-    holders: list[int]
-    """References to the objects."""
-    of_parts: list[int]
-    """Those to what is in DTensors."""
+    references: References
     requires_grad: list[bool]
 
 
@@ -154,8 +143,8 @@ class TracedStep:
         same = {id(t): places[id(g.wide)] for t, g in zip(also, owners, strict=True)}
         holders, flags = torch_privates.references(objects), list(map(_requires_grad, params))
         of_parts = torch_privates.references(tensors) if presentation.has_shards else []
-        around = objects if presentation.has_shards else []
-        self._began = Began(presentation, seen, params, before, gradients, around, holders, of_parts, flags)
+        references = References(gradients, objects if presentation.has_shards else [], holders, of_parts)
+        self._began = Began(presentation, seen, params, before, references, flags)
         kinds, spare = self.traces.kinds, self.traces.temporaries
         self.traces.temporaries = []  # the next step's if this one is launched
         earlier = [kind for kind in kinds if kind.before == before]
@@ -236,7 +225,7 @@ class TracedStep:
         self.traces.temporaries = []  # the error's traceback has them
         self._has_raised = True
         mode = None if self._has_agreed else self._mode
-        if mode is not None and not self._is_forbidden and (mode.failed is not None or _is_of_torch(error)):
+        if mode is not None and not self._is_forbidden and (mode.failed is not None or is_of_torch(error)):
             self.may_repeat = self.may_run_as_written
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
         if isinstance(error, Exception) and not self.may_repeat:
@@ -323,7 +312,7 @@ class TracedStep:
         assert mode is not None
         measured = None
         if mode.failed is not None:
-            raise _repeated(mode.failed) from mode.failed
+            raise repeated(mode.failed) from mode.failed
         if mode.has_met:
             mode.put_originals(filter(None, (dict.get(self.optimizer.state, p) for p in self._began.params)))
         if not mode.is_filled:
@@ -379,61 +368,49 @@ class TracedStep:
         states = self.optimizer.state
         return dict(zip(map(id, dict.keys(states)), dict.values(states), strict=True))
 
-    def _outliving(self, kind: Kind, mode: Waiting) -> list[int]:
-        """The places of numbers that outlive the step, and of what is made of some; they are no states.
-
-        Raises:
-            Uncompiled: more does, which nobody would compute.
-        """
-        stays, first, then_parts = kind.left.places(), len(self._began.holders), self._began.of_parts
-        is_shared = mode.is_shared(first, kind.users)
-        made = mode.let_go(first)
-        references = list(enumerate(torch_privates.references(made), first))
-        kept = [i for i, n in references if n > 2 and i not in stays]
-        gone = [n for _, _, n, _ in kind.changed if n is not None and n < first and n not in stays]
-        are_parts_kept = bool(then_parts) and (
-            any(map(gt, torch_privates.references(mode.tensors), then_parts)) or any(n > 3 for _, n in references)
-        )  # a DTensor has its part
-        objects, then = self._began.objects or mode.tensors, self._began.holders
-        now = torch_privates.references(objects)
-        more = any(now[i] > then[i] for i in self._began.gradients) or self._are_held(gone, objects, now)
-        mode.tensors += made
-        returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
-        if is_shared or more or returned or are_parts_kept or not _are_numbers(kept, first, stays, mode):
-            raise Uncompiled(SHARED)
-        if _are_marked([mode.tensors[i] for i in self._began.gradients]):
-            self.traces.placeholders.renew()
-        are_kept = kept or any(i is not None and i >= first for i in kind.left.params)
-        if not are_kept and not _are_marked([t for i, t in enumerate(made, first) if i not in stays]):
-            self.traces.temporaries = [mode.met.get(i, t) if i in stays else t for i, t in enumerate(made, first)]
-        return kept
-
-    def _are_held(self, gone: Sequence[int], objects: Sequence[Any], now: Sequence[int]) -> bool:
-        """Returns True if one of these states, which the step has replaced, is held: it would have no value."""
-        marked = bookkeeping(self.optimizer).marks.held() if gone else ()
-        return any(now[i] > HOLDERS + (id(objects[i]) in marked) for i in gone)
-
     def _launched(self, kind: Kind, mode: Waiting) -> list[Measured]:
         """Launches the updates of a step."""
-        outliving = [(mode.tensors[place], mode.value(place)) for place in self._outliving(kind, mode)]
-        optimizer, params, presentation = self.optimizer, self._began.params, self._began.presentation
-        own = self._states()
-        states = [(p, s, dict(s)) for p in params if (s := own.get(id(p))) is not None]
+        numbers = self._outliving(kind, mode)
+        params, presentation, own = self._began.params, self._began.presentation, self._states()
+        left = [(p, s, dict(s)) for p in params if (s := own.get(id(p))) is not None]
         self._withdraw()
         presentation.restore_words()
         mode.exchange_states(met.exchange_back)
-        self._put_back(kind, self._began.objects or mode.tensors)
+        left_objects.put_back(self._changed(kind), kind, self._began.references.objects or mode.tensors)
+        jobs = self._checked_jobs(kind, mode, left)
+        self._mode = None  # all is as it was between steps: what a backend raises does not come from placeholders
+        measured = self._launching.take(self.optimizer, jobs) if jobs else []
+        self._keep_objects(kind, mode, {id(p): values for p, _, values in left})
+        for t, value in numbers:
+            give(t, value)
+        ours = bookkeeping(self.optimizer)
+        self.traces.presentation, self.traces.structure, ours.as_written = presentation, ours.structure, ""
+        presentation.let_go()
+        return measured
+
+    def _outliving(self, kind: Kind, mode: Waiting) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The numbers that outlive the step, with their values."""
+        references, marks = self._began.references, bookkeeping(self.optimizer).marks
+        found = outliving(kind, mode, references, marks.held() if kind.changed else ())
+        if are_marked([mode.tensors[i] for i in references.gradients]):
+            self.traces.placeholders.renew()
+        self.traces.temporaries = found.temporaries
+        return [(mode.tensors[place], mode.value(place)) for place in found.numbers]
+
+    def _checked_jobs(self, kind: Kind, mode: Waiting, left: Sequence[tuple[Any, Any, dict[Any, Any]]]) -> list[Job]:
+        """What is launched; if it cannot be, the step goes on with the states that it has `left`."""
+        optimizer = self.optimizer
         if self._began.seen is not None and kind.before.keys == kind.left.keys:
             bookkeeping(optimizer).seen = self._began.seen
         try:
             jobs = self._jobs(kind, mode)
-            self._launching.validate(optimizer, kind, mode.numbers, params, jobs)
+            self._launching.validate(optimizer, kind, mode.numbers, self._began.params, jobs)
             self._agree(LAUNCHES)
         except UnsupportedUpdate:
             structure_guard.changed(optimizer)
-            presentation.enter()
+            self._began.presentation.enter()
             mode.exchange_states(met.exchange)
-            for p, state, values in states:
+            for p, state, values in left:
                 state.clear()
                 state.update(values)
                 optimizer.state[p] = state
@@ -441,18 +418,25 @@ class TracedStep:
         except BaseException:
             self._mode = None  # all is as it was between steps
             raise
-        self._mode = None  # all is as it was between steps: what a backend raises does not come from placeholders
-        measured = self._launching.take(optimizer, jobs) if jobs else []
-        self._keep_objects(kind, mode, {id(p): values for p, _, values in states})
-        self._keep_met(kind, mode)
+        return jobs
+
+    def _keep_objects(self, kind: Kind, mode: Waiting, left: Mapping[int, dict[Any, Any]]) -> None:
+        """States have the objects that the step has `left` there, and their order."""
+        params, has_shards = self._began.params, self._began.presentation.has_shards
+        objects = [
+            left[id(params[i])][name] if has_shards else mode.tensors[place] for i, name, _, place in kind.changed
+        ]
+        self.traces.temporaries = left_objects.keep_objects(
+            self._changed(kind), kind, objects, self.traces.temporaries, len(self._began.references.holders)
+        )
+        left_objects.keep_met({i: self.optimizer.state[params[i]] for (i, _), _ in mode.met_states()}, kind, mode)
         if kind.before.keys != kind.left.keys:
-            self._put_in_order(kind)
-        for t, value in outliving:
-            give(t, value)
-        self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
-        bookkeeping(optimizer).as_written = ""
-        presentation.let_go()
-        return measured
+            now = self._states()
+            left_objects.put_in_order({i: now[id(p)] for i, p in enumerate(params) if id(p) in now}, kind)
+
+    def _changed(self, kind: Kind) -> left_objects.States:
+        """The states that have other objects after the step."""
+        return {i: self.optimizer.state[self._began.params[i]] for i, *_ in kind.changed}
 
     def _jobs(self, kind: Kind, mode: Waiting) -> list[Job]:
         jobs, lists, groups = [], self.traces.lists, self.optimizer.param_groups
@@ -466,96 +450,6 @@ class TracedStep:
                     self._launching.plan(self.optimizer, groups[planned.group], lists[numbers], recording, self._due)
                 )
         return jobs
-
-    def _put_back(self, kind: Kind, objects: Sequence[Any]) -> None:
-        """States have the objects of before the step again, whose words are written."""
-        for i, name, before, _ in kind.changed:
-            state = self.optimizer.state[self._began.params[i]]
-            if before is None:
-                del state[name]
-            else:
-                state[name] = objects[before]
-
-    def _keep_met(self, kind: Kind, mode: Waiting) -> None:
-        """Puts the words of states that were in none into their objects."""
-        changed = {(i, name) for i, name, *_ in kind.changed}
-        for (i, name), own in mode.met_states():
-            state = self.optimizer.state[self._began.params[i]]
-            if (i, name) not in changed and state[name] is not own:
-                torch_privates.exchange(own, state[name])
-                state[name] = own
-
-    def _keep_objects(self, kind: Kind, mode: Waiting, left: Mapping[int, Mapping[str, Any]]) -> None:
-        """Puts the words of states into the objects that the step has `left` there, which may have traded places.
-
-        What a state was before has no value then: whoever has kept it gets an error. It is the placeholder that the
-        next step makes in the place of what is a state now.
-        """
-        stays, first = kind.left.places(), len(self._began.holders)
-        changed = []
-        for i, name, _, n in kind.changed:
-            p = self._began.params[i]
-            t = left[id(p)][name] if self._began.presentation.has_shards else mode.tensors[n]
-            changed.append((self.optimizer.state[p], name, t))
-        replaced = [before not in stays for _, _, before, _ in kind.changed]
-        words = [
-            state[name] if is_replaced else state[name].detach()
-            for (state, name, _), is_replaced in zip(changed, replaced, strict=True)
-        ]
-        for (state, name, t), word, (_, _, _, place) in zip(changed, words, kind.changed, strict=True):
-            has_value(t)
-            torch_privates.exchange(t, word)
-            state[name] = t
-            if self.traces.temporaries and place >= first:
-                if type(word) is not torch.Tensor or _are_marked([word]):
-                    self.traces.temporaries = []
-                else:
-                    wait(word)
-                    self.traces.temporaries[place - first] = word
-
-    def _put_in_order(self, kind: Kind) -> None:
-        """States have their names in the order in which the step has left them; further words follow."""
-        for p, names in zip(self._began.params, kind.left.keys, strict=True):
-            state = dict.get(self.optimizer.state, p, _NO_STATE)
-            for name in [*names, *(name for name in state if name not in names)]:
-                state[name] = state.pop(name)
-
-
-_OF_TORCH = RuntimeError, NotImplementedError, TypeError, IndexError, ValueError, Exchanged
-
-
-def _is_of_torch(error: BaseException) -> bool:
-    """Returns True for an error that may come from placeholders."""
-    return type(error) in _OF_TORCH and not _raised_by_code(error)
-
-
-def _raised_by_code(error: BaseException) -> bool:
-    """Returns True for an error that a line of neither torch's nor ours raises: not in an operation."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or trace.tb_frame.f_globals.get("__name__", "").startswith(("torch.", "collage_neuron.")):
-        return False
-    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
-
-
-def _repeated(error: BaseException) -> UnsupportedUpdate:
-    """What is raised at the end of a step that has caught an error about what waits."""
-    return error if isinstance(error, UnsupportedUpdate) else Exchanged(f"step() catches {error}")
-
-
-def _are_marked(tensors: Sequence[torch.Tensor]) -> bool:
-    """Returns True if code has left something on a placeholder: the next step must not find it."""
-    return any(any(map(asked, tensors)) for asked in (vars, _requires_grad, weakref.getweakrefcount))
-
-
-def _are_numbers(kept: Sequence[int], first: int, stays: set[int | None], mode: Waiting) -> bool:
-    """Returns True if what outlives a step are numbers, or made of some, that nothing else has the memory of."""
-    if mode.are_of_values([i for i in kept if mode.tensors[i].numel() != 1], first):
-        return False
-    memories = memories_of(mode.calls, len(mode.tensors)) if kept else []
-    own, others = [memories[i] for i in kept], {memories[i] for i in stays if kept and i is not None}
-    return len(set(own)) == len(own) and others.isdisjoint(own) and all(memory >= first for memory in own)
 
 
 def _may_wait(p: Any) -> bool:
