@@ -95,7 +95,7 @@ class Compiled(Optimizer):
         return call.loss
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """As torch's; ours (`bypass`) stays the last."""
+        """Adds a hook as torch does; ours (`bypass`) stays the last."""
         handle = super().register_step_pre_hook(hook)
         bypass.watch(self)
         return handle
@@ -112,7 +112,7 @@ class Compiled(Optimizer):
         continued.joined(self, params, len(self.param_groups) - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with our settings in the groups and further words beside the states.
+        """Returns torch's dictionary, with our settings in the groups and further words beside the states.
 
         A state whose words are shared by blocks is shown as its fp32 value. After a step that was interrupted
         (StepInterrupted) it warns: what is saved may be half written, and loading it would not tell.

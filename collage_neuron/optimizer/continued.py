@@ -41,7 +41,7 @@ class Left(NamedTuple):
     record: Mapping[str, str]
     """Their format, as in the record of the optimizer that is gone."""
     mark: Mark
-    """Of the parameter when they were its own."""
+    """The mark of the parameter when they were its own."""
 
     def fits(self, p: torch.Tensor) -> bool:
         """Returns True if the parameter was not written since."""
@@ -108,7 +108,7 @@ def _kept_elsewhere(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator
 
 
 rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
-"""Of models that were compiled with an optimizer: the names of frozen parameters that bf16 could not hold.
+"""By model that was compiled with an optimizer: the names of frozen parameters that bf16 could not hold.
 
 No optimizer has these, so that its bookkeeping is no place for them: a copy of it would copy the frozen parameters. A
 name says which parameter it is after a move to another device, which may make new ones."""

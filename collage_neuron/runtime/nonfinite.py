@@ -55,7 +55,7 @@ def all_finite(params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _are_finite_between(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same of tensors on the CPU. The least and the largest element, NaN if there is one, take one pass.
+    """`all_finite` for tensors on the CPU: the least and the largest element, NaN if there is one, take one pass.
 
     `isfinite` writes a mask, and takes 25 times as long on bf16.
     """

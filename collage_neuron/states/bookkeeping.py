@@ -65,9 +65,9 @@ class Bookkeeping:
     writes: list[int] = field(default_factory=list)
     """Before which of the last steps other code had changed parameters (`coarse_writes`)."""
     idle_writes: list[int] = field(default_factory=list)
-    """The same of writes that changed nothing (`coarse_writes`)."""
+    """Before which of the last steps other code had written parameters without a change (`coarse_writes`)."""
     samples: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """Of parameters that other code writes: some elements after the last step (`coarse_writes`)."""
+    """Some elements of parameters that other code writes, after the last step (`coarse_writes`)."""
     told_of_writes: bool = False
     """True if the user was warned of it."""
     as_written: str = ""
@@ -144,7 +144,7 @@ class Bookkeeping:
         self.marks.params.update({p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]})
 
     def of_copy(self) -> Bookkeeping:
-        """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
+        """Returns the bookkeeping of a `copy.copy`, which has the same parameters: shared, but for OF_ONE."""
         own: dict[str, Any] = dict.fromkeys(OF_ONE)
         return replace(self, **own)
 

@@ -256,7 +256,7 @@ def _split_among(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[t
 
 
 def _split_formats(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[int, Format]:
-    """The same by the ids of parameters."""
+    """The formats of parameters that are kept in several words, by the ids of the parameters."""
     split = {}
     for p in params:
         fmt, state = _format(optimizer, p), optimizer.state.get(p, {})

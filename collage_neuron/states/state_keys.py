@@ -104,7 +104,7 @@ def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
 
 
 def split_words(states: Mapping[Any, Any]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """The same parameters with their further words."""
+    """The parameters with a further word in `optimizer.state`, each with these words."""
     return {p: {key: states[p][key] for key in found.words} for p, found in _in_all(states) if found.words}
 
 

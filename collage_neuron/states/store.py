@@ -154,7 +154,7 @@ def read_exact(
 def read_fp32(
     p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD
 ) -> torch.Tensor:
-    """The same, but never sharing memory with a state, and on the CPU if `p` is on a lazy device.
+    """`read_exact` as a copy that shares no memory with a state, on the CPU if `p` is on a lazy device.
 
     On a lazy device each value would be a separate graph, and a rounding that only separates words could be fused away.
     """

@@ -84,7 +84,7 @@ class Seen:
 
     optimizer: Optimizer
     params: list[torch.nn.Parameter]
-    """Those of all groups."""
+    """The parameters of all groups."""
     owners: list[torch.Tensor]
     """The keys of `optimizer.state`, in its order."""
     states: list[dict[str, Any]]
@@ -163,7 +163,7 @@ class _Found:
     owners: list[torch.Tensor]
     states: list[dict[str, Any]]
     values: list[Any]
-    """Those of all states."""
+    """The values of all states."""
     key: tuple[Any, ...]
     held: list[torch.Tensor]
 
