@@ -85,23 +85,17 @@ def continue_from_others(optimizer: Optimizer) -> None:
 
 def _values(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The exact values of parameters, of those of which somebody has low words."""
-    for other, p in _kept_elsewhere(optimizer, params):
-        exact = read_exact(p, other.state[p], "param", record_of(other, p))
-        params = params - {p}
-        yield p, external_writes.without_stale(other, p, exact)
-    for p in params:
-        left: Left | None = vars(p).pop(LEFT, None)
-        if left is not None and left.fits(p):
-            yield p, read_exact(p, left.words, "param", left.record)
-
-
-def _kept_elsewhere(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[Optimizer, torch.Tensor]]:
-    """The parameters that other optimizers keep low words of, each once."""
     for other in filter(is_compiled, wrappers.instances("torch.optim", "Optimizer")):
         state = vars(other).get("state", {})  # there is none yet while one is built
         shared = split_params(state) & params if other is not optimizer else set()
         params = params - shared
-        yield from ((other, p) for p in shared)
+        for p in shared:
+            exact = read_exact(p, other.state[p], "param", record_of(other, p))
+            yield p, external_writes.without_stale(other, p, exact)
+    for p in params:
+        left: Left | None = vars(p).pop(LEFT, None)
+        if left is not None and left.fits(p):
+            yield p, read_exact(p, left.words, "param", left.record)
 
 
 # --- parameters that an optimizer gets later --------------------------------------------------------------------------

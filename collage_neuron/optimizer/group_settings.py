@@ -49,9 +49,10 @@ def warn_of_changes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
         if own:
             settled = i in noted and rate == _rate(group)
             if settled and not looked:
-                _tell_of_steps(optimizer, i, own)
-            elif i in noted and isinstance(new := _rate(group), float):
-                _follow(optimizer, i, new, own)
+                _tell_of_steps(optimizer, i, _narrow(own))
+            elif i in noted and isinstance(new := _rate(group), float) and (narrow := _narrow(own)):
+                params = [p for job in narrow for p in job.params]
+                update_underflow.follow(optimizer, i, new, narrow[0].settings, params, narrow[0].recording)
             if strategy is not None and strategy != _strategy(group):
                 _tell_of_strategy(optimizer, i, own[0], strategy)
             noted[i] = _strategy(group), _rate(group), settled
@@ -93,16 +94,10 @@ def _rate(group: Mapping[str, Any]) -> float | None:
 
 
 def _tell_of_steps(optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
-    for job in _narrow(jobs):
+    for job in jobs:
         base: type[Optimizer] = getattr(type(optimizer), "_collage_base")  # noqa: B009  # compiled.py imports `step`
         strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
         update_underflow.tell(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
-
-
-def _follow(optimizer: Optimizer, index: int, rate: float, jobs: Sequence[Job]) -> None:
-    for job in _narrow(jobs)[:1]:
-        params = [p for each in _narrow(jobs) for p in each.params]
-        update_underflow.follow(optimizer, index, rate, job.settings, params, job.recording)
 
 
 def _narrow(jobs: Sequence[Job]) -> list[Job]:

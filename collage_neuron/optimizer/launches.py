@@ -108,10 +108,7 @@ def _kept(structure: structure_guard.Structure, job: Job, grads: Sequence[torch.
 
 
 def _ensure_all_stored(
-    optimizer: Optimizer,
-    params: Sequence[torch.Tensor],
-    formats: Mapping[str, Format],
-    captured: Captured,
+    optimizer: Optimizer, params: Sequence[torch.Tensor], formats: Mapping[str, Format], captured: Captured
 ) -> None:
     """Creates the states of `params` that are not there yet, as their update does; moves others into `formats`."""
     layout, seen = _layout(tuple(formats.items()), suffixes()), structure_guard.of(optimizer)

@@ -217,10 +217,7 @@ def _told(error: BaseException) -> str:
 
 
 def take(
-    optimizer: Optimizer,
-    jobs: list[Job],
-    finite: torch.Tensor | None,
-    written: Written | None = None,
+    optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, written: Written | None = None
 ) -> list[Measured]:
     """Takes the planned step; returns the measurements of its updates.
 

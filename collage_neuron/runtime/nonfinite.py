@@ -15,6 +15,7 @@ processes without shards, or without gradients, take part. Nothing is needed whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,19 +177,13 @@ def _of_wrapper(optimizer: Optimizer) -> Iterator[Reduce]:
         if vars(zero).get("optim") is optimizer:
             yield _all_reduce(zero.process_group, torch_privates.device_of_zero(zero))
     for zero in wrappers.zero_of_xla(optimizer):
-        yield from _all_reduce_of_xla(zero)
+        yield from (partial(_all_reduce_of_xla, zero, groups) for groups in torch_privates.groups_of_xla_zero(zero))
 
 
-def _all_reduce_of_xla(zero: Any) -> Iterator[Reduce]:
+def _all_reduce_of_xla(zero: Any, groups: Any, found: torch.Tensor) -> None:
     import torch_xla.core.xla_model as xm  # an extra: imported only where parameters are on an XLA device
 
-    def over(groups: Any) -> Reduce:
-        def reduce(found: torch.Tensor) -> None:
-            xm.all_reduce(xm.REDUCE_SUM, [found], groups=groups, pin_layout=zero.pin_layout)
-
-        return reduce
-
-    yield from map(over, torch_privates.groups_of_xla_zero(zero))
+    xm.all_reduce(xm.REDUCE_SUM, [found], groups=groups, pin_layout=zero.pin_layout)
 
 
 # --- what the host leaves out -----------------------------------------------------------------------------------------

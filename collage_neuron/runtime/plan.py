@@ -168,11 +168,7 @@ class _Last(NamedTuple):
 
 
 def _job(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    params: list[torch.nn.Parameter],
-    recording: Recording,
-    wanted: _Wanted,
+    optimizer: Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter], recording: Recording, wanted: _Wanted
 ) -> tuple[Job, bool]:
     """The job; and True if states are left as they are, so that it depends on their formats."""
     captured, settings, _, backend, measured, _ = wanted

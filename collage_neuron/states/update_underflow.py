@@ -197,25 +197,21 @@ def _sentence(lacking: Collection[str], fmt: Format, scale: Scale, sizes: Mappin
 
 
 def _sizes(params: Sequence[torch.Tensor]) -> dict[torch.Tensor, float]:
-    """The root mean square of each parameter that is looked at, in one transfer; 0.0 if it is not finite."""
-    looked_at = [p for p in _looked_at(params) if not p.is_meta and local(p.detach()).numel()]
+    """The root mean square of each parameter that is looked at, in one transfer; 0.0 if it is not finite.
+
+    On a lazy device, from which each is fetched, vectors (gains near 1) and the smallest matrix are looked at.
+    """
+    matrices = sorted((p for p in params if _is_lazy(p) and p.dim() > 1), key=torch.numel)
+    left_out = set(map(id, matrices[1:]))
+    looked_at = [p for p in params if id(p) not in left_out and not p.is_meta and local(p.detach()).numel()]
     if not looked_at:
         return {}
-    squares = [_on_host(local(p.detach())).float().square().mean() for p in looked_at]
+    parts = (local(p.detach()) for p in looked_at)
+    # To the host, since a lazy device would compile a program for each shape.
+    squares = [(x.cpu() if _is_lazy(x) else x).float().square().mean() for x in parts]
     sizes = torch.stack([x.to(squares[0].device) for x in squares]).sqrt().tolist()
     return {p: size if math.isfinite(size) else 0.0 for p, size in zip(looked_at, sizes, strict=True)}
 
 
 def _is_lazy(p: torch.Tensor) -> bool:
     return p.device.type in ("xla", "neuron")
-
-
-def _on_host(x: torch.Tensor) -> torch.Tensor:
-    return x.cpu() if _is_lazy(x) else x  # which would compile a program for each shape
-
-
-def _looked_at(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """All of them; on a lazy device, from which each is fetched, vectors (gains near 1) and the smallest matrix."""
-    matrices = sorted((p for p in params if _is_lazy(p) and p.dim() > 1), key=torch.numel)
-    left_out = set(map(id, matrices[1:]))
-    return [p for p in params if id(p) not in left_out]
