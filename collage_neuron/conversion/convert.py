@@ -28,9 +28,9 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import fallback_warning, update_formats
-from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
+from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import UNSUPPORTED, Settings, filled
 from collage_neuron.states import (

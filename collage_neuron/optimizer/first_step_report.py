@@ -21,13 +21,13 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for, param_format
 from collage_neuron.passes.backends.registry import passed_over
 from collage_neuron.settings import Settings
-from collage_neuron.states import reduced_states, words
+from collage_neuron.states import reduced_states, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.state_keys import names_in, split_params
 from collage_neuron.torch_privates import is_flattened
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 SAID = "first step"
 """In `Bookkeeping.told` once the line was written."""
@@ -205,7 +205,7 @@ def _gradients(job: Job) -> int:
 def _size(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> int:
     kept = [p if key == "param" else state.get(key) for key in fmt.keys(name)]
     return sum(
-        math.prod(words.shape_of(c, p.shape)) * c.bytes if t is None or c.block else t.nbytes  # of a shard too
+        math.prod(word_encoding.shape_of(c, p.shape)) * c.bytes if t is None or c.block else t.nbytes  # of a shard too
         for c, t in zip(fmt.components, kept, strict=True)
     )
 

@@ -26,10 +26,10 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import is_host_scalar, read_fp32
-from collage_neuron.states.words import bytes_of, decode, settled
+from collage_neuron.states.word_encoding import bytes_of, decode, settled
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 
 def note_groups(optimizer: Optimizer) -> None:

@@ -25,7 +25,7 @@ from collage_neuron.states.state_keys import suffixes
 from collage_neuron.states.store import ensure_stored
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 
 def launches_of(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> list[Launch]:

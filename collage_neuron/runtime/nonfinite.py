@@ -28,7 +28,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient, is_distributed, is_sharded
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 
 def decision(optimizer: Optimizer) -> torch.Tensor | None:

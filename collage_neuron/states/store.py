@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from collage_neuron.numerics.formats import FORMATS, Format, require_known
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.sharding import beside, like, local, rewrite_data
 from collage_neuron.states.state_keys import is_component, suffixes
 
@@ -148,7 +148,7 @@ def read_exact(
     """The fp32 value of the parameter (`name="param"`) or of a state, decoded from its components."""
     tensors = {**state, "param": p.detach()}
     fmt = kept_format(p, state, name, record)
-    return like(words.decode(fmt, [local(tensors[key]) for key in fmt.keys(name)], name), p)
+    return like(word_encoding.decode(fmt, [local(tensors[key]) for key in fmt.keys(name)], name), p)
 
 
 def read_fp32(
@@ -186,7 +186,7 @@ def store(
     there = local(value).cpu()
     if not fmt.signed:
         _check_signs(p, name, fmt, there)
-    _put(p, state, name, fmt, words.settled(fmt, name, there), record)
+    _put(p, state, name, fmt, word_encoding.settled(fmt, name, there), record)
 
 
 def _check_signs(p: torch.Tensor, name: str, fmt: Format, values: torch.Tensor) -> None:
@@ -247,6 +247,6 @@ def ensure_stored(
     elif name != "param" and name not in state:
         if not fmt.signed:
             _check_signs(p, name, fmt, torch.tensor(fill, dtype=torch.float32, device="cpu"))
-        _put(p, state, name, fmt, words.settled_constant(fmt, name, fill, shape or local(p).shape), record)
+        _put(p, state, name, fmt, word_encoding.settled_constant(fmt, name, fill, shape or local(p).shape), record)
     else:
         store(p, state, name, fmt, read_fp32(p, state, name, known), record)

@@ -19,9 +19,9 @@ from collage_neuron.optimizer import continued, first_step_report, group_setting
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.runtime import nonfinite, torch_defaults
-from collage_neuron.runtime.plan import Job, job_of, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.step_call import Call, Measured
+from collage_neuron.runtime.step_plan import Job, job_of, plan
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
     external_writes,
