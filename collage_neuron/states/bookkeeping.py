@@ -77,7 +77,7 @@ class Bookkeeping:
     watched_until: int = 0
     """The step until which they are."""
     interrupted: str = ""
-    """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
+    """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise."""
     reductions: Any = None
     """How processes agree on skipping a step, but for meshes (`nonfinite`); None: not asked yet. A copy asks anew."""
     budget: int | None = None
@@ -99,7 +99,7 @@ class Bookkeeping:
     arrived: dict[int, Any] = field(default_factory=dict)
     """How much of the steps of each group arrived, an `arrived.Arrived`, where it is measured."""
     watcher: Any = None
-    """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
+    """The monitor, a `compiled_step.Watcher`. A copy of the optimizer has none."""
 
     pins: dict[torch.Tensor, Pin] = field(default_factory=dict)
     """The fp32 memory of parameters and states, by their objects, that something still refers to (`eager`)."""
