@@ -66,7 +66,7 @@ class Compiled(Optimizer):
         for i, group in enumerate(self.param_groups if held else ()):
             if not set(KEYS).issubset(group):  # one that an optimizer inside has made
                 group.update(filled(group, self._collage_defaults))
-                continued.joined(self, group["params"], i)
+                continued.adopt_params(self, group["params"], i)
         bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 
@@ -109,7 +109,7 @@ class Compiled(Optimizer):
         if bookkeeping(self).presented is None:
             inner.collect(self, inner.inner_of(self))  # some make states for it
         params = self.param_groups[-1]["params"]
-        continued.joined(self, params, len(self.param_groups) - 1)
+        continued.adopt_params(self, params, len(self.param_groups) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's dictionary, with our settings in the groups and further words beside the states.

@@ -111,17 +111,17 @@ COMPILED = "_collage_compiled"
 """An attribute of the parameters of models that `compile` has cast: what is fp32 is so because it was to stay."""
 
 
-def joined(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> None:
+def adopt_params(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> None:
     """Parameters have joined a compiled optimizer: gives them the low words that `compile(model)` kept, or warns."""
     stay = {p for p in params if p.dtype == torch.float32 and hasattr(p, COMPILED)}
     bookkeeping(optimizer).fp32 |= stay
-    _tell_of_fp32(p for p in params if p not in stay)
+    _warn_of_fp32(p for p in params if p not in stay)
     continue_from_others(optimizer)
     restore_low_words(optimizer, split_params(optimizer.state) | written_in_all_processes())
     warn_of_rounded(params, index)
 
 
-def _tell_of_fp32(params: Iterable[torch.Tensor]) -> None:
+def _warn_of_fp32(params: Iterable[torch.Tensor]) -> None:
     if any(p.dtype == torch.float32 for p in params):
         warn_user(
             "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "

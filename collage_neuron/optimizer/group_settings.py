@@ -49,12 +49,12 @@ def warn_of_changes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
         if own:
             settled = i in noted and rate == _rate(group)
             if settled and not looked:
-                _tell_of_steps(optimizer, i, _narrow(own))
+                _warn_of_steps(optimizer, i, _narrow(own))
             elif i in noted and isinstance(new := _rate(group), float) and (narrow := _narrow(own)):
                 params = [p for job in narrow for p in job.params]
-                update_underflow.follow(optimizer, i, new, narrow[0].settings, params, narrow[0].recording)
+                update_underflow.follow_schedule(optimizer, i, new, narrow[0].settings, params, narrow[0].recording)
             if strategy is not None and strategy != _strategy(group):
-                _tell_of_strategy(optimizer, i, own[0], strategy)
+                _warn_of_strategy(optimizer, i, own[0], strategy)
             noted[i] = _strategy(group), _rate(group), settled
 
 
@@ -93,18 +93,18 @@ def _rate(group: Mapping[str, Any]) -> float | None:
     return rate if type(rate) is float else None  # a tensor may be on a device, and would be waited for
 
 
-def _tell_of_steps(optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
+def _warn_of_steps(optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
     for job in jobs:
         base: type[Optimizer] = getattr(type(optimizer), "_collage_base")  # noqa: B009  # compiled.py imports `step`
         strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
-        update_underflow.tell(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
+        update_underflow.warn(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
 
 
 def _narrow(jobs: Sequence[Job]) -> list[Job]:
     return [job for job in jobs if job.params[0].dtype == torch.bfloat16]
 
 
-def _tell_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any) -> None:
+def _warn_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any) -> None:
     settings = replace(job.settings, strategy=before, arithmetic="fp32")  # which every strategy allows
     old, new = (formats_of(job.recording, s, torch.bfloat16) for s in (settings, job.settings))
     params = [p for p in job.group["params"] if p.dtype == torch.bfloat16]

@@ -107,7 +107,7 @@ def remember_step(optimizer: Optimizer) -> None:
     else:
         ours.marks.mark_all(*_split_and_highs(found))
         _note_all_words(ours, found)
-    coarse_writes.stepped(ours, ours.words)
+    coarse_writes.sample_after_step(ours, ours.words)
 
 
 def _split_and_highs(found: structure_guard.Seen) -> tuple[Split, list[torch.Tensor]]:
@@ -155,7 +155,7 @@ def drop_stale(optimizer: Optimizer) -> None:
     if not written:
         return
     marks = {p: ours.marks.params[p][1] for p, what in written.items() if what == STEPPED and p not in ours.param_bits}
-    coarse_writes.look(optimizer, {p: version(p) - mark[0] for p, mark in marks.items() if mark is not None})
+    coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items() if mark is not None})
     split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(ours, p, fmt)}
     fitting = {p: fmt for p, fmt in split.items() if written[p] == STEPPED and not _is_known(ours, p)}
     left = split.keys() - fitting_words.reset_at_once(optimizer, fitting)

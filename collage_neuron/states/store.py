@@ -75,7 +75,7 @@ def settle(p: torch.Tensor, state: State) -> None:
                 state[name] = state[name].float()
 
 
-def told_by_keys(state: Mapping[str, Any], name: str) -> Format:
+def format_by_keys(state: Mapping[str, Any], name: str) -> Format:
     """The format that follows from the keys of a value, for checkpoints that are older than the record of formats.
 
     Among formats with the same first words it is the one with more words; among those with the same keys it is the
@@ -106,7 +106,7 @@ def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Ma
     """
     if name in record:
         require_known(record[name], "the parameter is" if name == "param" else f"the state {name!r} is")
-    most = told_by_keys(state, name)
+    most = format_by_keys(state, name)
     alike = [f for f in _with_keys(state, name) if len(f.components) == len(most.components)]
     recorded = [f for f in alike if f.name == record.get(name)]
     stored = [f for f in alike if _has_dtypes(p, state, name, f)]

@@ -37,7 +37,7 @@ class SmallSteps(UserWarning):
     """Steps, or the decay of weights, are so small that the format of the parameters loses a part of each."""
 
 
-def tell(
+def warn(
     optimizer: Optimizer,
     index: int,
     settings: Settings,
@@ -52,7 +52,7 @@ def tell(
     `cls` is the compiled class of `optimizer`, which may not have it yet.
     """
     fmt = param_format(settings.strategy, torch.bfloat16)
-    open_ = [what for what in (STEPS, DECAY) if not _is_told(optimizer, index, what, cls)]
+    open_ = [what for what in (STEPS, DECAY) if not _is_warned(optimizer, index, what, cls)]
     if not is_short(fmt) or not open_:
         return
     group, sizes = optimizer.param_groups[index], _sizes(params)
@@ -67,7 +67,7 @@ def tell(
         _warn(optimizer, index, lacking, cls, _sentence(lacking, fmt, scale, sizes), settings, scale)
 
 
-def follow(
+def follow_schedule(
     optimizer: Optimizer,
     index: int,
     rate: float,
@@ -80,7 +80,7 @@ def follow(
     Rates that rise do not warn: warming up is short.
     """
     fmt, paces, cls = param_format(settings.strategy, torch.bfloat16), bookkeeping(optimizer).paces, type(optimizer)
-    if not is_short(fmt) or _is_told(optimizer, index, STEPS, cls) or not _is_normalized(recording.captured.graph):
+    if not is_short(fmt) or _is_warned(optimizer, index, STEPS, cls) or not _is_normalized(recording.captured.graph):
         return
     step = bookkeeping(optimizer).steps
     if index not in paces:
@@ -105,17 +105,17 @@ def rate_of(group: Mapping[str, Any], keys: Sequence[str] = RATES) -> float:
 
 
 def is_measured(optimizer: Optimizer, index: int, fmt: Format, graph: fx.Graph) -> bool:
-    """Returns True if `tell` cannot know the steps of a group, which is still to be warned of if they are small."""
+    """Returns True if `warn` cannot know the steps of a group, which is still to be warned of if they are small."""
     return is_short(fmt) and _once(index, STEPS) not in bookkeeping(optimizer).told and not _is_normalized(graph)
 
 
-def tell_measured(optimizer: Optimizer, index: int, settings: Settings, fmt: Format, arrived: float) -> None:
+def warn_measured(optimizer: Optimizer, index: int, settings: Settings, fmt: Format, arrived: float) -> None:
     """Warns, once of each group, that only the share `arrived` of its steps reaches the parameters."""
     said = (
         f"keeps parameters as {fmt.name}, and {max(arrived, 0.0):.0%} of the steps that were looked at arrived there: "
         f"they are too small beside the rounding of the weights, which is {2.0 ** -digits(fmt):.2g} of each"
     )
-    if not _is_told(optimizer, index, STEPS, type(optimizer)):
+    if not _is_warned(optimizer, index, STEPS, type(optimizer)):
         _warn(optimizer, index, {STEPS}, type(optimizer), said, settings, None)
 
 
@@ -123,7 +123,7 @@ def _once(index: int, what: str) -> str:
     return f"{what} {index}"
 
 
-def _is_told(optimizer: Optimizer, index: int, what: str, cls: type) -> bool:
+def _is_warned(optimizer: Optimizer, index: int, what: str, cls: type) -> bool:
     """Returns True if the group was warned of, or another optimizer of its class, of which there may be hundreds.
 
     Optimizers of one parameter each, which step in the hooks of its gradient, are alike: one warning speaks for all.

@@ -57,7 +57,7 @@ def look(found: Found, job: Job) -> None:
     _add(sums[index], found)
     own = sums[index]
     if own.looks >= LOOKS and found.steps >= STEPS and own.arrived < ENOUGH * own.wanted:
-        update_underflow.tell_measured(optimizer, index, job.settings, fmt, own.arrived / own.wanted)
+        update_underflow.warn_measured(optimizer, index, job.settings, fmt, own.arrived / own.wanted)
 
 
 def _add(own: Arrived, found: Found) -> None:
