@@ -185,7 +185,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     _check_named(optimizer, jobs)
     _warn_of_formats(base, optimizer, jobs)
     external_writes.drop_stale(optimizer)
-    group_settings.warn_of_changes(optimizer, jobs)
+    group_settings.warn_of_changes(base, optimizer, jobs)
     known = validate.history_of(optimizer).known
     validate.check(base, optimizer, jobs, take, validated.of_recording, known)
     finite = nonfinite.decision(optimizer)

@@ -38,7 +38,7 @@ def note_groups(optimizer: Optimizer) -> None:
     bookkeeping(optimizer).groups = {i: (_strategy(group), _rate(group), True) for i, group in enumerate(groups)}
 
 
-def warn_of_changes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
+def warn_of_changes(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     """Before a step: warns of what was changed since the last one, which was noted; a steady step compares only."""
     noted = bookkeeping(optimizer).groups
     for i, group in enumerate(optimizer.param_groups):
@@ -49,7 +49,7 @@ def warn_of_changes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
         if own:
             settled = i in noted and rate == _rate(group)
             if settled and not looked:
-                _warn_of_steps(optimizer, i, _narrow(own))
+                _warn_of_steps(base, optimizer, i, _narrow(own))
             elif i in noted and isinstance(new := _rate(group), float) and (narrow := _narrow(own)):
                 params = [p for job in narrow for p in job.params]
                 update_underflow.follow_schedule(optimizer, i, new, narrow[0].settings, params, narrow[0].recording)
@@ -93,9 +93,8 @@ def _rate(group: Mapping[str, Any]) -> float | None:
     return rate if type(rate) is float else None  # a tensor may be on a device, and would be waited for
 
 
-def _warn_of_steps(optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
+def _warn_of_steps(base: type[Optimizer], optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
     for job in jobs:
-        base: type[Optimizer] = getattr(type(optimizer), "_collage_base")  # noqa: B009  # compiled.py imports `step`
         strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
         update_underflow.warn(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
 
