@@ -53,7 +53,7 @@ mutants: $(READY)  ## plant faults in kernels and words, and see the tests notic
 # since autograd takes the devices that it knows when it is first used.
 NEWEST_TESTS := tests/conversion/test_wrapping.py tests/checkpoint/test_old_pickles.py tests/checkpoint/test_dcp.py \
     tests/optimizers/test_torch_optim.py tests/passes/test_capture.py \
-    tests/passes/test_rules.py tests/runtime/test_methods.py tests/repository/test_torch_privates.py tests/trace \
+    tests/passes/test_rules.py tests/runtime/test_exact_methods.py tests/repository/test_torch_privates.py tests/trace \
     tests/distributed/test_traced.py
 
 test-newest:  ## run the tests that need no XLA with the newest torch, in .venv-newest

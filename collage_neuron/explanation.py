@@ -35,7 +35,7 @@ from collage_neuron.passes.ir.printer import (
 )  # fmt: skip
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import step_plan
 from collage_neuron.runtime.fallback_warning import reason_of, why
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.settings import Settings
@@ -44,7 +44,7 @@ from collage_neuron.states.strategy_checks import imprecise_states
 from collage_neuron.trace import dry_run
 
 
-def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
+def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, step_plan.Job]]:
     """One plan for the parameters of each dtype in a group, recorded with the first, as if it had a gradient.
 
     Where the step looks at shapes, one for each update that it has for them.
@@ -56,7 +56,7 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
         moved = [p for p in group["params"] if not is_left_alone(p)]
         for dtype in dict.fromkeys(p.dtype for p in moved):
             params = [p for p in moved if p.dtype == dtype]
-            first = plan.plan_update(base, optimizer, group, params, records)
+            first = step_plan.plan_update(base, optimizer, group, params, records)
             if not first.recording.by_shape:
                 yield i, first
                 continue
@@ -64,12 +64,12 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
 
 
 def _by_shape(
-    optimizer: Optimizer, group: dict[str, Any], params: list[Any], records: plan.Records
-) -> Iterator[plan.Job]:
-    found: dict[str, plan.Job] = {}
+    optimizer: Optimizer, group: dict[str, Any], params: list[Any], records: step_plan.Records
+) -> Iterator[step_plan.Job]:
+    found: dict[str, step_plan.Job] = {}
     for shape in dict.fromkeys(p.shape for p in params):
         own = [p for p in params if p.shape == shape]
-        job = plan.plan_update(base_of(type(optimizer)), optimizer, group, own, records)
+        job = step_plan.plan_update(base_of(type(optimizer)), optimizer, group, own, records)
         text = job.recording.captured.text
         found[text] = replace(found[text], params=[*found[text].params, *own]) if text in found else job
     yield from found.values()
@@ -94,7 +94,7 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
     return total / max(1, first_step_report.elements_of(jobs))
 
 
-def _planned(optimizer: Optimizer) -> tuple[list[tuple[int, plan.Job]], str]:
+def _planned(optimizer: Optimizer) -> tuple[list[tuple[int, step_plan.Job]], str]:
     """The plans of all groups; none, and why, where steps run as written, as far as is known."""
     require_compiled(optimizer)
     if bookkeeping(optimizer).as_written:
@@ -163,7 +163,7 @@ def explain_measured(optimizer: Optimizer, graphs: bool = False) -> str:
     return "\n".join(_explain_passes(optimizer, i, job, graphs, measured=True) for i, job in _jobs(optimizer))
 
 
-def _explain_passes(optimizer: Optimizer, index: int, job: plan.Job, whole: bool, measured: bool = False) -> str:
+def _explain_passes(optimizer: Optimizer, index: int, job: step_plan.Job, whole: bool, measured: bool = False) -> str:
     """Describes what each pass makes of an update."""
     name, arithmetic = base_of(type(optimizer)).__name__, job.settings.arithmetic
     watched = job.watched if measured else frozenset[str]()
@@ -196,7 +196,7 @@ def _slots(recording: Recording) -> str:
     return ", ".join(f"s{i} = {v:.9g}" for i, v in enumerate(recording.slots))
 
 
-def _explain_group(optimizer: Optimizer, index: int, job: plan.Job, graphs: bool) -> str:
+def _explain_group(optimizer: Optimizer, index: int, job: step_plan.Job, graphs: bool) -> str:
     settings, elements, sizes = (
         Settings.of(job.group),
         first_step_report.elements_of([job]),
@@ -229,7 +229,7 @@ def _row(name: str, fmt: str, size: int, elements: int) -> str:
     return f"  {name:<18} {fmt:<10} {each:<12} {size / 1e6:10,.3f} MB"
 
 
-def _explain_graphs(job: plan.Job) -> Iterator[str]:
+def _explain_graphs(job: step_plan.Job) -> Iterator[str]:
     yield "captured update (every number a slot):"
     yield format_graph(job.recording.captured.graph)
     yield f"slots of this step: {_slots(job.recording)}"
@@ -267,7 +267,7 @@ def _small(captured: Captured) -> dict[str, str]:
     return {name: "one fp32" if extent == NUMBER else f"fp32 by {extent}" for name, extent in extents.items()}
 
 
-def _explain_budget(optimizer: Optimizer, job: plan.Job, size: float) -> Iterator[str]:
+def _explain_budget(optimizer: Optimizer, job: step_plan.Job, size: float) -> Iterator[str]:
     """Says that the strategy was chosen by bytes, if that of the group was, and whether these suffice now."""
     values = len(job.update.formats) + len(job.recording.captured.small)
     ours, shared = bookkeeping(optimizer), NEGLECTED * values
@@ -284,19 +284,19 @@ def _explain_budget(optimizer: Optimizer, job: plan.Job, size: float) -> Iterato
         )
 
 
-def _strategy(job: plan.Job) -> str:
+def _strategy(job: step_plan.Job) -> str:
     if job.params[0].dtype == torch.float32:
         return f"{len(job.params)} parameters that stay fp32"
     return f"strategy {Settings.of(job.group).strategy}"
 
 
-def _explain_shape(job: plan.Job) -> Iterator[str]:
+def _explain_shape(job: step_plan.Job) -> Iterator[str]:
     seen = job.recording.captured.seen_as
     if seen is not None:
         yield f"seen in the shape {list(seen)}, whose rows and columns are meant"
 
 
-def _explain_roles(job: plan.Job, settings: Settings) -> Iterator[str]:
+def _explain_roles(job: step_plan.Job, settings: Settings) -> Iterator[str]:
     """Lists states that accumulate slowly, those that the update divides by, and which of these may lose updates."""
     graph, dtype = job.recording.captured.graph, job.params[0].dtype
     lacking = imprecise_states(graph, settings, dtype).difference(job.recording.captured.small)

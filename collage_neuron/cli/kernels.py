@@ -20,7 +20,7 @@ from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import step_plan
 from collage_neuron.trace import dry_run
 
 Params = list[torch.nn.Parameter]
@@ -74,12 +74,12 @@ FOLDERS = {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1"), "trn2": ("t
 
 
 @cache
-def job(name: str) -> plan.Job:
+def job(name: str) -> step_plan.Job:
     """The plan of the second step of an entry's optimizer: the captured and the rewritten update."""
     return job_of(KERNELS[name])
 
 
-def job_of(entry: Entry, measured: bool = False) -> plan.Job:
+def job_of(entry: Entry, measured: bool = False) -> step_plan.Job:
     """The same of another entry, or of a step that a monitor measures."""
     made = entry.make([_parameter()])
     with warnings.catch_warnings():
@@ -87,7 +87,9 @@ def job_of(entry: Entry, measured: bool = False) -> plan.Job:
         optimizer = compile(made, strategy=entry.strategy, arithmetic=entry.arithmetic, verbose=False)
         optimizer.step()
     base = base_of(type(optimizer))
-    (found,) = plan.plan(base, optimizer, optimizer.param_groups[0], 0, dry_run.foreseen(base, optimizer), measured)
+    (found,) = step_plan.plan(
+        base, optimizer, optimizer.param_groups[0], 0, dry_run.foreseen(base, optimizer), measured
+    )
     return found
 
 

@@ -22,7 +22,7 @@ from collage_neuron.explanation import explain, explain_measured
 from collage_neuron.numerics import eft, matrix_sums, reductions, tensor_sums
 from collage_neuron.numerics.strategies import ARITHMETICS, DEFAULT, STRATEGIES, bytes_with_adam, default_strategy
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import step_plan
 from collage_neuron.runtime.fallback_warning import why
 from collage_neuron.runtime.step_call import needs_one
 from collage_neuron.settings import Settings
@@ -134,13 +134,13 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
             "between steps weights and states are stored as the strategy says (docs/as_written.md)"
         )
     base = base_of(type(made))
-    (job,) = plan.plan(base, made, made.param_groups[0], 0, dry_run.foreseen(base, made), measured)
+    (job,) = step_plan.plan(base, made, made.param_groups[0], 0, dry_run.foreseen(base, made), measured)
     name = Settings.of(made.param_groups[0]).strategy
     found = explain_measured(made, full) if measured else explain(made, passes=True, graphs=full)
     return f"{figures(optimizer, str(name), job)}\n\n{found}"
 
 
-def figures(optimizer: str, strategy: str, job: plan.Job) -> str:
+def figures(optimizer: str, strategy: str, job: step_plan.Job) -> str:
     """The operations before and after all passes, and the bytes per parameter that the result reads and writes."""
     update, graph = job.update, job.recording.captured.graph
     kernels = "one kernel, which reads" if len(update.stages) == 1 else f"{len(update.stages)} stages, which read"

@@ -15,9 +15,9 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, possible
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.runtime import update_formats
-from collage_neuron.runtime.plan import Records
+from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
-from collage_neuron.states import reduced_states, words
+from collage_neuron.states import reduced_states, word_encoding
 
 NEGLECTED = 0.05
 """Bytes per element of shared words, for one state, that are not counted; blocks of 128 need 0.03."""
@@ -84,12 +84,14 @@ def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings)
     shared = [_shared(fmt, params) for fmt in formats.values()]
     elements = max(1, sum(p.numel() for p in params))
     shared += [size / elements for size in reduced_states.bytes_of(update.captured, params).values()]
-    return words.bytes_of(formats) + max(map(_gradient, params)) + sum(x for x in shared if x > NEGLECTED)
+    return word_encoding.bytes_of(formats) + max(map(_gradient, params)) + sum(x for x in shared if x > NEGLECTED)
 
 
 def _shared(fmt: Format, params: Sequence[torch.Tensor]) -> float:
     """Bytes per element of the words that blocks share: many in a convolution, whose rows are three elements long."""
-    shared = (math.prod(words.shape_of(c, p.shape)) * c.bytes for p in params for c in fmt.components if c.block)
+    shared = (
+        math.prod(word_encoding.shape_of(c, p.shape)) * c.bytes for p in params for c in fmt.components if c.block
+    )
     return sum(shared) / max(1, sum(p.numel() for p in params))
 
 

@@ -28,9 +28,9 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import fallback_warning, update_formats
-from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
+from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import UNSUPPORTED, Settings, filled
 from collage_neuron.states import (
@@ -157,7 +157,7 @@ def _tell(
     for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
-            update_underflow.tell(optimizer, i, own, moved, recording, compiled_class(base, settings))
+            update_underflow.warn(optimizer, i, own, moved, recording, compiled_class(base, settings))
 
 
 def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:

@@ -57,7 +57,7 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
     """
     for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
         if all(key in group for key in asked.as_group()):
-            load_checks.tell_of_settings(i, asked, own)
+            load_checks.warn_of_settings(i, asked, own)
     shares = [_out_of_date(optimizer, p) for p in split_params(optimizer.state) if p.dtype == torch.float32]
     if any(shares):
         warnings.warn(

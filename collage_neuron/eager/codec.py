@@ -23,7 +23,7 @@ from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.rewrite.random_bits import Randomness
 from collage_neuron.passes.rewrite.writer import Writer
 from collage_neuron.settings import Settings
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 
 VALUE = "value"
 """The key of the fp32 tensor; those of the words are the keys of `param` in a format."""
@@ -177,6 +177,6 @@ def empty_words(fmt: Format, p: torch.Tensor) -> list[torch.Tensor]:
     return [
         torch.empty_like(p, dtype=c.type.dtype)
         if c.block is None
-        else torch.empty(words.shape_of(c, p.shape), dtype=c.type.dtype, device=p.device)
+        else torch.empty(word_encoding.shape_of(c, p.shape), dtype=c.type.dtype, device=p.device)
         for c in fmt.components
     ]

@@ -10,7 +10,7 @@ import torch
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.rewrite.instrument import Change, measures_of
 from collage_neuron.runtime.step_call import Measured
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.sharding import local
 
 if TYPE_CHECKING:
@@ -34,8 +34,10 @@ class Changing(NamedTuple):
         """
         changes = {}
         for name, fmt, stored, owner, *_ in self.stored:
-            before = words.of_each(fmt, self.before[name]) if name in self.before else []
-            changes[name] = Change(fmt, words.of_each(fmt, [local(x.detach()) for x in (owner, *stored[1:])]), before)
+            before = word_encoding.of_each(fmt, self.before[name]) if name in self.before else []
+            changes[name] = Change(
+                fmt, word_encoding.of_each(fmt, [local(x.detach()) for x in (owner, *stored[1:])]), before
+            )
         wanted = {s.name: self.results[s.name] for s in self.stored if s.format.draw is None}
         wanted["param"] = self.results["param"] - changes["param"].fmt.decoder("param")(changes["param"].old)
         found = measures_of(changes, wanted)
@@ -65,4 +67,8 @@ def _before(one: Stored) -> list[torch.Tensor]:
     """The words of a value before a step, in the format that it has afterwards."""
     assert one.before is not None
     fmt, before = one.before.fmt, [word.clone() for word in one.before.words()]
-    return before if fmt is one.format else words.encode(one.format, one.name, words.decode(fmt, before, one.name))
+    return (
+        before
+        if fmt is one.format
+        else word_encoding.encode(one.format, one.name, word_encoding.decode(fmt, before, one.name))
+    )

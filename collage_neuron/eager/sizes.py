@@ -10,7 +10,7 @@ from collage_neuron.eager.held import OURS, tensors_in
 from collage_neuron.eager.memory import memory_of
 from collage_neuron.eager.storing import formats_as_written, formats_of
 from collage_neuron.settings import Settings
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner import inner_of
@@ -25,7 +25,7 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
     found: dict[str, int] = {"param": 0}
     for p in group["params"]:
         state = optimizer.state.get(p, {})
-        found["param"] += words.bytes_of(formats_of(Settings.of(group), p, (), (), p.dtype)) * p.numel()
+        found["param"] += word_encoding.bytes_of(formats_of(Settings.of(group), p, (), (), p.dtype)) * p.numel()
         for k, x in state.items():
             names = names_in(state)
             texts = () if k in names.own else (n for n in names.own if isinstance(n, str))

@@ -17,7 +17,7 @@ from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import strategy_checks, words
+from collage_neuron.states import strategy_checks, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, is_sharded_like, like, local
@@ -265,7 +265,7 @@ class Storing:
         if before is None or before.fmt is not stored.format or (p.grad is not None and self._at_end):
             return False
         return torch.equal(
-            bits(words.decode(before.fmt, before.words(), stored.name)), bits(local(stored.value).float())
+            bits(word_encoding.decode(before.fmt, before.words(), stored.name)), bits(local(stored.value).float())
         )
 
     def is_written(self, stored: Stored) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer import bypass, continued, load_inner, load_state, methods, step
+from collage_neuron.optimizer import bypass, compiled_step, continued, exact_methods, load_inner, load_state
 from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
@@ -66,7 +66,7 @@ class Compiled(Optimizer):
         for i, group in enumerate(self.param_groups if held else ()):
             if not set(KEYS).issubset(group):  # one that an optimizer inside has made
                 group.update(filled(group, self._collage_defaults))
-                continued.joined(self, group["params"], i)
+                continued.adopt_params(self, group["params"], i)
         bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 
@@ -85,17 +85,17 @@ class Compiled(Optimizer):
 
     def _take_step(self, base: type[Optimizer], call: step_call.Call) -> Any:
         skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
-        is_evaluated = call.closure is not None and (skips or step.may_be_recorded(base, self, call))
+        is_evaluated = call.closure is not None and (skips or compiled_step.may_be_recorded(base, self, call))
         if is_evaluated:
             call = call.evaluated()
         # States that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad(), step_call.scaler_attributes(self) as left:
             if step_call.unscale(self, left):
-                return step.take_step(base, self, call)
+                return compiled_step.take_step(base, self, call)
         return call.loss
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """As torch's; ours (`bypass`) stays the last."""
+        """Adds a hook as torch does; ours (`bypass`) stays the last."""
         handle = super().register_step_pre_hook(hook)
         bypass.watch(self)
         return handle
@@ -109,10 +109,10 @@ class Compiled(Optimizer):
         if bookkeeping(self).presented is None:
             inner.collect(self, inner.inner_of(self))  # some make states for it
         params = self.param_groups[-1]["params"]
-        continued.joined(self, params, len(self.param_groups) - 1)
+        continued.adopt_params(self, params, len(self.param_groups) - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with our settings in the groups and further words beside the states.
+        """Returns torch's dictionary, with our settings in the groups and further words beside the states.
 
         A state whose words are shared by blocks is shown as its fp32 value. After a step that was interrupted
         (StepInterrupted) it warns: what is saved may be half written, and loading it would not tell.
@@ -125,7 +125,7 @@ class Compiled(Optimizer):
         nonfinite.read_counts(self)
         if inner.inner_of(self):
             base = base_of(type(self))
-            return load_inner.save(base, self, partial(methods.presented_lazily, base, self))
+            return load_inner.save(base, self, partial(exact_methods.presented_lazily, base, self))
         format_record.save(self)
         # Before the user's own hooks, which are to see what is saved.
         handle = self.register_state_dict_post_hook(format_record.show_values, prepend=True)
@@ -143,7 +143,7 @@ class Compiled(Optimizer):
         replaced_params.follow(self)
         base = base_of(type(self))
         if inner.inner_of(self):
-            load_inner.load(base, self, state_dict, partial(methods.presented_lazily, base, self))
+            load_inner.load(base, self, state_dict, partial(exact_methods.presented_lazily, base, self))
             return
         load_state.load(base, self, state_dict, super().load_state_dict)
 
@@ -244,7 +244,7 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
         "__module__": "collage_neuron.optimizer",
         "__doc__": base.__doc__,
     }
-    body |= methods.methods_of(base)
+    body |= exact_methods.methods_of(base)
     of_base: Any = type(base)
     cls: Any = _metaclass(of_base)(f"Collage{base.__name__}", (base, Compiled), body)
     cls.step = bypass.noted(Optimizer.profile_hook_step(cls.step))

@@ -41,7 +41,7 @@ class Left(NamedTuple):
     record: Mapping[str, str]
     """Their format, as in the record of the optimizer that is gone."""
     mark: Mark
-    """Of the parameter when they were its own."""
+    """The mark of the parameter when they were its own."""
 
     def fits(self, p: torch.Tensor) -> bool:
         """Returns True if the parameter was not written since."""
@@ -85,30 +85,24 @@ def continue_from_others(optimizer: Optimizer) -> None:
 
 def _values(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The exact values of parameters, of those of which somebody has low words."""
-    for other, p in _kept_elsewhere(optimizer, params):
-        exact = read_exact(p, other.state[p], "param", record_of(other, p))
-        params = params - {p}
-        yield p, external_writes.without_stale(other, p, exact)
+    for other in filter(is_compiled, wrappers.instances("torch.optim", "Optimizer")):
+        state = vars(other).get("state", {})  # there is none yet while one is built
+        shared = split_params(state) & params if other is not optimizer else set()
+        params = params - shared
+        for p in shared:
+            exact = read_exact(p, other.state[p], "param", record_of(other, p))
+            yield p, external_writes.without_stale(other, p, exact)
     for p in params:
         left: Left | None = vars(p).pop(LEFT, None)
         if left is not None and left.fits(p):
             yield p, read_exact(p, left.words, "param", left.record)
 
 
-def _kept_elsewhere(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[Optimizer, torch.Tensor]]:
-    """The parameters that other optimizers keep low words of, each once."""
-    for other in filter(is_compiled, wrappers.instances("torch.optim", "Optimizer")):
-        state = vars(other).get("state", {})  # there is none yet while one is built
-        shared = split_params(state) & params if other is not optimizer else set()
-        params = params - shared
-        yield from ((other, p) for p in shared)
-
-
 # --- parameters that an optimizer gets later --------------------------------------------------------------------------
 
 
 rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
-"""Of models that were compiled with an optimizer: the names of frozen parameters that bf16 could not hold.
+"""By model that was compiled with an optimizer: the names of frozen parameters that bf16 could not hold.
 
 No optimizer has these, so that its bookkeeping is no place for them: a copy of it would copy the frozen parameters. A
 name says which parameter it is after a move to another device, which may make new ones."""
@@ -117,17 +111,17 @@ COMPILED = "_collage_compiled"
 """An attribute of the parameters of models that `compile` has cast: what is fp32 is so because it was to stay."""
 
 
-def joined(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> None:
+def adopt_params(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> None:
     """Parameters have joined a compiled optimizer: gives them the low words that `compile(model)` kept, or warns."""
     stay = {p for p in params if p.dtype == torch.float32 and hasattr(p, COMPILED)}
     bookkeeping(optimizer).fp32 |= stay
-    _tell_of_fp32(p for p in params if p not in stay)
+    _warn_of_fp32(p for p in params if p not in stay)
     continue_from_others(optimizer)
     restore_low_words(optimizer, split_params(optimizer.state) | written_in_all_processes())
     warn_of_rounded(params, index)
 
 
-def _tell_of_fp32(params: Iterable[torch.Tensor]) -> None:
+def _warn_of_fp32(params: Iterable[torch.Tensor]) -> None:
     if any(p.dtype == torch.float32 for p in params):
         warn_user(
             "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +21,13 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for, param_format
 from collage_neuron.passes.backends.registry import passed_over
 from collage_neuron.settings import Settings
-from collage_neuron.states import reduced_states, words
+from collage_neuron.states import reduced_states, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.state_keys import names_in, split_params
+from collage_neuron.states.state_keys import name_of, split_params
 from collage_neuron.torch_privates import is_flattened
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 SAID = "first step"
 """In `Bookkeeping.told` once the line was written."""
@@ -177,15 +177,14 @@ def sizes_of(optimizer: Optimizer, job: Job) -> dict[str, int]:
     return sizes | _others(optimizer, job, sizes) | {"grad": _gradients(job)}
 
 
-def _others(optimizer: Optimizer, job: Job, counted: Container[str]) -> dict[str, int]:
+def _others(optimizer: Optimizer, job: Job, counted: Iterable[str]) -> dict[str, int]:
     """Bytes of existing states that the update neither reads nor writes, by name; no counts."""
     found: dict[str, int] = {}
     for p in job.params:
         state = optimizer.state.get(p, {})
-        names = names_in(state)
         for key, value in state.items():
-            own = key if key in names.own else next((n for n in names.own if str(key).startswith(f"{n}_")), key)
-            if own not in counted and key not in names.words and isinstance(value, torch.Tensor) and value.dim():
+            own = name_of(key, state)
+            if own not in {*counted, "param"} and isinstance(value, torch.Tensor) and value.dim():
                 found[str(own)] = found.get(str(own), 0) + value.nbytes
     return found
 
@@ -205,7 +204,7 @@ def _gradients(job: Job) -> int:
 def _size(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> int:
     kept = [p if key == "param" else state.get(key) for key in fmt.keys(name)]
     return sum(
-        math.prod(words.shape_of(c, p.shape)) * c.bytes if t is None or c.block else t.nbytes  # of a shard too
+        math.prod(word_encoding.shape_of(c, p.shape)) * c.bytes if t is None or c.block else t.nbytes  # of a shard too
         for c, t in zip(fmt.components, kept, strict=True)
     )
 

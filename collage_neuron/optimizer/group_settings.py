@@ -26,10 +26,10 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import is_host_scalar, read_fp32
-from collage_neuron.states.words import bytes_of, decode, settled
+from collage_neuron.states.word_encoding import bytes_of, decode, settled
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 
 def note_groups(optimizer: Optimizer) -> None:
@@ -38,7 +38,7 @@ def note_groups(optimizer: Optimizer) -> None:
     bookkeeping(optimizer).groups = {i: (_strategy(group), _rate(group), True) for i, group in enumerate(groups)}
 
 
-def warn_of_changes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
+def warn_of_changes(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     """Before a step: warns of what was changed since the last one, which was noted; a steady step compares only."""
     noted = bookkeeping(optimizer).groups
     for i, group in enumerate(optimizer.param_groups):
@@ -49,11 +49,12 @@ def warn_of_changes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
         if own:
             settled = i in noted and rate == _rate(group)
             if settled and not looked:
-                _tell_of_steps(optimizer, i, own)
-            elif i in noted and isinstance(new := _rate(group), float):
-                _follow(optimizer, i, new, own)
+                _warn_of_steps(base, optimizer, i, _narrow(own))
+            elif i in noted and isinstance(new := _rate(group), float) and (narrow := _narrow(own)):
+                params = [p for job in narrow for p in job.params]
+                update_underflow.follow_schedule(optimizer, i, new, narrow[0].settings, params, narrow[0].recording)
             if strategy is not None and strategy != _strategy(group):
-                _tell_of_strategy(optimizer, i, own[0], strategy)
+                _warn_of_strategy(optimizer, i, own[0], strategy)
             noted[i] = _strategy(group), _rate(group), settled
 
 
@@ -92,24 +93,17 @@ def _rate(group: Mapping[str, Any]) -> float | None:
     return rate if type(rate) is float else None  # a tensor may be on a device, and would be waited for
 
 
-def _tell_of_steps(optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
-    for job in _narrow(jobs):
-        base: type[Optimizer] = getattr(type(optimizer), "_collage_base")  # noqa: B009  # compiled.py imports `step`
+def _warn_of_steps(base: type[Optimizer], optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
+    for job in jobs:
         strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
-        update_underflow.tell(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
-
-
-def _follow(optimizer: Optimizer, index: int, rate: float, jobs: Sequence[Job]) -> None:
-    for job in _narrow(jobs)[:1]:
-        params = [p for each in _narrow(jobs) for p in each.params]
-        update_underflow.follow(optimizer, index, rate, job.settings, params, job.recording)
+        update_underflow.warn(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
 
 
 def _narrow(jobs: Sequence[Job]) -> list[Job]:
     return [job for job in jobs if job.params[0].dtype == torch.bfloat16]
 
 
-def _tell_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any) -> None:
+def _warn_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any) -> None:
     settings = replace(job.settings, strategy=before, arithmetic="fp32")  # which every strategy allows
     old, new = (formats_of(job.recording, s, torch.bfloat16) for s in (settings, job.settings))
     params = [p for p in job.group["params"] if p.dtype == torch.bfloat16]

@@ -25,7 +25,7 @@ from collage_neuron.states.state_keys import suffixes
 from collage_neuron.states.store import ensure_stored
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 
 def launches_of(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> list[Launch]:
@@ -91,7 +91,7 @@ class _Like(NamedTuple):
     params: list[torch.nn.Parameter]
     """The list itself: a steady step has that of the last one (`visible_states.alike`)."""
     guard: Callable[..., bool]
-    """Of its gradients: parameters and states are part of the structure."""
+    """The guard of its gradients: parameters and states are part of the structure."""
     kept: dict[Any, Any]
 
 
@@ -108,10 +108,7 @@ def _kept(structure: structure_guard.Structure, job: Job, grads: Sequence[torch.
 
 
 def _ensure_all_stored(
-    optimizer: Optimizer,
-    params: Sequence[torch.Tensor],
-    formats: Mapping[str, Format],
-    captured: Captured,
+    optimizer: Optimizer, params: Sequence[torch.Tensor], formats: Mapping[str, Format], captured: Captured
 ) -> None:
     """Creates the states of `params` that are not there yet, as their update does; moves others into `formats`."""
     layout, seen = _layout(tuple(formats.items()), suffixes()), structure_guard.of(optimizer)

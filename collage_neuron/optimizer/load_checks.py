@@ -142,11 +142,11 @@ def settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[
             loaded, own = Settings.of(group), Settings.of(old)
         except ValueError as error:
             raise refused(f"param_groups[{i}]: {error}") from error
-        tell_of_settings(i, own, loaded)
+        warn_of_settings(i, own, loaded)
     return plain
 
 
-def tell_of_settings(index: int, own: Settings, loaded: Settings) -> None:
+def warn_of_settings(index: int, own: Settings, loaded: Settings) -> None:
     """Warns if a checkpoint brought another strategy or arithmetic than the optimizer was, or is, compiled for."""
     if (loaded.strategy, loaded.arithmetic) != (own.strategy, own.arithmetic):
         warnings.warn(

@@ -30,7 +30,7 @@ from collage_neuron.optimizer.load_checks import (
 )
 from collage_neuron.runtime import update_formats
 from collage_neuron.runtime.fallback_warning import note
-from collage_neuron.runtime.plan import Records
+from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes, format_record, reduced_states, step_counts
 from collage_neuron.states.bookkeeping import bookkeeping, params_of

@@ -92,7 +92,7 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
 
     Parameters in `settled` are left alone: their low words are in the optimizer's state, or dropped.
     """
-    owned = {id(p): (p, group) for group in optimizer.param_groups for p in group["params"]}
+    owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for model, waiting in models.items():
         for name, p in model.named_parameters():
             if id(p) not in owned or name not in waiting.originals or p.dtype != torch.bfloat16:
@@ -103,6 +103,6 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
             original = local(spread(value.to(p.device), p))
             cast, now = param_format(waiting.settings.strategy, p.dtype), local(p.detach())
             kept = torch.where(high_word(original, cast) == now, original, now.float())
-            fmt = param_format(Settings.of(owned[id(p)][1]).strategy, p.dtype)
+            fmt = param_format(Settings.of(owned[id(p)]).strategy, p.dtype)
             with torch.no_grad():
                 external_writes.put(optimizer, p, fmt, kept)

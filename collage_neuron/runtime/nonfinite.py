@@ -15,6 +15,7 @@ processes without shards, or without gradients, take part. Nothing is needed whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient, is_distributed, is_sharded
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 
 def decision(optimizer: Optimizer) -> torch.Tensor | None:
@@ -55,7 +56,7 @@ def all_finite(params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _are_finite_between(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same of tensors on the CPU. The least and the largest element, NaN if there is one, take one pass.
+    """`all_finite` for tensors on the CPU: the least and the largest element, NaN if there is one, take one pass.
 
     `isfinite` writes a mask, and takes 25 times as long on bf16.
     """
@@ -176,19 +177,13 @@ def _of_wrapper(optimizer: Optimizer) -> Iterator[Reduce]:
         if vars(zero).get("optim") is optimizer:
             yield _all_reduce(zero.process_group, torch_privates.device_of_zero(zero))
     for zero in wrappers.zero_of_xla(optimizer):
-        yield from _all_reduce_of_xla(zero)
+        yield from (partial(_all_reduce_of_xla, zero, groups) for groups in torch_privates.groups_of_xla_zero(zero))
 
 
-def _all_reduce_of_xla(zero: Any) -> Iterator[Reduce]:
+def _all_reduce_of_xla(zero: Any, groups: Any, found: torch.Tensor) -> None:
     import torch_xla.core.xla_model as xm  # an extra: imported only where parameters are on an XLA device
 
-    def over(groups: Any) -> Reduce:
-        def reduce(found: torch.Tensor) -> None:
-            xm.all_reduce(xm.REDUCE_SUM, [found], groups=groups, pin_layout=zero.pin_layout)
-
-        return reduce
-
-    yield from map(over, torch_privates.groups_of_xla_zero(zero))
+    xm.all_reduce(xm.REDUCE_SUM, [found], groups=groups, pin_layout=zero.pin_layout)
 
 
 # --- what the host leaves out -----------------------------------------------------------------------------------------

@@ -76,8 +76,7 @@ def _findings(values: tuple[str | None, ...]) -> tuple[Finding, ...]:
 
 def check_environment(environ: Mapping[str, str] | None = None) -> None:
     """Raises UnsafeEnvironment for the first finding with a problem."""
-    environ = os.environ if environ is None else environ
-    for f in _findings(tuple(map(environ.get, _VARIABLES))):
+    for f in environment_findings(environ):
         if f.problem:
             raise UnsafeEnvironment(f"{f.name} ({f.value}) {f.problem}")
 

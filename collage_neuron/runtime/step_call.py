@@ -73,7 +73,7 @@ class Measured:
 
     param: torch.nn.Parameter
     names: tuple[tuple[str, ...], tuple[str, ...]]
-    """Of the sums and of the counts (`passes/rewrite/instrument.py`)."""
+    """The names of the sums and of the counts (`passes/rewrite/instrument.py`)."""
     sums: torch.Tensor
     counts: torch.Tensor
     """Vectors on the parameter's device, not fetched yet."""

@@ -65,9 +65,9 @@ class Bookkeeping:
     writes: list[int] = field(default_factory=list)
     """Before which of the last steps other code had changed parameters (`coarse_writes`)."""
     idle_writes: list[int] = field(default_factory=list)
-    """The same of writes that changed nothing (`coarse_writes`)."""
+    """Before which of the last steps other code had written parameters without a change (`coarse_writes`)."""
     samples: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """Of parameters that other code writes: some elements after the last step (`coarse_writes`)."""
+    """Some elements of parameters that other code writes, after the last step (`coarse_writes`)."""
     told_of_writes: bool = False
     """True if the user was warned of it."""
     as_written: str = ""
@@ -77,7 +77,7 @@ class Bookkeeping:
     watched_until: int = 0
     """The step until which they are."""
     interrupted: str = ""
-    """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
+    """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise."""
     reductions: Any = None
     """How processes agree on skipping a step, but for meshes (`nonfinite`); None: not asked yet. A copy asks anew."""
     budget: int | None = None
@@ -99,7 +99,7 @@ class Bookkeeping:
     arrived: dict[int, Any] = field(default_factory=dict)
     """How much of the steps of each group arrived, an `arrived.Arrived`, where it is measured."""
     watcher: Any = None
-    """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
+    """The monitor, a `compiled_step.Watcher`. A copy of the optimizer has none."""
 
     pins: dict[torch.Tensor, Pin] = field(default_factory=dict)
     """The fp32 memory of parameters and states, by their objects, that something still refers to (`eager`)."""
@@ -144,7 +144,7 @@ class Bookkeeping:
         self.marks.params.update({p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]})
 
     def of_copy(self) -> Bookkeeping:
-        """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
+        """Returns the bookkeeping of a `copy.copy`, which has the same parameters: shared, but for OF_ONE."""
         own: dict[str, Any] = dict.fromkeys(OF_ONE)
         return replace(self, **own)
 

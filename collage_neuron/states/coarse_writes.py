@@ -50,7 +50,7 @@ def _in_rows(samples: Mapping[torch.Tensor, torch.Tensor]) -> list[tuple[list[to
     return [(params, torch.stack([samples[p] for p in params])) for params in alike.values()]
 
 
-def look(optimizer: Optimizer, written: Mapping[torch.Tensor, int]) -> None:
+def check_writes(optimizer: Optimizer, written: Mapping[torch.Tensor, int]) -> None:
     """Before a step: how often each parameter was written since the last one."""
     ours = bookkeeping(optimizer)
     written = {p: times for p, times in written.items() if _is_sampled(p)}
@@ -66,13 +66,13 @@ def look(optimizer: Optimizer, written: Mapping[torch.Tensor, int]) -> None:
     small = max((_share(_changed(*pair) & _is_near(*pair)) for pair in pairs), default=0.0)
     large = max((_share(_changed(*pair)) for pair in pairs), default=0.0)
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-    ours.samples |= dict.fromkeys(written, nothing)  # filled by the next `stepped`
+    ours.samples |= dict.fromkeys(written, nothing)  # filled by the next `sample_after_step`
     if max(small, large) >= 0.02:  # a wrapper may move weights by less than an ulp of most
         ours.writes = _within(ours.writes, ours.steps)
-        _tell(optimizer, "", small >= 0.02 or len(ours.writes) >= TIMES)
+        _warn(optimizer, "", small >= 0.02 or len(ours.writes) >= TIMES)
     elif pairs and max(written.values()) == 1 and not any(_is_bounded(now) for _, now in pairs):
         ours.idle_writes = _within(ours.idle_writes, ours.steps)
-        _tell(optimizer, IDLE, len(ours.idle_writes) >= TIMES_IDLE)
+        _warn(optimizer, IDLE, len(ours.idle_writes) >= TIMES_IDLE)
 
 
 def _is_sampled(p: torch.Tensor) -> bool:
@@ -84,7 +84,7 @@ def _within(steps: list[int], now: int) -> list[int]:
     return [step for step in steps if step > now - WINDOW] + [now]
 
 
-def _tell(optimizer: Optimizer, what: str, due: bool) -> None:
+def _warn(optimizer: Optimizer, what: str, due: bool) -> None:
     ours = bookkeeping(optimizer)
     if due:
         ours.told_of_writes = True
@@ -98,7 +98,7 @@ def _tell(optimizer: Optimizer, what: str, due: bool) -> None:
         )
 
 
-def stepped(ours: Bookkeeping, params: Iterable[torch.Tensor]) -> None:
+def sample_after_step(ours: Bookkeeping, params: Iterable[torch.Tensor]) -> None:
     """After a step over `params` with low words: samples what was seen to be written; after the first one, all."""
     ours.steps += 1
     if ours.told_of_writes:
@@ -106,7 +106,7 @@ def stepped(ours: Bookkeeping, params: Iterable[torch.Tensor]) -> None:
     if ours.steps == 1:
         ours.samples |= dict.fromkeys(filter(_is_sampled, params), torch.empty(0, dtype=torch.float32, device="cpu"))
     elif ours.steps == 2:
-        ours.samples = {p: x for p, x in ours.samples.items() if not x.numel()}  # `look` has emptied those written
+        ours.samples = {p: x for p, x in ours.samples.items() if not x.numel()}  # `check_writes` emptied those written
     for alike, rows in _in_rows({p: sample(p) for p in ours.samples}):
         ours.samples.update(zip(alike, rows.unbind(), strict=True))
 

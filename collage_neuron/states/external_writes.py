@@ -107,7 +107,7 @@ def remember_step(optimizer: Optimizer) -> None:
     else:
         ours.marks.mark_all(*_split_and_highs(found))
         _note_all_words(ours, found)
-    coarse_writes.stepped(ours, ours.words)
+    coarse_writes.sample_after_step(ours, ours.words)
 
 
 def _split_and_highs(found: structure_guard.Seen) -> tuple[Split, list[torch.Tensor]]:
@@ -154,7 +154,8 @@ def drop_stale(optimizer: Optimizer) -> None:
     written = _written(ours)
     if not written:
         return
-    coarse_writes.look(optimizer, _times_written(ours, written))
+    marks = {p: ours.marks.params[p][1] for p, what in written.items() if what == STEPPED and p not in ours.param_bits}
+    coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items() if mark is not None})
     split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(ours, p, fmt)}
     fitting = {p: fmt for p, fmt in split.items() if written[p] == STEPPED and not _is_known(ours, p)}
     left = split.keys() - fitting_words.reset_at_once(optimizer, fitting)
@@ -173,12 +174,6 @@ def drop_stale(optimizer: Optimizer) -> None:
             "optimizer's",
             stacklevel=4,
         )
-
-
-def _times_written(ours: Bookkeeping, written: Mapping[torch.Tensor, str]) -> dict[torch.Tensor, int]:
-    """How often each parameter was written in place since the last step, but those that a load wrote."""
-    marks = {p: ours.marks.params[p][1] for p, what in written.items() if what == STEPPED and p not in ours.param_bits}
-    return {p: version(p) - mark[0] for p, mark in marks.items() if mark is not None}
 
 
 def _is_replica(p: torch.Tensor) -> bool:
@@ -256,7 +251,7 @@ def _split_among(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[t
 
 
 def _split_formats(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[int, Format]:
-    """The same by the ids of parameters."""
+    """The formats of parameters that are kept in several words, by the ids of the parameters."""
     split = {}
     for p in params:
         fmt, state = _format(optimizer, p), optimizer.state.get(p, {})
@@ -307,19 +302,15 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
     for p, name, coded in written:
         if coded or optimizer.state[p][name].numel() != p.numel():
             continue  # the step raises
-        _shape_alike(optimizer.state[p], name, _format(optimizer, p, name))
+        fmt, state = _format(optimizer, p, name), optimizer.state[p]
+        for key in fmt.keys(name)[1:]:  # the first word may have been exchanged for one of another shape
+            if state[key].shape != state[name].shape and state[key].numel() == state[name].numel():
+                state[key] = state[key].reshape(state[name].shape)
         stale = ~belongs(optimizer, p, name)
         if stale.any():
-            fitting_words.reset_where(p, optimizer.state[p], name, _format(optimizer, p, name), stale)
+            fitting_words.reset_where(p, state, name, fmt, stale)
     if written:
         remember_states(optimizer)
-
-
-def _shape_alike(state: dict[str, Any], name: str, fmt: Format) -> None:
-    """Gives the further words of a state the shape of its first one, which may have been exchanged for another."""
-    for key in fmt.keys(name)[1:]:
-        if state[key].shape != state[name].shape and state[key].numel() == state[name].numel():
-            state[key] = state[key].reshape(state[name].shape)
 
 
 def check_codes(optimizer: Optimizer) -> list[tuple[torch.Tensor, str, bool]]:

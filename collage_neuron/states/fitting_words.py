@@ -24,7 +24,7 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.rewrite.writer import Writer
 from collage_neuron.settings import Settings
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.sharding import ORDINARY, local
 from collage_neuron.states.store import kept_format
 
@@ -46,7 +46,7 @@ def belongs(p: torch.Tensor, states: Mapping[str, Any], name: str, record: Mappi
         return (state[name + MASTER].bfloat16() == hi) | ~hi.isfinite()
     fmt = kept_format(hi, state, name, record)
     # Not as a parameter is decoded, which gives what fits whatever the words are.
-    gap = words.decode(fmt, [hi, *(state[key] for key in fmt.keys(name)[1:])]) - hi.float()
+    gap = word_encoding.decode(fmt, [hi, *(state[key] for key in fmt.keys(name)[1:])]) - hi.float()
     rounded = (hi.float() + gap * SHORTER).bfloat16()
     # The high word of a state stops at the largest number (`split_capped`), and the sum may go on from there.
     return (rounded.clamp(-LARGEST, LARGEST) == hi) | ~hi.isfinite()

@@ -27,7 +27,7 @@ from collage_neuron.numerics.formats import BUILT_IN, FORMATS
 from collage_neuron.settings import FORMATS_KEPT
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.state_keys import is_shared_word, names_in
-from collage_neuron.states.store import Record, State, read_fp32, told_by_keys
+from collage_neuron.states.store import Record, State, format_by_keys, read_fp32
 
 
 def record_of(optimizer: Optimizer, p: torch.Tensor) -> Record:
@@ -91,20 +91,24 @@ def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
     """
     record, state = bookkeeping(optimizer).formats.get(p, {}), optimizer.state.get(p, {})
     present = {name: fmt for name, fmt in record.items() if name in ("param", *state)}
-    return {name: fmt for name, fmt in present.items() if not _is_told(state, name, fmt) or _is_seen(state, name, p)}
+    return {
+        name: fmt
+        for name, fmt in present.items()
+        if not _is_known_by_keys(state, name, fmt) or _is_reshaped(state, name, p)
+    }
 
 
-def _is_seen(state: Mapping[str, Any], name: str, p: torch.Tensor) -> bool:
+def _is_reshaped(state: Mapping[str, Any], name: str, p: torch.Tensor) -> bool:
     value = state.get(name)
     return isinstance(value, torch.Tensor) and value.shape != p.shape and value.numel() == p.numel()
 
 
-def _is_told(state: Mapping[str, Any], name: str, fmt: str) -> bool:
+def _is_known_by_keys(state: Mapping[str, Any], name: str, fmt: str) -> bool:
     """Returns True if every process reads the keys of a value as this format, or its value is saved."""
     known = FORMATS.get(fmt)  # not if it was removed since: it is recorded all the same
     if known is not None and known.is_coded:
         return True
-    return known is not None and known is BUILT_IN.get(fmt) and known.decode is told_by_keys(state, name).decode
+    return known is not None and known is BUILT_IN.get(fmt) and known.decode is format_by_keys(state, name).decode
 
 
 def _shared(column: list[str | None]) -> str | None:

@@ -165,7 +165,7 @@ def _does_nothing(*_: Any) -> None:
 
 
 def inside_hooks(optimizer: Optimizer) -> list[Inside]:
-    """Those of an optimizer: one if it is inside a compiled one."""
+    """The hooks `Inside` of an optimizer: one if it is inside a compiled one."""
     return [hook for hook in torch_privates.step_pre_hooks(optimizer) if isinstance(hook, Inside)]
 
 
@@ -181,7 +181,7 @@ def shown(optimizer: Optimizer, inner: Sequence[Inner]) -> States:
 
 
 def state_of(optimizer: Optimizer, p: Any, inner: Sequence[Inner]) -> dict[Any, Any]:
-    """The same of a parameter; empty if there is none."""
+    """What `optimizer.state[p]` is between steps; empty if there is none."""
     state: dict[Any, Any] = dict.get(optimizer.state, p, {})
     if not inner or type(state) is not dict:
         return state

@@ -143,7 +143,7 @@ def _shapes(model: torch.nn.Module) -> list[tuple[str, torch.Size]]:
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     """The groups of an optimizer among all living ones: one may have none yet, or be the shell of a step or method."""
-    # Groups of another type are those that a method runs with (`optimizer/methods.py`).
+    # Groups of another type are those that a method runs with (`optimizer/exact_methods.py`).
     return [group for group in vars(optimizer).get("param_groups", ()) if type(group) is dict]
 
 

@@ -25,7 +25,7 @@ from collage_neuron.states.bookkeeping import Bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 
 BYTES = 4
-"""Of each number."""
+"""The size of each number."""
 
 
 def may_be(x: object) -> bool:

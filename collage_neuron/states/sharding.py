@@ -149,7 +149,7 @@ def set_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def writable_gradient(p: Any) -> torch.Tensor:
-    """The same, but writable: a partial or expanded `p.grad` is replaced by a tensor with its own memory."""
+    """The local shard of the gradient, to write to: a tensor of its own replaces a partial or expanded `p.grad`."""
     grad = gradient(p)
     if (is_sharded(p.grad) and p.grad.placements != p.placements) or (0 in grad.stride() and grad.numel() > 1):
         grad = grad.clone(memory_format=torch.contiguous_format)

@@ -8,7 +8,7 @@ anything in a state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -100,19 +100,15 @@ def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
     """The parameters with a further word in `optimizer.state`."""
-    return {p for p, found in _in_all(states) if found.words}
+    return set(split_words(states))
 
 
 def split_words(states: Mapping[Any, Any]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """The same parameters with their further words."""
-    return {p: {key: states[p][key] for key in found.words} for p, found in _in_all(states) if found.words}
-
-
-def _in_all(states: Mapping[Any, Any]) -> Iterator[tuple[torch.Tensor, Names]]:
-    endings, shared = suffixes(), shared_suffixes()
-    return (
-        (p, _classified(tuple(state), endings, shared)) for p, state in states.items() if isinstance(p, torch.Tensor)
-    )
+    """The parameters with a further word in `optimizer.state`, each with these words."""
+    endings, shared = suffixes(), shared_suffixes()  # asked once for all
+    params = ((p, state) for p, state in states.items() if isinstance(p, torch.Tensor))
+    words = ((p, state, _classified(tuple(state), endings, shared).words) for p, state in params)
+    return {p: {key: state[key] for key in keys} for p, state, keys in words if keys}
 
 
 @lru_cache(4096)

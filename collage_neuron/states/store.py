@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from collage_neuron.numerics.formats import FORMATS, Format, require_known
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.sharding import beside, like, local, rewrite_data
 from collage_neuron.states.state_keys import is_component, suffixes
 
@@ -75,7 +75,7 @@ def settle(p: torch.Tensor, state: State) -> None:
                 state[name] = state[name].float()
 
 
-def told_by_keys(state: Mapping[str, Any], name: str) -> Format:
+def format_by_keys(state: Mapping[str, Any], name: str) -> Format:
     """The format that follows from the keys of a value, for checkpoints that are older than the record of formats.
 
     Among formats with the same first words it is the one with more words; among those with the same keys it is the
@@ -106,7 +106,7 @@ def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Ma
     """
     if name in record:
         require_known(record[name], "the parameter is" if name == "param" else f"the state {name!r} is")
-    most = told_by_keys(state, name)
+    most = format_by_keys(state, name)
     alike = [f for f in _with_keys(state, name) if len(f.components) == len(most.components)]
     recorded = [f for f in alike if f.name == record.get(name)]
     stored = [f for f in alike if _has_dtypes(p, state, name, f)]
@@ -148,13 +148,13 @@ def read_exact(
     """The fp32 value of the parameter (`name="param"`) or of a state, decoded from its components."""
     tensors = {**state, "param": p.detach()}
     fmt = kept_format(p, state, name, record)
-    return like(words.decode(fmt, [local(tensors[key]) for key in fmt.keys(name)], name), p)
+    return like(word_encoding.decode(fmt, [local(tensors[key]) for key in fmt.keys(name)], name), p)
 
 
 def read_fp32(
     p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD
 ) -> torch.Tensor:
-    """The same, but never sharing memory with a state, and on the CPU if `p` is on a lazy device.
+    """`read_exact` as a copy that shares no memory with a state, on the CPU if `p` is on a lazy device.
 
     On a lazy device each value would be a separate graph, and a rounding that only separates words could be fused away.
     """
@@ -186,7 +186,7 @@ def store(
     there = local(value).cpu()
     if not fmt.signed:
         _check_signs(p, name, fmt, there)
-    _put(p, state, name, fmt, words.settled(fmt, name, there), record)
+    _put(p, state, name, fmt, word_encoding.settled(fmt, name, there), record)
 
 
 def _check_signs(p: torch.Tensor, name: str, fmt: Format, values: torch.Tensor) -> None:
@@ -247,6 +247,6 @@ def ensure_stored(
     elif name != "param" and name not in state:
         if not fmt.signed:
             _check_signs(p, name, fmt, torch.tensor(fill, dtype=torch.float32, device="cpu"))
-        _put(p, state, name, fmt, words.settled_constant(fmt, name, fill, shape or local(p).shape), record)
+        _put(p, state, name, fmt, word_encoding.settled_constant(fmt, name, fill, shape or local(p).shape), record)
     else:
         store(p, state, name, fmt, read_fp32(p, state, name, known), record)

@@ -141,11 +141,7 @@ def warn_imprecise(
 
 
 def warn_stuck(
-    base: type[Optimizer],
-    optimizer: Optimizer,
-    recording: Recording,
-    settings: Settings,
-    formats: Mapping[str, Format],
+    base: type[Optimizer], optimizer: Optimizer, recording: Recording, settings: Settings, formats: Mapping[str, Format]
 ) -> None:
     """Warns of averages of magnitudes that cannot decrease in their formats, of each once for an optimizer."""
     compensated = len(formats["param"].components) > 1 or formats["param"].draw is not None

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import ORDINARY
 
 T = TypeVar("T")
@@ -45,13 +45,10 @@ class Structure:
     """Says of parameters and of the tensors in states whether they are of the same types, dtypes, shapes, ..."""
     known: dict[Any, Any] = field(default_factory=dict)
 
-    def is_of(self, found: _Found) -> bool:
-        """Returns True if `found` has the same parameters, and states that differ in nothing but values."""
-        return (
-            self.key == found.key
-            and are_same(self.held, found.held)
-            and self.guard(*found.params, *compress(found.values, self.are_tensors))
-        )
+    def is_of(self, key: tuple[Any, ...], held: Sequence[object], params: list[Any], values: list[Any]) -> bool:
+        """Returns True for the same parameters, and states whose `values` differ in nothing but what is in tensors."""
+        is_same = self.key == key and are_same(self.held, held)
+        return is_same and self.guard(*params, *compress(values, self.are_tensors))
 
     def once(self, what: Any, make: Callable[[], T]) -> T:
         """The result called `what`, which must depend on nothing but the key; computed when it is first asked for."""
@@ -84,7 +81,7 @@ class Seen:
 
     optimizer: Optimizer
     params: list[torch.nn.Parameter]
-    """Those of all groups."""
+    """The parameters of all groups."""
     owners: list[torch.Tensor]
     """The keys of `optimizer.state`, in its order."""
     states: list[dict[str, Any]]
@@ -143,54 +140,39 @@ def look(optimizer: Optimizer) -> Seen | None:
 
     None if it is unusual: a tensor of a type of its own (DTensor), or a state that is not a dictionary of plain values.
     """
-    ours = bookkeeping(optimizer)
-    found = _found(optimizer, ours.formats)
-    if found is None:
+    ours, params = bookkeeping(optimizer), params_of(optimizer)
+    owners, states = list(optimizer.state), list(optimizer.state.values())
+    values = _plain_values(params, owners, states)
+    if values is None:
         ours.structure = None
         return None
-    if ours.structure is None or not ours.structure.is_of(found):
-        are_tensors = tuple(type(x) in ORDINARY for x in found.values)
-        guard = torch_privates.guard([*found.params, *compress(found.values, are_tensors)])
-        ours.structure = Structure(found.key, tuple(found.held), are_tensors, guard)
-    return Seen(optimizer, found.params, found.owners, found.states, ours.structure)
+    key, held = _key(optimizer, states, values, list(ours.formats.values())), (*params, *owners, *ours.formats)
+    if ours.structure is None or not ours.structure.is_of(key, held, params, values):
+        are_tensors = tuple(type(x) in ORDINARY for x in values)
+        guard = torch_privates.guard([*params, *compress(values, are_tensors)])
+        ours.structure = Structure(key, held, are_tensors, guard)
+    return Seen(optimizer, params, owners, states, ours.structure)
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """What a step finds, with the tensors themselves."""
-
-    params: list[torch.nn.Parameter]
-    owners: list[torch.Tensor]
-    states: list[dict[str, Any]]
-    values: list[Any]
-    """Those of all states."""
-    key: tuple[Any, ...]
-    held: list[torch.Tensor]
-
-
-def _found(optimizer: Optimizer, formats: dict[torch.Tensor, dict[str, str]]) -> _Found | None:
-    """What a step finds; None if it is unusual."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    params = list(chain.from_iterable(groups))
-    owners, states = list(optimizer.state), list(optimizer.state.values())
-    if not (ORDINARY.issuperset(map(type, params)) and ORDINARY.issuperset(map(type, owners))):
-        return None
-    if not {dict}.issuperset(map(type, states)):
+def _plain_values(params: Sequence[Any], owners: Sequence[Any], states: Sequence[Any]) -> list[Any] | None:
+    """The values of all states, one after the other; None if a parameter or a state is unusual."""
+    if not ORDINARY.issuperset(map(type, chain(params, owners))) or not {dict}.issuperset(map(type, states)):
         return None
     values = list(chain.from_iterable(map(dict.values, states)))
-    kinds = list(map(type, values))
-    if not _PLAIN.issuperset(kinds):
-        return None
-    records = list(formats.values())
-    key = (
-        list(map(len, groups)),
+    return values if _PLAIN.issuperset(map(type, values)) else None
+
+
+def _key(
+    optimizer: Optimizer, states: Sequence[dict[str, Any]], values: Sequence[Any], records: Sequence[dict[str, str]]
+) -> tuple[Any, ...]:
+    """What equals that of the last step if this one finds the same; `records` are the formats that are recorded."""
+    return (
+        [len(group["params"]) for group in optimizer.param_groups],
         list(map(len, states)),
         list(chain.from_iterable(states)),
-        kinds,
-        # The formats in which states are recorded to be kept, and what those names mean.
+        list(map(type, values)),
         list(map(len, records)),
         list(chain.from_iterable(records)),
         list(chain.from_iterable(map(dict.values, records))),
-        tuple(FORMATS.values()),
+        tuple(FORMATS.values()),  # what the names of formats mean
     )
-    return _Found(params, owners, states, values, key, [*params, *owners, *formats])

@@ -37,7 +37,7 @@ class SmallSteps(UserWarning):
     """Steps, or the decay of weights, are so small that the format of the parameters loses a part of each."""
 
 
-def tell(
+def warn(
     optimizer: Optimizer,
     index: int,
     settings: Settings,
@@ -52,7 +52,7 @@ def tell(
     `cls` is the compiled class of `optimizer`, which may not have it yet.
     """
     fmt = param_format(settings.strategy, torch.bfloat16)
-    open_ = [what for what in (STEPS, DECAY) if not _is_told(optimizer, index, what, cls)]
+    open_ = [what for what in (STEPS, DECAY) if not _is_warned(optimizer, index, what, cls)]
     if not is_short(fmt) or not open_:
         return
     group, sizes = optimizer.param_groups[index], _sizes(params)
@@ -67,7 +67,7 @@ def tell(
         _warn(optimizer, index, lacking, cls, _sentence(lacking, fmt, scale, sizes), settings, scale)
 
 
-def follow(
+def follow_schedule(
     optimizer: Optimizer,
     index: int,
     rate: float,
@@ -80,7 +80,7 @@ def follow(
     Rates that rise do not warn: warming up is short.
     """
     fmt, paces, cls = param_format(settings.strategy, torch.bfloat16), bookkeeping(optimizer).paces, type(optimizer)
-    if not is_short(fmt) or _is_told(optimizer, index, STEPS, cls) or not _is_normalized(recording.captured.graph):
+    if not is_short(fmt) or _is_warned(optimizer, index, STEPS, cls) or not _is_normalized(recording.captured.graph):
         return
     step = bookkeeping(optimizer).steps
     if index not in paces:
@@ -105,17 +105,17 @@ def rate_of(group: Mapping[str, Any], keys: Sequence[str] = RATES) -> float:
 
 
 def is_measured(optimizer: Optimizer, index: int, fmt: Format, graph: fx.Graph) -> bool:
-    """Returns True if `tell` cannot know the steps of a group, which is still to be warned of if they are small."""
+    """Returns True if `warn` cannot know the steps of a group, which is still to be warned of if they are small."""
     return is_short(fmt) and _once(index, STEPS) not in bookkeeping(optimizer).told and not _is_normalized(graph)
 
 
-def tell_measured(optimizer: Optimizer, index: int, settings: Settings, fmt: Format, arrived: float) -> None:
+def warn_measured(optimizer: Optimizer, index: int, settings: Settings, fmt: Format, arrived: float) -> None:
     """Warns, once of each group, that only the share `arrived` of its steps reaches the parameters."""
     said = (
         f"keeps parameters as {fmt.name}, and {max(arrived, 0.0):.0%} of the steps that were looked at arrived there: "
         f"they are too small beside the rounding of the weights, which is {2.0 ** -digits(fmt):.2g} of each"
     )
-    if not _is_told(optimizer, index, STEPS, type(optimizer)):
+    if not _is_warned(optimizer, index, STEPS, type(optimizer)):
         _warn(optimizer, index, {STEPS}, type(optimizer), said, settings, None)
 
 
@@ -123,7 +123,7 @@ def _once(index: int, what: str) -> str:
     return f"{what} {index}"
 
 
-def _is_told(optimizer: Optimizer, index: int, what: str, cls: type) -> bool:
+def _is_warned(optimizer: Optimizer, index: int, what: str, cls: type) -> bool:
     """Returns True if the group was warned of, or another optimizer of its class, of which there may be hundreds.
 
     Optimizers of one parameter each, which step in the hooks of its gradient, are alike: one warning speaks for all.
@@ -197,25 +197,21 @@ def _sentence(lacking: Collection[str], fmt: Format, scale: Scale, sizes: Mappin
 
 
 def _sizes(params: Sequence[torch.Tensor]) -> dict[torch.Tensor, float]:
-    """The root mean square of each parameter that is looked at, in one transfer; 0.0 if it is not finite."""
-    looked_at = [p for p in _looked_at(params) if not p.is_meta and local(p.detach()).numel()]
+    """The root mean square of each parameter that is looked at, in one transfer; 0.0 if it is not finite.
+
+    On a lazy device, from which each is fetched, vectors (gains near 1) and the smallest matrix are looked at.
+    """
+    matrices = sorted((p for p in params if _is_lazy(p) and p.dim() > 1), key=torch.numel)
+    left_out = set(map(id, matrices[1:]))
+    looked_at = [p for p in params if id(p) not in left_out and not p.is_meta and local(p.detach()).numel()]
     if not looked_at:
         return {}
-    squares = [_on_host(local(p.detach())).float().square().mean() for p in looked_at]
+    parts = (local(p.detach()) for p in looked_at)
+    # To the host, since a lazy device would compile a program for each shape.
+    squares = [(x.cpu() if _is_lazy(x) else x).float().square().mean() for x in parts]
     sizes = torch.stack([x.to(squares[0].device) for x in squares]).sqrt().tolist()
     return {p: size if math.isfinite(size) else 0.0 for p, size in zip(looked_at, sizes, strict=True)}
 
 
 def _is_lazy(p: torch.Tensor) -> bool:
     return p.device.type in ("xla", "neuron")
-
-
-def _on_host(x: torch.Tensor) -> torch.Tensor:
-    return x.cpu() if _is_lazy(x) else x  # which would compile a program for each shape
-
-
-def _looked_at(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """All of them; on a lazy device, from which each is fetched, vectors (gains near 1) and the smallest matrix."""
-    matrices = sorted((p for p in params if _is_lazy(p) and p.dim() > 1), key=torch.numel)
-    left_out = set(map(id, matrices[1:]))
-    return [p for p in params if id(p) not in left_out]

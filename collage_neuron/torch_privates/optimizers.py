@@ -77,7 +77,8 @@ def has_hooks(optimizer: Optimizer) -> bool:
 def is_of_torch(name: str) -> bool:
     """Returns True for an attribute that `Optimizer` keeps hooks and profiling in.
 
-    Noticed by `tests/runtime/test_methods.py::test_numbers_groups_and_attributes_are_those_of_the_plain_optimizer`.
+    Noticed by
+    `tests/runtime/test_exact_methods.py::test_numbers_groups_and_attributes_are_those_of_the_plain_optimizer`.
     """
     return name.startswith(("_optimizer_", "_hook_for_profile"))
 

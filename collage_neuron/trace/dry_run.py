@@ -38,7 +38,7 @@ from collage_neuron.trace.recorded import record
 from collage_neuron.trace.undone import undone
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Records
+    from collage_neuron.runtime.step_plan import Records
 
 
 class Known:

@@ -23,7 +23,7 @@ from collage_neuron.trace.followed import Followed, Settings, follow, is_same
 from collage_neuron.trace.recorded import record
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Records
+    from collage_neuron.runtime.step_plan import Records
 
 
 class Repeats:

@@ -49,7 +49,7 @@ from collage_neuron.trace.waiting import Exchanged, Waiting
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
     from collage_neuron.passes.capture.recording import Recording
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 
 class Launching(NamedTuple):

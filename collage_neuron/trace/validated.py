@@ -27,7 +27,7 @@ from collage_neuron.validation.sample import SEEN, block, indices
 from collage_neuron.validation.sampled import Plan, Sample
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from collage_neuron.states import update_underflow, words
+from collage_neuron.states import update_underflow, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
     from collage_neuron.validation.comparison import Found
 
 LOOKS, STEPS = 3, 16
@@ -57,7 +57,7 @@ def look(found: Found, job: Job) -> None:
     _add(sums[index], found)
     own = sums[index]
     if own.looks >= LOOKS and found.steps >= STEPS and own.arrived < ENOUGH * own.wanted:
-        update_underflow.tell_measured(optimizer, index, job.settings, fmt, own.arrived / own.wanted)
+        update_underflow.warn_measured(optimizer, index, job.settings, fmt, own.arrived / own.wanted)
 
 
 def _add(own: Arrived, found: Found) -> None:
@@ -76,5 +76,7 @@ def _add(own: Arrived, found: Found) -> None:
 def _steps(found: Found) -> tuple[Tensor, Tensor]:
     """What a step adds to each element of the sample: in fp32, and as it is stored."""
     fmt = found.taken.formats["param"]
-    old, new = (words.decode(fmt, c, "param").float() for c in (found.before["param"], found.taken.components("param")))
+    old, new = (
+        word_encoding.decode(fmt, c, "param").float() for c in (found.before["param"], found.taken.components("param"))
+    )
     return found.wanted.values["param"] - old, new - old

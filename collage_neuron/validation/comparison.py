@@ -14,7 +14,7 @@ from collage_neuron.errors import TranslationError
 from collage_neuron.numerics.eft import block_max
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import SMALL, leading, rounding
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.sharding import local
 from collage_neuron.validation.sampled import Expected, Sample
 
@@ -57,7 +57,7 @@ class Found:
 
     def _compare_values(self, name: str, fmt: Format) -> tuple[int, int]:
         components = self.taken.components(name)
-        ours, theirs = words.decode(fmt, components, name).float(), self.wanted.values[name]
+        ours, theirs = word_encoding.decode(fmt, components, name).float(), self.wanted.values[name]
         size = torch.maximum(ours.abs(), theirs.abs())
         bound = self.wanted.bounds[name] + rounding(fmt, size)
         overflowed, lost = self.wanted.overflowed, self._lost()
@@ -86,7 +86,9 @@ class Found:
 
     def still(self, name: str, fmt: Format) -> tuple[int, int]:
         """How many elements of a state fp32 moves and are far from their target, and how many of them stay."""
-        old, now = (words.decode(fmt, c, name).float() for c in (self.before[name], self.taken.components(name)))
+        old, now = (
+            word_encoding.decode(fmt, c, name).float() for c in (self.before[name], self.taken.components(name))
+        )
         change = self.wanted.values[name] - old
         moves = (change.abs() > MOVES * old.abs()) & (old != 0) & change.isfinite()
         if not (moves & (now == old)).any():
@@ -101,7 +103,7 @@ class Found:
         """The mask of elements whose value before the step, or whose gradient, is not finite."""
         lost = ~self.taken.grad.isfinite()
         for name, components in self.before.items():
-            for component in words.of_each(self.taken.formats[name], components):
+            for component in word_encoding.of_each(self.taken.formats[name], components):
                 missing = ~component.float().isfinite()  # PyTorch does not ask an fp8 number
                 lost = lost | (missing.any() if name in self.taken.small else missing.reshape(lost.shape))
         return lost

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local, set_gradient
 from collage_neuron.states.state_keys import is_shared_word, names_in
@@ -19,7 +19,7 @@ from collage_neuron.states.visible_states import ParamShaped, Shaped
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 SIZE = 256
 """Number of elements of a sample."""
@@ -87,7 +87,7 @@ def _value(optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any], name
     fmt = kept_format(p, state, name, record_of(optimizer, p))
     shape = local(p).shape
     taken = [
-        _elements(state[key], index if c.block is None else words.of_elements(index, c.block, shape))
+        _elements(state[key], index if c.block is None else word_encoding.of_elements(index, c.block, shape))
         for key, c in zip(fmt.keys(name), fmt.components, strict=True)
     ]
     value: Tensor = fmt.decode(taken)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
-from collage_neuron.states import reduced_states, words
+from collage_neuron.states import reduced_states, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner import own_class
@@ -25,7 +25,7 @@ from collage_neuron.states.store import ensure_stored
 from collage_neuron.states.visible_states import ParamShaped, visible
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 STACKED = 25
 """Number of copies of a sample that are stepped as one tensor if the shape does not matter; the first is exact."""
@@ -82,7 +82,9 @@ class Sample:
 
     def values(self) -> dict[str, Tensor]:
         """The fp32 value of the parameter and of each state, by name, on the CPU."""
-        return {name: words.decode(fmt, self.components(name), name).float() for name, fmt in self.formats.items()}
+        return {
+            name: word_encoding.decode(fmt, self.components(name), name).float() for name, fmt in self.formats.items()
+        }
 
 
 @dataclass(frozen=True)

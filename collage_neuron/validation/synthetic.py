@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.visible_states import ParamShaped
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 DEVICES = ("xla", "neuron")
 """Device types with synthetic samples."""
@@ -43,7 +43,7 @@ def draw(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, planned: Plan, s
     components: dict[str, Tensor] = {}
     for name, value in values.items():
         fmt = job.update.formats[name]
-        stored = words.settled(fmt, "param", value)
+        stored = word_encoding.settled(fmt, "param", value)
         components |= {k: c.contiguous().to(p.device) for k, c in zip(fmt.keys(name), stored, strict=True)}
     q = torch.nn.Parameter(components.pop("param"), requires_grad=p.requires_grad)
     grad = gradient(shape, g)

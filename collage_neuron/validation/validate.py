@@ -31,7 +31,7 @@ from collage_neuron.validation.in_fp32 import InFp32, NoSample, expected
 from collage_neuron.validation.sampled import Plan, Sample
 
 if TYPE_CHECKING:
-    from collage_neuron.runtime.plan import Job
+    from collage_neuron.runtime.step_plan import Job
 
 T = TypeVar("T")
 Take = Callable[[Optimizer, list["Job"], Tensor | None], Any]

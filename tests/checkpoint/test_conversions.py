@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import STRATEGIES, StrategyChanged, checkpoint, exact_value
 from collage_neuron.numerics.formats import FORMATS, format_named
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import ensure_stored, is_stored, read_exact, store
 
@@ -52,10 +52,10 @@ def test_a_state_moves_from_every_format_to_every_other(source: str) -> None:
             assert is_stored(p, state, "s", fmt, record)
             assert set(state) == set(fmt.keys("s"))
             for key, component in zip(fmt.keys("s"), fmt.components, strict=True):
-                assert state[key].shape == words.shape_of(component, shape)
+                assert state[key].shape == word_encoding.shape_of(component, shape)
                 assert state[key].dtype == component.type.dtype
             after = read_exact(p, state, "s", record)
-            assert torch.equal(after, words.decode(fmt, words.settled(fmt, "s", before)))
+            assert torch.equal(after, word_encoding.decode(fmt, word_encoding.settled(fmt, "s", before)))
             store(p, state, "s", fmt, after, record)
             assert torch.equal(read_exact(p, state, "s", record), after)
 
@@ -201,7 +201,7 @@ def test_a_torch_checkpoint_comes_in_and_goes_out(strategy: str) -> None:
         record = record_of(optimizer, p)
         for name in ("exp_avg", "exp_avg_sq"):
             fmt = format_named(record[name])
-            expected = words.decode(fmt, words.settled(fmt, name, states["state"][i][name]))
+            expected = word_encoding.decode(fmt, word_encoding.settled(fmt, name, states["state"][i][name]))
             assert torch.equal(read_exact(p, optimizer.state[p], name, record), expected)
     before = exact(optimizer)
     exported, exported_states = checkpoint.get_fp32_state_dict(model, optimizer)
@@ -253,8 +253,8 @@ def lost(source: str, target: str) -> float:
     for role, value in x.items():
         old, new = (format_named(getattr(STRATEGIES[s], role)) for s in (source, target))
         name = "param" if role == "param" else "s"
-        stored = words.decode(old, words.settled(old, name, value))
-        moved = words.decode(new, words.settled(new, name, stored)) if not new.reads_as(old) else stored
+        stored = word_encoding.decode(old, word_encoding.settled(old, name, value))
+        moved = word_encoding.decode(new, word_encoding.settled(new, name, stored)) if not new.reads_as(old) else stored
         found.append(float((moved - stored).norm() / stored.norm()))
     return max(found)
 

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 import collage_neuron
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES
-from collage_neuron.states.words import bytes_of
+from collage_neuron.states.word_encoding import bytes_of
 
 Build = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -11,7 +11,7 @@ from collage_neuron.eager import codec
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 
 CPU = torch.device("cpu")
 
@@ -45,9 +45,9 @@ def test_words_and_values_are_those_of_the_format(fmt: Format, name: str, backen
     made, back = codec.empty_words(fmt, x), torch.empty_like(x)
     encoded(runner, fmt, name, x, made, [1, 2, 3, 0])
     decoded(runner, fmt, made, back)
-    assert torch.equal(back.view(torch.int32), words.decode(fmt, made).view(torch.int32))
+    assert torch.equal(back.view(torch.int32), word_encoding.decode(fmt, made).view(torch.int32))
     if fmt.draw is None:
-        assert all(map(same_bits, made, words.settled(fmt, name, x)))
+        assert all(map(same_bits, made, word_encoding.settled(fmt, name, x)))
         again = codec.empty_words(fmt, x)
         encoded(runner, fmt, name, back, again, [1, 2, 4, 0])
         assert all(map(same_bits, made, again))

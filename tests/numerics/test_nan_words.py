@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 
 NANS = torch.tensor(
     [s << 31 | 0x7F800000 | n for s in (0, 1) for n in (1, 0x8000, 0xFFFF, 0x10000, 0x400000, 0x7FFFFF)]
@@ -20,8 +20,8 @@ def test_a_nan_is_stored_as_one(name: str) -> None:
     fmt = FORMATS[name]
     values = torch.ones(NANS.numel(), 128)
     values[:, 77] = NANS.to(torch.int32).view(torch.float32)
-    stored = words.encode(fmt, "param", values)
-    read = words.decode(fmt, stored)
+    stored = word_encoding.encode(fmt, "param", values)
+    read = word_encoding.decode(fmt, stored)
     if fmt.is_coded:
         assert not stored[1].isfinite().any()
         assert read.isnan().all(), "the whole block is lost"
@@ -41,4 +41,4 @@ def test_words_beside_a_nan_say_nothing(name: str) -> None:
         ends = torch.iinfo(low)
         every = torch.tensor([ends.min, ends.min + 1, -1, 0, 1, ends.max - 1, ends.max]).to(low)
     high = HIGH.view(torch.bfloat16)[:, None].expand(-1, every.numel())
-    assert words.decode(FORMATS[name], [high, every.expand(HIGH.numel(), -1)]).isnan().all()
+    assert word_encoding.decode(FORMATS[name], [high, every.expand(HIGH.numel(), -1)]).isnan().all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -28,15 +28,17 @@ def test_a_constant_has_the_words_of_a_full_tensor(name: str, shape: tuple[int, 
     fmt = FORMATS[name]
     if fill < 0 and not fmt.signed:
         pytest.skip("it has no sign")
-    wanted = words.settled(fmt, "s", torch.full(shape, fill))
-    assert_same_words(words.settled_constant(fmt, "s", fill, shape), wanted)
+    wanted = word_encoding.settled(fmt, "s", torch.full(shape, fill))
+    assert_same_words(word_encoding.settled_constant(fmt, "s", fill, shape), wanted)
 
 
 @pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if not fmt.is_coded])
 def test_a_large_tensor_is_encoded_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_AT_ONCE", 100)
+    monkeypatch.setattr(word_encoding, "_AT_ONCE", 100)
     x = torch.randn(7, 43, generator=torch.Generator().manual_seed(0)) * 3
     for values in (x, x.T, x[:, ::2], x[:1, :1]):
-        wanted = words.encode(FORMATS[name], "s", words.decode(FORMATS[name], words.encode(FORMATS[name], "s", values)))
-        found = words.settled(FORMATS[name], "s", values)
+        wanted = word_encoding.encode(
+            FORMATS[name], "s", word_encoding.decode(FORMATS[name], word_encoding.encode(FORMATS[name], "s", values))
+        )
+        found = word_encoding.settled(FORMATS[name], "s", values)
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, wanted, strict=True))

@@ -32,7 +32,7 @@ from updates import random_inputs
 
 import collage_neuron
 from collage_neuron.numerics.strategies import STRATEGIES
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.visible_states import ParamShaped
 
 SHAPE = (12, 20)
@@ -84,7 +84,7 @@ def test_the_raw_update_in_fp32_arithmetic_is_that_of_float64_within_its_roundin
     raw = on_reference(u.recorded, inputs, u.scalars)[len(u.recorded.outputs)].double()
     old = dict(zip(u.recorded.inputs, inputs, strict=True))
     theta, m, v = (
-        words.decode(fmt, [old[c] for c in fmt.keys(k)]).double()
+        word_encoding.decode(fmt, [old[c] for c in fmt.keys(k)]).double()
         for k, fmt in ((k, u.recorded.formats[k]) for k in ("param", "exp_avg", "exp_avg_sq"))
     )
     g, s = old["grad"].double(), hundredth_step("adamw").slots

@@ -23,7 +23,7 @@ from collage_neuron.passes.backends.native.backend import BACKEND
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.xla.hlo import Shape
 from collage_neuron.passes.backends.xla.lower import write_hlo
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import step_plan
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_exact
 
@@ -450,7 +450,7 @@ def test_an_empty_parameter_steps_on_xla(xla: torch.device) -> None:
 MANY = 2**31 + 7
 
 
-def planned(strategy: str) -> plan.Job:
+def planned(strategy: str) -> step_plan.Job:
     params = parameters(0, ((8,),))
     optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy=strategy)
     return plan_update(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], params)

@@ -7,7 +7,7 @@ import torch
 
 import collage_neuron
 from collage_neuron import torch_privates
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import step_plan
 from collage_neuron.states import visible_states
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.validation import validate
@@ -51,7 +51,7 @@ def test_a_steady_step_works_nothing_out_anew_for_any_group(monkeypatch: pytest.
     optimizer = optimizer_of(GROUPS, validate="off")
     for _ in range(4):
         optimizer.step()
-    calls = counted(monkeypatch, (visible_states, "_by_kind"), (plan, "_job"), (torch_privates, "guard"))
+    calls = counted(monkeypatch, (visible_states, "_by_kind"), (step_plan, "_job"), (torch_privates, "guard"))
     optimizer.step()
     assert calls == []
     optimizer.param_groups[5]["collage_arithmetic"] = "bf16"

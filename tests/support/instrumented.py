@@ -22,7 +22,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.visible_states import ParamShaped
 
 U = 2.0**-24
@@ -69,13 +69,13 @@ def direct(update: Update, old: dict[str, Tensor], new: dict[str, Tensor], wante
     terms: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
     for name, fmt in update.formats.items():
-        after = words.decode(fmt, [new[key] for key in fmt.keys(name)]).double()
+        after = word_encoding.decode(fmt, [new[key] for key in fmt.keys(name)]).double()
         high_after = new[name].double()
         if len(fmt.components) > 1 and not fmt.is_coded:
             terms[f"low {name}"] = (after - high_after) ** 2
         if name not in wanted or any(key not in old for key in fmt.keys(name)):
             continue
-        before = words.decode(fmt, [old[key] for key in fmt.keys(name)]).double()
+        before = word_encoding.decode(fmt, [old[key] for key in fmt.keys(name)]).double()
         if name != "param":
             masks[f"falling {name}"] = wanted[name].double() < before
             masks[f"stalled {name}"] = (wanted[name].double() < before) & (after == before)

@@ -18,7 +18,7 @@ from torch import Tensor
 import collage_neuron
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.passes.backends import reference
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import step_plan
 from collage_neuron.trace.followed import Settings, follow
 
 STEPS = 2000
@@ -126,7 +126,7 @@ class Setting(NamedTuple):
     weight_decay: float = 0.1
 
 
-def _plan(strategy: StrategyLike, arithmetic: str, setting: Setting, steps_taken: int) -> plan.Job:
+def _plan(strategy: StrategyLike, arithmetic: str, setting: Setting, steps_taken: int) -> step_plan.Job:
     """The plan of the compiled AdamW's next step after `steps_taken` steps."""
     p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     p.grad = torch.zeros_like(p)

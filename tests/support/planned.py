@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.runtime import plan as plans
-from collage_neuron.runtime.plan import Job
+from collage_neuron.runtime import step_plan as plans
+from collage_neuron.runtime.step_plan import Job
 from collage_neuron.states.visible_states import ParamShaped
 from collage_neuron.trace import dry_run
 

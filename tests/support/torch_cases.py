@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron import exact_value
-from collage_neuron.optimizer import step
+from collage_neuron.optimizer import compiled_step
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import update_formats
 from collage_neuron.settings import Settings
@@ -288,4 +288,4 @@ def step_together(base: type[Optimizer], optimizers: Mapping[str, Optimizer]) ->
         formats = update_formats.formats_of(job.recording, settings, torch.bfloat16)
         update = rewrite(job.recording.captured, formats, settings.arithmetic)
         with torch.no_grad():
-            step.take(optimizer, [replace(job, group=group, params=group["params"], update=update)], None)
+            compiled_step.take(optimizer, [replace(job, group=group, params=group["params"], update=update)], None)

@@ -17,7 +17,7 @@ from collage_neuron.passes.pipeline import run_passes
 from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.store import Store
-from collage_neuron.states import words
+from collage_neuron.states import word_encoding
 from collage_neuron.states.visible_states import ParamShaped
 
 N = 1 << 14
@@ -51,7 +51,7 @@ def random_inputs(update: Update, shape: tuple[int, ...] = (N,), grad: str = "bf
     for name, fmt in {**update.formats, "grad": format_named(grad)}.items():
         x = torch.randn(shape, generator=g) * MAGNITUDES.get(name, 1e-3)
         x = x if name in MAGNITUDES else x * x
-        components |= dict(zip(fmt.keys(name), words.encode(fmt, "param", x), strict=True))
+        components |= dict(zip(fmt.keys(name), word_encoding.encode(fmt, "param", x), strict=True))
     return [components[key] for key in update.inputs]
 
 

@@ -201,7 +201,7 @@ def test_a_kernel_that_differs_is_found_before_anything_is_updated(
 ) -> None:
     """Validation of the first steps, on drawn values: here of a kernel whose call does nothing at all."""
     monkeypatch.setattr(custom_op, "function", lambda key: lambda *tensors: None)
-    monkeypatch.setattr("collage_neuron.runtime.plan.require_sound", lambda backend, device, strategy: None)
+    monkeypatch.setattr("collage_neuron.runtime.step_plan.require_sound", lambda backend, device, strategy: None)
     optimizer = collage_neuron.compile(ADAMW(parameters(neuron)))
     before = [p.detach().cpu() for p in of(optimizer)]
     with pytest.raises(TranslationError):

@@ -285,7 +285,7 @@ def test_steps_that_are_skipped_are_validated_as_such(every_step: None, monkeypa
         p.grad[..., 0] = torch.nan
     optimizer.step()
     assert collage_neuron.skipped_steps(optimizer) == 1
-    monkeypatch.setattr("collage_neuron.optimizer.step._mask", lambda job, finite: None)
+    monkeypatch.setattr("collage_neuron.optimizer.compiled_step._mask", lambda job, finite: None)
     with pytest.raises(TranslationError, match="in a step that is skipped"):
         optimizer.step()
 

@@ -84,7 +84,7 @@ def settled(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def settled_constant(fmt: Format, name: str, value: float, shape: Sequence[int]) -> list[torch.Tensor]:
-    """The same of a tensor of `shape` whose elements are all `value`: what one element has, all blocks have."""
+    """`settled` for a tensor of `shape` whose elements are all `value`: what one element has, all blocks have."""
     filled = torch.full((1,), value, dtype=torch.float32, device="cpu")
     words = zip(_settled(fmt, name, filled), fmt.components, strict=True)
     whole = torch.contiguous_format

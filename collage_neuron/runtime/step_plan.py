@@ -40,7 +40,7 @@ class Job:
     update: Update
     backend: Backend
     settings: Settings
-    """Those of the group."""
+    """The settings of the group."""
     imprecise: frozenset[str]
     """States that may need more bits than their formats have (`strategy_checks`)."""
     watched: frozenset[str]
@@ -148,11 +148,11 @@ class _Wanted(NamedTuple):
     captured: Captured
     settings: Settings
     strategy: object
-    """That of the name in the settings; None if these have a mapping."""
+    """The strategy of the name in the settings; None if these have a mapping."""
     backend: Backend
     measured: bool
     signs: object
-    """Of the numbers of the step, where formats depend on them."""
+    """The pattern of the numbers of the step, where formats depend on it (`update_formats.signs_of`)."""
 
 
 class _Last(NamedTuple):
@@ -168,11 +168,7 @@ class _Last(NamedTuple):
 
 
 def _job(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    params: list[torch.nn.Parameter],
-    recording: Recording,
-    wanted: _Wanted,
+    optimizer: Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter], recording: Recording, wanted: _Wanted
 ) -> tuple[Job, bool]:
     """The job; and True if states are left as they are, so that it depends on their formats."""
     captured, settings, _, backend, measured, _ = wanted

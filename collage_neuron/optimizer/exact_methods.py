@@ -179,7 +179,7 @@ class MethodContext(Context):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """As of a step; stand-ins are not there meanwhile either."""
+        """Suspends the context as that of a step; stand-ins are not there meanwhile either."""
         if self.presentation.is_on:
             with super().suspended():
                 yield

@@ -19,9 +19,9 @@ from collage_neuron.optimizer import continued, first_step_report, group_setting
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.runtime import nonfinite, torch_defaults
-from collage_neuron.runtime.plan import Job, job_of, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.step_call import Call, Measured
+from collage_neuron.runtime.step_plan import Job, job_of, plan
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
     external_writes,
@@ -136,7 +136,7 @@ def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -
     for job in jobs:
         reduced_states.learn(bookkeeping(optimizer), job.recording.captured)
     _check_named(optimizer, jobs)
-    _tell(base, optimizer, jobs)
+    _warn_of_formats(base, optimizer, jobs)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, jobs, None, written)
     bookkeeping(optimizer).as_written = ""
@@ -171,7 +171,7 @@ def _interrupting(optimizer: Optimizer) -> Iterator[Written]:
     except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
         if any(list(map(torch_privates.version, tensors)) != versions for tensors, versions in written):
             ours = bookkeeping(optimizer)
-            ours.interrupted = _told(error)
+            ours.interrupted = _interruption(error)
             if isinstance(error, Exception):
                 raise StepInterrupted(ours.interrupted) from error
         raise
@@ -183,9 +183,9 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     records, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)
-    _tell(base, optimizer, jobs)
+    _warn_of_formats(base, optimizer, jobs)
     external_writes.drop_stale(optimizer)
-    group_settings.warn_of_changes(optimizer, jobs)
+    group_settings.warn_of_changes(base, optimizer, jobs)
     known = validate.history_of(optimizer).known
     validate.check(base, optimizer, jobs, take, validated.of_recording, known)
     finite = nonfinite.decision(optimizer)
@@ -197,7 +197,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     return measured
 
 
-def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
+def _warn_of_formats(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
     """Warns of states that turn out to need more bits than their formats have, or than the user asked for."""
     group_settings.warn_of_bytes(optimizer, jobs)
     for job in jobs:
@@ -207,7 +207,7 @@ def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
             )
 
 
-def _told(error: BaseException) -> str:
+def _interruption(error: BaseException) -> str:
     """What a user has to know after an error in the middle of a step."""
     return (
         f"a step was interrupted by an error ({type(error).__name__}: {error}): some parameters and states may have "
@@ -217,10 +217,7 @@ def _told(error: BaseException) -> str:
 
 
 def take(
-    optimizer: Optimizer,
-    jobs: list[Job],
-    finite: torch.Tensor | None,
-    written: Written | None = None,
+    optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, written: Written | None = None
 ) -> list[Measured]:
     """Takes the planned step; returns the measurements of its updates.
 
@@ -241,7 +238,7 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
     for backend in dict.fromkeys(job.backend for job in jobs):
         own = [job for job in jobs if job.backend is backend]
         launches = [launch for job in own for launch in launches_of(optimizer, job, _mask(job, finite))]
-        tensors = _telling(backend, launches)
+        tensors = _version_witnesses(backend, launches)
         written.append((tensors, list(map(torch_privates.version, tensors))))
         measures = backend.run(launches) or ()  # a backend that measures nothing may return None
         measuring = [(job, p) for job in own if job.update.sums for p in job.params]
@@ -258,7 +255,7 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
     return [measured[p] for job in jobs for p in job.params if p in measured] if measured else []
 
 
-def _telling(backend: Backend, launches: Sequence[Launch]) -> list[torch.Tensor]:
+def _version_witnesses(backend: Backend, launches: Sequence[Launch]) -> list[torch.Tensor]:
     """Tensors of which one at least has another version if an error of the backend leaves anything written."""
     if backend.counts_first:
         return [row[0] for launch in launches for row in launch.writes[:1] if row]
