@@ -7,9 +7,11 @@ memory, since torch-xla gives a buffer and each of its views a place of their ow
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -32,7 +34,6 @@ from collage_neuron.passes.backends.nki.custom_op import (
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.hardware import ADDRESSED
-from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine, advised
 from collage_neuron.passes.backends.nki.tiling import Cut
@@ -193,11 +194,33 @@ def _warn_of_clamped(kernel: Kernel, device: torch.device) -> None:
     warnings.warn(advised(text, device), ClampedDivisor, stacklevel=2)
 
 
-def _check(text: str, name: str, dialect: str) -> None:
-    """Refuses, before a compiler does, what was generated and is outside the Python that it takes."""
-    findings = lint(text, f"{name}.py", dialect)
-    if findings:
-        raise UnsupportedUpdate(f"the generated kernel is not one that NKI takes: {findings[0]}; use backend='xla'")
+def _ambiguous(text: str) -> Iterator[str]:
+    """Parameters of a kernel's functions that mean something else too: states are called as their optimizer likes.
+
+    Some would be other numbers without an error.
+    """
+    tree = ast.parse(text)
+    names = [a.asname or a.name for x in tree.body if isinstance(x, (ast.Import, ast.ImportFrom)) for a in x.names]
+    names += [ast.unparse(t) for x in tree.body if isinstance(x, ast.Assign) for t in x.targets]
+    functions = [x for x in tree.body if isinstance(x, ast.FunctionDef)]
+    for function in functions:
+        given = Counter(a.arg for a in function.args.args)
+        own = {"range", *names, *(f.name for f in functions)}
+        for x in (x for statement in function.body for x in ast.walk(statement)):
+            if isinstance(x, ast.FunctionDef):
+                own |= {x.name, *(a.arg for a in x.args.args)}
+            elif isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store):
+                own.add(x.id)
+        yield from (f"{name} has two meanings in {function.name}" for name, n in given.items() if n > 1 or name in own)
+
+
+def _check(text: str) -> None:
+    """Raises UnsupportedUpdate, before a compiler does, if names of states have two meanings in a kernel."""
+    if found := next(_ambiguous(text), None):
+        raise UnsupportedUpdate(
+            f"the generated kernel is not one that NKI takes: {found}: if a state of the optimizer is called so, "
+            "rename it; or use backend='xla'"
+        )
 
 
 def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> str:
@@ -217,7 +240,7 @@ def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...])
     ]
     name = "collage_step"
     text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
-    _check(text, name, machine.dialect)
+    _check(text)
     arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
     key = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}[{machine.cores}]"
     return key, Program(name, text, [i for i, a in enumerate(arguments) if a.written], machine.cores)
