@@ -22,7 +22,7 @@ from torch import Tensor
 from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
-from collage_neuron.passes.backends.nki.bodies import Work, with_bodies
+from collage_neuron.passes.backends.nki.bodies import with_bodies
 from collage_neuron.passes.backends.nki.custom_op import (
     KEPT,
     Program,
@@ -32,7 +32,7 @@ from collage_neuron.passes.backends.nki.custom_op import (
     works_in_place,
 )
 from collage_neuron.passes.backends.nki.docstring import MEASURES
-from collage_neuron.passes.backends.nki.emit import Call, step_text
+from collage_neuron.passes.backends.nki.emit import Work, step_text
 from collage_neuron.passes.backends.nki.hardware import ADDRESSED
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine, advised
@@ -58,6 +58,11 @@ class Part:
     """How its tensors are cut, if not as the kernel cuts those of a parameter."""
     stored: frozenset[str] = frozenset()
     """The keys of results that the kernel stores where the launch wants them."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns True if its tensors have no elements: no kernel runs on them."""
+        return not self.tensors[0].numel()
 
 
 def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
@@ -129,11 +134,22 @@ def kernel_of(update: Update, machine: Machine, grad: str) -> Kernel:
 
 def call(
     launches: Sequence[Launch], parts: Sequence[Part], machine: Machine, rows: Sequence[Tensor | None] = ()
-) -> Iterator[list[Tensor]]:
-    """The results of each part's kernel, from one call.
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each part, by key, after one call of all kernels; those of an empty parameter as they are.
 
     `rows` are, for each launch, None or what earlier stages have found for its parameters (`Kernel.scalar_input`).
     """
+    present = [part for part in parts if not part.is_empty]
+    results = iter(_results(launches, present, machine, rows) if present else ())
+    for part in parts:
+        known = dict(zip((a.key for a in part.kernel.arguments), part.tensors, strict=True))
+        yield known | {key: next(results) for key in part.kernel.outputs if not part.is_empty}
+
+
+def _results(
+    launches: Sequence[Launch], parts: Sequence[Part], machine: Machine, rows: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """What the kernels of all parts write, in order."""
     rows = rows or [None] * len(launches)
     for part in parts:
         _require_addressable(part)
@@ -154,9 +170,7 @@ def call(
     drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
     scalars += [seed_of(drawing, machine.cores).to(device)] if drawing else []
     update = update_in_place if works_in_place(device) else update_tensors
-    results = iter(update([t for part in parts for t in part.tensors], scalars, key))
-    for part in parts:
-        yield [next(results) for _ in part.kernel.outputs]
+    return update([t for part in parts for t in part.tensors], scalars, key)
 
 
 def _require_addressable(part: Part) -> None:
@@ -232,14 +246,9 @@ def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...
 
 @lru_cache(KEPT)
 def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> tuple[str, Program]:
-    kernels = list(dict.fromkeys(kernel for kernel, *_ in pieces))
     works = with_bodies([Work(kernel, total, cut) for kernel, _, total, cut in pieces])
-    calls = [
-        Call(kernels.index(work.kernel), number, work.total, work.cut)
-        for (_, number, *_), work in zip(pieces, works, strict=True)
-    ]
     name = "collage_step"
-    text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
+    text = step_text(name, [work._replace(scalars=n) for work, (_, n, *_) in zip(works, pieces, strict=True)])
     _check(text)
     arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
     key = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}[{machine.cores}]"

@@ -11,7 +11,7 @@ of every tensor, in loops of as many turns (`dialects.SHARES`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from collage_neuron.passes.backends.nki.docstring import MEASURES, Design, docst
 from collage_neuron.passes.backends.nki.hardware import CORES, PARTITIONS
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value, View
 from collage_neuron.passes.backends.nki.table_phases import TABLES
-from collage_neuron.passes.backends.nki.tiling import Cut, is_looped, tile_of, wide_tiles
+from collage_neuron.passes.backends.nki.tiling import Cut, is_looped, tile_of, turns_of, whole_tiles, wide_tiles
 
 WIDTH = 120
 """Columns of a line."""
@@ -141,9 +141,9 @@ def _stores(design: Design, d: Nki) -> Iterator[str]:
         yield d.store_measures(f"{MEASURES}_out")
 
 
-def text_of(design: Design, dialect: str) -> str:
-    """The module of a kernel in a dialect, as Python."""
-    d = DIALECTS[dialect]
+def text_of(design: Design) -> str:
+    """The module of a kernel, as Python."""
+    d = DIALECTS[design.dialect]
     return _module(docstring(design), [design], d, *_functions(design, d), _kernel(design, d))
 
 
@@ -151,27 +151,38 @@ BESIDE = 16
 """The most parameters that one loop updates."""
 
 
-class Call(NamedTuple):
-    """One parameter's part of a step: the index of its design and of its scalar input, its elements, and their cut."""
+class Work(NamedTuple):
+    """Tensors of so many elements that a kernel updates, and how they are cut: one parameter's part of a step."""
 
-    design: int
-    scalars: int
+    kernel: Design
     total: int
     cut: Cut
+    beside: int = 1
+    """Parameters that one loop updates."""
+    scalars: int = 0
+    """The number of its scalar input."""
+
+    def with_tiles(self, tiles: int) -> Work:
+        """The same with so many tiles of each parameter in a turn."""
+        cut = self.cut._replace(tiles=tiles)
+        whole = 0 if cut.length else whole_tiles(self.total, cut)
+        return self._replace(cut=cut._replace(done=turns_of(whole, cut) > 0))
 
 
-def step_text(name: str, designs: Sequence[Design], calls: Sequence[Call], dialect: str) -> str:
+def step_text(name: str, works: Sequence[Work]) -> str:
     """The module of a kernel that updates the tensors of many parameters, as Python.
 
-    Its arguments are the tensors of each call in order, then the scalar inputs; it returns the written ones, in order.
+    Its arguments are the tensors of each part in order, then the scalar inputs; it returns the written ones, in order.
     """
-    d = DIALECTS[dialect]
-    doc = [f"One optimizer step of {len(calls)} parameters as one kernel, made of these:", ""]
-    for k, design in enumerate(designs):
-        doc += [f"_update_{k}", "", *docstring(design), ""]
-    parts = [part for k, design in enumerate(designs) for part in _functions(design, d, f"_{k}")]
-    parts += [_turn(designs[k], f"_{k}") for k in sorted({c.design for c in calls if c.cut.done})]
-    return _module(doc[:-1], designs, d, *parts, _step(name, designs, calls, d))
+    d = DIALECTS[works[0].kernel.dialect]
+    doc = [f"One optimizer step of {len(works)} parameters as one kernel, made of these:", ""]
+    numbered = {kernel: k for k, kernel in enumerate(dict.fromkeys(work.kernel for work in works))}
+    for kernel, k in numbered.items():
+        doc += [f"_update_{k}", "", *docstring(kernel), ""]
+    parts = [part for kernel, k in numbered.items() for part in _functions(kernel, d, f"_{k}")]
+    looped = {work.kernel for work in works if work.cut.done}
+    parts += [_turn(kernel, f"_{k}") for kernel, k in numbered.items() if kernel in looped]
+    return _module(doc[:-1], list(numbered), d, *parts, _step(name, works, numbered, d))
 
 
 LINES = '''\
@@ -369,10 +380,10 @@ def _kernel(design: Design, d: Nki) -> list[str]:
     ]  # fmt: skip
 
 
-def _step(name: str, designs: Sequence[Design], calls: Sequence[Call], d: Nki) -> list[str]:
-    arguments = [(f"{a.key}_{i}", a.written) for i, c in enumerate(calls) for a in designs[c.design].arguments]
-    columns = {c.scalars: n for c in calls if (n := len(designs[c.design].plan.columns))}
-    draws = any(designs[c.design].plan.draws for c in calls)
+def _step(name: str, works: Sequence[Work], numbered: Mapping[Design, int], d: Nki) -> list[str]:
+    arguments = [(f"{a.key}_{i}", a.written) for i, work in enumerate(works) for a in work.kernel.arguments]
+    columns = {work.scalars: n for work in works if (n := len(work.kernel.plan.columns))}
+    draws = any(work.kernel.plan.draws for work in works)
     parameters = [d.parameter(*a) for a in arguments] + [f"scalars_{j}" for j in sorted(columns)] + ["seed"] * draws
     return [
         "@nki.jit",
@@ -380,47 +391,47 @@ def _step(name: str, designs: Sequence[Design], calls: Sequence[Call], d: Nki) -
             name, parameters, DOC,
             *(d.load_numbers(columns[j], f"_{j}") for j in sorted(columns)),
             d.seed() if draws else [],
-            *(_loop(designs, calls, k, members) for k, members in enumerate(loops_of(calls))),
-            *(_part(designs, calls, i, d) for i in range(len(calls))),
+            *(_loop(works, numbered, k, members) for k, members in enumerate(loops_of(works))),
+            *(_part(work, numbered, i, d) for i, work in enumerate(works)),
             [call("return ", *(key for key, written in arguments if written))],
         ),
     ]  # fmt: skip
 
 
-def loops_of(calls: Sequence[Call]) -> list[list[int]]:
-    """The calls of each loop over several parameters: of one update and one size, so many at most."""
-    alike: dict[tuple[int, int, Cut], list[int]] = {}
-    for i, c in enumerate(calls):
-        if c.cut.done:
-            alike.setdefault((c.design, c.total, c.cut), []).append(i)
+def loops_of(works: Sequence[Work]) -> list[list[int]]:
+    """The parts of each loop over several parameters: of one kernel and one size, so many at most."""
+    alike: dict[tuple[Design, int, Cut], list[int]] = {}
+    for i, work in enumerate(works):
+        if work.cut.done:
+            alike.setdefault(work[:3], []).append(i)
     return [members[k::n] for members in alike.values() for n in [-(-len(members) // BESIDE)] for k in range(n)]
 
 
-def _loop(designs: Sequence[Design], calls: Sequence[Call], k: int, members: Sequence[int]) -> list[str]:
+def _loop(works: Sequence[Work], numbered: Mapping[Design, int], k: int, members: Sequence[int]) -> list[str]:
     """A loop that updates whole tiles of several parameters in each turn."""
-    cut, total = calls[members[0]].cut, calls[members[0]].total
+    kernel, total, cut, *_ = works[members[0]]
     where = ("line", total, cut.columns, cut.width, cut.tiles)
     return [
         f"looped_{k} = _looped({total // cut.columns}, {cut.tiles})",
         f"if looped_{k} > 0:",
         "",
         f"    def body_{k}(line):",
-        *(f"        {call(f'_turn_{calls[i].design}', *_given(designs, calls, i), *where)}" for i in members),
+        *(f"        {call(f'_turn_{numbered[kernel]}', *_given(works[i], i), *where)}" for i in members),
         "",
         f"    nl.fori_loop(0, looped_{k}, body_{k}, step={cut.tiles} * PARTITIONS)",
     ]
 
 
-def _part(designs: Sequence[Design], calls: Sequence[Call], i: int, d: Nki) -> list[str]:
+def _part(work: Work, numbered: Mapping[Design, int], i: int, d: Nki) -> list[str]:
     """The call that updates the tensors of one parameter, or what a loop left of them."""
-    c = calls[i]
-    if c.cut.done and all(is_looped(c.total, c.cut, cores) for cores in (1, CORES)):
+    cut = work.cut
+    if cut.done and all(is_looped(work.total, cut, cores) for cores in (1, CORES)):
         return []
-    cut, done = d.cut_arguments(c.cut, c.total), _done(designs[c.design], d, c.cut.done)
-    return [call(f"_update_{c.design}", *_given(designs, calls, i), *cut, *done)]
+    where = (*d.cut_arguments(cut, work.total), *_done(work.kernel, d, cut.done))
+    return [call(f"_update_{numbered[work.kernel]}", *_given(work, i), *where)]
 
 
-def _given(designs: Sequence[Design], calls: Sequence[Call], i: int) -> list[str]:
+def _given(work: Work, i: int) -> list[str]:
     """The tensors of one parameter, and its numbers."""
-    design, scalars = designs[calls[i].design], [f"numbers_{calls[i].scalars}"]
-    return [*(f"{a.key}_{i}" for a in design.arguments), *(scalars if design.plan.columns else [])]
+    scalars = [f"numbers_{work.scalars}"] if work.kernel.plan.columns else []
+    return [*(f"{a.key}_{i}" for a in work.kernel.arguments), *scalars]
