@@ -1,6 +1,6 @@
 """The native backend: all updates of a step as machine code, in place, in one pass over memory, on torch's threads.
 
-Updates with reductions need a pass for each reduction stage before (`runs`).
+Updates with reductions need a pass for each reduction stage before (`pairwise_sum`).
 
 A parameter, or a whole step, for which there is no such code is updated by the reference backend: tensors that share
 memory with one another, that are written and have elements which share memory, of a subclass with operations of its
@@ -23,13 +23,12 @@ from torch import Tensor
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.native.driver import JOB
-from collage_neuron.passes.backends.native.folds import compiled_fold, fold_of
+from collage_neuron.passes.backends.native.job_cache import lay_out
 from collage_neuron.passes.backends.native.jobs import Compiled, Kernels, Place, Step
-from collage_neuron.passes.backends.native.laid import lay_out
 from collage_neuron.passes.backends.native.machine import Machine, Target, missing_here
+from collage_neuron.passes.backends.native.openmp import Team, loaded_libgomp
+from collage_neuron.passes.backends.native.pairwise_sum import are_plain, compiled_fold, compiled_runs, fold_of, runs_of
 from collage_neuron.passes.backends.native.reductions import RowKernels, nothing_of, run_by_rows
-from collage_neuron.passes.backends.native.runs import are_plain, compiled_runs, runs_of
-from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
 from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.staged import find, store_small

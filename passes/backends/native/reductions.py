@@ -1,7 +1,7 @@
 """Updates with reductions over rows or columns: each row of a parameter is a job, whose scalars have its values.
 
 Values of columns are tensors beside the components. Parameters of one shape are updated together. A reduction stage
-takes one pass over memory (`tiles`), or one for its sums over columns and one for those over rows (`runs`) where rows
+takes one pass over memory (`column_sums`), or one for its sums over columns and one for those over rows where rows
 are no whole steps of a loop. What there is no code for is left to the reference backend: short rows, parameters that
 are not contiguous, random bits.
 """
@@ -23,12 +23,12 @@ from collage_neuron.numerics.matrix_sums import COLUMN, DOWN, NUMBER, view_of
 from collage_neuron.numerics.tensor_sums import RUN
 from collage_neuron.passes.backends.by_rows import Values, find, results_of
 from collage_neuron.passes.backends.native.code import NotEmitted
+from collage_neuron.passes.backends.native.column_sums import write_tiles
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Bound, Compiled, Step
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import is_plain, share_memory
-from collage_neuron.passes.backends.native.runs import write_runs
-from collage_neuron.passes.backends.native.tiles import write_tiles
+from collage_neuron.passes.backends.native.pairwise_sum import write_runs
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.staged import store_small

@@ -1,4 +1,4 @@
-"""Kernels of sums over columns, and over rows in the same pass: those of runs of 64 rows, and those of `runs`.
+"""Kernels of sums over columns, and over rows in the same pass: those of runs of 64 rows, and those of `pairwise_sum`.
 
 Sums over columns are in the order of `numerics.matrix_sums`.
 
@@ -39,7 +39,7 @@ from collage_neuron.numerics.matrix_sums import COLUMN, ENDINGS
 from collage_neuron.numerics.tensor_sums import RUN
 from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, Code, Value
 from collage_neuron.passes.backends.native.kernel import slots_of
-from collage_neuron.passes.backends.native.runs import HALF, RunWriter
+from collage_neuron.passes.backends.native.pairwise_sum import HALF, RunWriter
 from collage_neuron.passes.backends.native.words import load
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Values
 from collage_neuron.passes.ir.update import Update
