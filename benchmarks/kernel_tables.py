@@ -29,9 +29,9 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
 from collage_neuron.numerics.threefry import Words, threefry
-from collage_neuron.passes.backends.nki.bodies import Count, Work, calibrated, count_as, time_of, with_bodies
+from collage_neuron.passes.backends.nki.bodies import Count, calibrated, count_as, time_of, with_bodies
 from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED
-from collage_neuron.passes.backends.nki.emit import Call, step_text
+from collage_neuron.passes.backends.nki.emit import Work, step_text
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
 from collage_neuron.passes.backends.nki.tiling import Cut
@@ -214,8 +214,7 @@ def size_of(kernel: Kernel, shapes: Shapes, cores: int = 1) -> Size:
     numbers = Count(1, 1) if kernel.columns else Count(0, 0)
     works = with_bodies(works_of(kernel, shapes))
     count = reduce(Count.plus, (count_as(kernel, work.total, work.cut, cores) for work in works), numbers)
-    calls = [Call(0, 0, work.total, work.cut) for work in works]
-    lines = len(step_text("collage_step", [kernel.design], calls, kernel.dialect).splitlines())
+    lines = len(step_text("collage_step", works).splitlines())
     bound = calibrated(kernel).transfer * sum(work.total for work in works) / PARTITIONS / cores
     time = sum(time_of(work, cores=cores) for work in works)
     return Size(count, lines, max(w.cut.tiles * w.beside for w in works), time, bound)
@@ -290,7 +289,7 @@ def step_row(name: str, kernel: Kernel) -> list[str]:
     ratios = (f"{x:.2f}" for x in (size.time / size.bound, single / size.bound, engines))
     traced, time = f"{size.instructions.traced:,}", f"{size.time / 1e6:.2f}"
     bound, logical = column.bound if engines > 1 else "memory", ["", ""]
-    if (cores := kernel.design.generation.cores) > 1:
+    if (cores := kernel.generation.cores) > 1:
         two = size_of(kernel, divided(whole, CORES // cores), cores)
         logical = [f"{two.instructions.traced:,}", f"{two.time / 1e6:.2f}"]
     return [f"`{name}`", kernel.target, traced, time, *ratios, bound, *logical]

@@ -24,7 +24,6 @@ from collage_neuron.optimizer.first_step_report import line_of
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
-from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.printer import (
     fold_draws,
     format_changes,
@@ -33,6 +32,7 @@ from collage_neuron.passes.ir.printer import (
     format_stages,
     format_update,
 )  # fmt: skip
+from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import step_plan

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from textwrap import fill
 
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
-from collage_neuron.passes.backends.nki.bodies import Work, calibrated, time_of, with_bodies
+from collage_neuron.passes.backends.nki.bodies import calibrated, time_of, with_bodies
 from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, Estimate
+from collage_neuron.passes.backends.nki.emit import Work
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.update import Update

@@ -32,7 +32,7 @@ from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
 from collage_neuron.passes.analysis.accumulators import denominators, lossy_denominators, slow_states
 from collage_neuron.passes.analysis.decays import decays
-from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 

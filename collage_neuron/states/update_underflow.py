@@ -18,7 +18,7 @@ from collage_neuron.numerics.strategies import DEFAULT, bytes_with_adam, param_f
 from collage_neuron.numerics.underflow import LOST, Pace, Scale, cheapest, is_short, lost
 from collage_neuron.passes.analysis.accumulators import denominators
 from collage_neuron.passes.analysis.decays import decays
-from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import local

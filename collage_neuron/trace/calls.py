@@ -11,11 +11,10 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.functionalize import functional_overload
-from collage_neuron.passes.capture.recorder import is_constant_op
-from collage_neuron.passes.capture.results import result_without_data
-from collage_neuron.passes.capture.source_location import Place
+from collage_neuron.passes.functionalize.elementwise import functional_overload
+from collage_neuron.passes.functionalize.recorded_ops import Place
 from collage_neuron.torch_privates import schema
+from collage_neuron.trace.meta_results import is_constant_op, result_without_data
 from collage_neuron.trace.placeholders import waits
 
 NUMBER = None

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, pointing_at
-from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.source_location import raised_at
+from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.runtime import torch_defaults, wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import inner
@@ -30,6 +29,7 @@ from collage_neuron.trace.classes import attributes_of_torch
 from collage_neuron.trace.copies import Copies, Guard, without_value
 from collage_neuron.trace.kinds import Before, Kind, Left, check_states, planned_of, with_states
 from collage_neuron.trace.placeholders import has_value, wait, waits
+from collage_neuron.trace.source_location import raised_at
 from collage_neuron.trace.waiting import SHARED, Waiting
 
 _READS = "step() reads a value, and before it none is known"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.states.visible_states import visible
 from collage_neuron.trace.calls import Uncompiled, Written
 from collage_neuron.trace.copied import alone, state_of

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from collage_neuron import torch_privates
-from collage_neuron.passes.capture.captured_graph import captured_of
-from collage_neuron.passes.capture.recorder import Ref
-from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.functionalize.captured_graph import captured_of
+from collage_neuron.passes.functionalize.recorded_ops import Ref
+from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import structure_guard
 from collage_neuron.states.sharding import is_sharded

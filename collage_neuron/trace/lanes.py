@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.passes.capture.functionalize import functional_overload, is_foreach, unrolled
-from collage_neuron.passes.capture.other_shapes import refs_in
-from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
+from collage_neuron.passes.functionalize.elementwise import functional_overload
+from collage_neuron.passes.functionalize.one_shape import refs_in
+from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, Slot
 from collage_neuron.torch_privates import schema
 from collage_neuron.trace import met
 from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of, written_by
+from collage_neuron.trace.foreach import is_foreach, unrolled
 from collage_neuron.trace.placeholders import set_data
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from collage_neuron.states.sharding import ORDINARY, is_sharded, is_sharded_like
 from collage_neuron.trace.calls import Uncompiled
 
 if TYPE_CHECKING:
-    from collage_neuron.passes.capture.recording import Recording
+    from collage_neuron.passes.ir.recording import Recording
 
 
 class OfPart(UnsupportedUpdate):

@@ -48,7 +48,7 @@ from collage_neuron.trace.waiting import Exchanged, Waiting
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
-    from collage_neuron.passes.capture.recording import Recording
+    from collage_neuron.passes.ir.recording import Recording
     from collage_neuron.runtime.step_plan import Job
 
 

@@ -21,7 +21,6 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.source_location import here
 from collage_neuron.trace import fused, made, met, methods  # noqa: F401  # placeholders get methods
 from collage_neuron.trace.calls import (
     MEETS,
@@ -61,6 +60,7 @@ from collage_neuron.trace.placeholders import (
     valued,
     waits,
 )
+from collage_neuron.trace.source_location import here
 
 SHARED = (
     "something else than a state keeps a value, a gradient or a state that was replaced: keep each in "

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format, format_named
-from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
 from collage_neuron.states import reduced_states, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping

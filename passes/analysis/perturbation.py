@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_neuron.passes.capture.recorder import writes_first_argument
+from collage_neuron.passes.functionalize.recorded_ops import writes_first_argument
 from collage_neuron.torch_privates import DispatchMode, schema, storage_id
 
 FUNCTION = 2.0**-16

@@ -20,7 +20,7 @@ from collage_neuron.passes.analysis.value_numbering import Values
 from collage_neuron.passes.ir.update import Captured
 
 if TYPE_CHECKING:
-    from collage_neuron.passes.capture.recording import Recording
+    from collage_neuron.passes.ir.recording import Recording
 
 
 def roles_of(captured: Captured, slots: Sequence[float], following: Recording | None = None) -> dict[str, Role]:

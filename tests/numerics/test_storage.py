@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import nki_lint as lint
 import pytest
 import torch
 from exact import fractions, rne
 
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named, storage_of
-from collage_neuron.passes.backends.nki import lint
 from collage_neuron.passes.backends.nki.ir import itemsize
 from collage_neuron.passes.backends.xla.hlo import ELEMENT_TYPES
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.functionalize import unrolled
-from collage_neuron.passes.capture.recorder import Op, Ref
+from collage_neuron.passes.functionalize.recorded_ops import Op, Ref
+from collage_neuron.trace.foreach import unrolled
 
 OPERATIONS = {
     f"{name} {overload}": getattr(getattr(torch.ops.aten, name), overload)

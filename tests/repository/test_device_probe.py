@@ -16,11 +16,11 @@ import nki_standin
 import numpy as np
 import pytest
 import torch
+from nki_lint import lint
 from nki_standin import Device, dtypes, tensors
 from torch import Tensor
 
 from collage_neuron.passes.backends.nki import custom_op, source_cache
-from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.runtime import rounding_probe
 

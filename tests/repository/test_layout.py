@@ -14,7 +14,7 @@ RANKS = (
     ("_version", "errors", "torch_privates", "kernels_nki"),
     ("numerics",),
     ("passes.ir",),
-    ("passes.capture",),
+    ("passes.functionalize",),
     ("passes.analysis",),
     ("passes.rewrite",),
     ("passes.backends",),

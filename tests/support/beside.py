@@ -9,7 +9,7 @@ from natively import assert_same, assert_same_measures, copies_of
 
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Native
-from collage_neuron.passes.backends.native.laid import lay_out
+from collage_neuron.passes.backends.native.job_cache import lay_out
 from collage_neuron.passes.backends.native.rules import INEXACT
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE

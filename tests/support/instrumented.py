@@ -18,7 +18,7 @@ from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.analysis.accumulators import slow_states
 from collage_neuron.passes.analysis.roles import roles_of
-from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite

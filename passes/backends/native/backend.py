@@ -1,6 +1,6 @@
 """The native backend: all updates of a step as machine code, in place, in one pass over memory, on torch's threads.
 
-Updates with reductions need a pass for each reduction stage before (`runs`).
+Updates with reductions need a pass for each reduction stage before (`pairwise_sum`).
 
 A parameter, or a whole step, for which there is no such code is updated by the reference backend: tensors that share
 memory with one another, that are written and have elements which share memory, of a subclass with operations of its
@@ -22,15 +22,13 @@ import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.passes.backends.native.by_rows import run_by_rows
 from collage_neuron.passes.backends.native.driver import JOB
-from collage_neuron.passes.backends.native.folds import compiled_fold, fold_of
+from collage_neuron.passes.backends.native.job_cache import lay_out
 from collage_neuron.passes.backends.native.jobs import Compiled, Kernels, Place, Step
-from collage_neuron.passes.backends.native.laid import lay_out
 from collage_neuron.passes.backends.native.machine import Machine, Target, missing_here
-from collage_neuron.passes.backends.native.rows import RowKernels
-from collage_neuron.passes.backends.native.runs import are_plain, compiled_runs, runs_of
-from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
+from collage_neuron.passes.backends.native.openmp import Team, loaded_libgomp
+from collage_neuron.passes.backends.native.pairwise_sum import are_plain, compiled_fold, compiled_runs, fold_of, runs_of
+from collage_neuron.passes.backends.native.reductions import RowKernels, nothing_of, run_by_rows
 from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.staged import find, store_small
@@ -154,7 +152,7 @@ class Native(Backend):
                 store_small(launch, found)
         measuring = [(i, j) for i, x in enumerate(launches) if x.update.sums for j in range(len(x.reads))]
         measured |= step.measures_of(launches, totals) if measuring else {}
-        return [measured[key] if key in measured else _nothing(launches[key[0]]) for key in measuring]
+        return [measured[key] if key in measured else nothing_of(launches[key[0]]) for key in measuring]
 
     def _run_in_turn(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs launches of which either all or none have reductions over rows or columns."""
@@ -228,14 +226,6 @@ def _counted_first(launches: Sequence[Launch]) -> Iterator[None]:
 def _on_reference(launch: Launch, param: int) -> Sequence[Measure]:
     """Runs the update of one parameter of a launch on the reference backend; its measurements, if it has any."""
     return REFERENCE.run([launch._replace(reads=[launch.reads[param]], writes=[launch.writes[param]])])
-
-
-def _nothing(launch: Launch) -> Measure:
-    """The measurements of a launch that was skipped, which nobody uses."""
-    sums, counts = len(launch.update.sums), len(launch.update.counts)
-    return Measure(
-        torch.zeros(sums, device="cpu", dtype=torch.float32), torch.zeros(counts, dtype=torch.int64, device="cpu")
-    )
 
 
 BACKEND = Native()

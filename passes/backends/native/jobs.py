@@ -15,7 +15,6 @@ from torch import Tensor
 
 from collage_neuron.passes.backends.native.blocks import size_of_blocks
 from collage_neuron.passes.backends.native.code import NotEmitted
-from collage_neuron.passes.backends.native.columns import Columns
 from collage_neuron.passes.backends.native.kernel import slots_of, write_kernel
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import each_lies_alone, extent, in_one_order, is_plain, share_memory
@@ -125,6 +124,47 @@ class Kernels:
             return bound
 
 
+class PointerArrays:
+    """Numbers of the tensors of a group, in the order of slots, one parameter after another."""
+
+    def __init__(self, tensors: Sequence[Tensor], shared: Sequence[int], block: int) -> None:
+        """`shared` has for each slot 1 if it has one word for each block of `block` elements of a row, else 0."""
+        self.slots = len(shared)
+        self.addresses = [*map(Tensor.data_ptr, tensors)]
+        self.sizes = [*map(Tensor.numel, tensors)]
+        self.dtypes = [t.dtype for t in tensors]
+        self._shared = shared
+        self._are_contiguous = all(map(Tensor.is_contiguous, tensors))
+        first = shared.index(0)
+        self.elements = self.sizes[first :: self.slots]
+        """Elements of each parameter."""
+        self.lengths, self.words = self.elements, self.elements
+        """The lengths of the rows of each parameter, where blocks end; its blocks."""
+        if block:
+            shapes = [t.shape for t in tensors[first :: self.slots]]
+            rows = [shape[-1] if shape else 1 for shape in shapes]
+            self.words = [-(-n // block) * (size // max(n, 1)) for n, size in zip(rows, self.elements, strict=True)]
+            # Rows of whole blocks are like one row.
+            self.lengths = [n if n % block else size for n, size in zip(rows, self.elements, strict=True)]
+
+    @property
+    def are_alike(self) -> bool:
+        """Returns True if all are contiguous, of one size, and those in each slot of one dtype."""
+        return (
+            self._are_contiguous
+            and self.are_of_one_size
+            and all(len({*self.dtypes[i :: self.slots]}) == 1 for i in range(self.slots if self.elements else 0))
+        )
+
+    @property
+    def are_of_one_size(self) -> bool:
+        """Returns True if the tensors of a parameter fit one another: a word for each element, or for each block."""
+        return all(
+            self.sizes[i :: self.slots] == (self.words if shared else self.elements)
+            for i, shared in enumerate(self._shared)
+        )
+
+
 Place = tuple[int, int]
 """A parameter of a step: the numbers of its launch and, in that, of itself."""
 
@@ -161,9 +201,9 @@ class Group:
         inputs, outputs = len(self.update.inputs), len(self.update.outputs)
         return not all(all(map(is_, reads[i::inputs], writes[j::outputs])) for i, j in self.bound.both)
 
-    def columns(self, tensors: Sequence[Tensor], apart: bool) -> Columns:
+    def arrays(self, tensors: Sequence[Tensor], apart: bool) -> PointerArrays:
         """Numbers of its tensors, which are in the order of slots."""
-        return Columns(tensors, self.bound.shared(apart), self.bound.block)
+        return PointerArrays(tensors, self.bound.shared(apart), self.bound.block)
 
     def slots(self) -> tuple[bool, list[Tensor]]:
         """The tensors of one parameter after the other in the order of slots; and True if words lie apart."""
@@ -212,17 +252,17 @@ class Step:
         apart, tensors = group.slots()
         if not _in_memory(tensors):
             return False
-        columns = group.columns(tensors, apart)
-        if columns.addresses.count(0) != columns.sizes.count(0):  # a ZeroTensor of autograd, or memory that was freed
+        arrays = group.arrays(tensors, apart)
+        if arrays.addresses.count(0) != arrays.sizes.count(0):  # a ZeroTensor of autograd, or memory that was freed
             return False
-        compiled = group.bound.kernel(group.update, apart, tuple(columns.dtypes[: columns.slots]))
-        if columns.are_alike and compiled is not None:
-            self._note(columns.addresses, columns.sizes, tensors, group, apart)
-            self._fill(group, compiled, columns)
+        compiled = group.bound.kernel(group.update, apart, tuple(arrays.dtypes[: arrays.slots]))
+        if arrays.are_alike and compiled is not None:
+            self._note(arrays.addresses, arrays.sizes, tensors, group, apart)
+            self._fill(group, compiled, arrays)
         elif len(group.places) > 1:
             return all(self.add(one) for one in group.alone())
         else:
-            self._note(columns.addresses, [*map(extent, tensors)], tensors, group, apart)
+            self._note(arrays.addresses, [*map(extent, tensors)], tensors, group, apart)
             self._straighten(group, compiled, tensors, apart)
         return True
 
@@ -233,29 +273,29 @@ class Step:
         slots = len(tensors) // len(group.places)
         self.written += group.bound.written(apart, slots) * len(group.places)
 
-    def _fill(self, group: Group, compiled: Compiled, columns: Columns) -> None:
+    def _fill(self, group: Group, compiled: Compiled, arrays: PointerArrays) -> None:
         """Adds the jobs of a group whose parameters have one kernel."""
-        rows = array("q", columns.addresses)
+        rows = array("q", arrays.addresses)
         self.rows.append(rows)
         self.bounds.append(group.bound)
         count, step, unit = len(group.places), compiled.kernel.step, compiled.unit
         # With blocks, these are the steps already; without, a parameter is one row.
-        steps = columns.words if group.bound.block else [-(-size // step) for size in columns.elements]
+        steps = arrays.words if group.bound.block else [-(-size // step) for size in arrays.elements]
         work = [unit * n for n in steps]
         before = [*accumulate(work, initial=self.work)]
-        first, width = rows.buffer_info()[0], 8 * columns.slots
+        first, width = rows.buffer_info()[0], 8 * arrays.slots
         measures = len(group.update.sums) + len(group.update.counts)
         vectors = range(self.measures, self.measures + measures * count, measures) if measures else [0] * count
         self.jobs.extend(
             chain.from_iterable(
                 zip(
                     repeat(compiled.address), range(first, first + width * count, width), group.scalars,
-                    columns.lengths, before, work, [vector * compiled.lanes for vector in vectors],
+                    arrays.lengths, before, work, [vector * compiled.lanes for vector in vectors],
                 )
             )
         )  # fmt: skip
         self.work = before[-1]
-        self.elements += sum(columns.elements)
+        self.elements += sum(arrays.elements)
         self.changed += group.writes
         if measures:
             self.measured.update(zip(group.places, vectors, strict=True))
@@ -271,13 +311,13 @@ class Step:
         written = group.bound.written(apart, len(tensors))
         back = [(t, copy) for t, copy, is_written in zip(tensors, straight, written, strict=True)
                 if is_written and copy is not t]  # fmt: skip
-        columns = group.columns(straight, apart)
-        if compiled is None or not columns.are_of_one_size or not all(each_lies_alone(t) for t, _ in back):
+        arrays = group.arrays(straight, apart)
+        if compiled is None or not arrays.are_of_one_size or not all(each_lies_alone(t) for t, _ in back):
             self.left += group.places
             return
         self.kept.append(straight)
         self.back += back
-        self._fill(group, compiled, columns)
+        self._fill(group, compiled, arrays)
 
     def put_back(self) -> None:
         """Copies what jobs have written to where it belongs."""

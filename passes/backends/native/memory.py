@@ -50,11 +50,6 @@ def share_memory(begins: Sequence[int], ends: Sequence[int], written: Sequence[b
     # Intervals that are not empty are disjoint just if the ends, in order, lie between the beginnings, in order.
     if not any(map(gt, sorted(ends), sorted(begins)[1:])):
         return False
-    return conflict(begins, ends, written)
-
-
-def conflict(begins: Sequence[int], ends: Sequence[int], written: Sequence[bool]) -> bool:
-    """Returns True if memory that is written, of those from `begins` to `ends`, also belongs to another one."""
     last = last_written = 0
     for begin, end, is_written in sorted(zip(begins, ends, written, strict=True)):
         if begin == end:

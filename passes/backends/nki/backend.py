@@ -46,17 +46,14 @@ def run_step(launches: Sequence[Launch], rows: Sequence[Tensor | None] = ()) -> 
     """
     machine = machine_of(launches[0].reads[0][0].device)
     parts = [part for i, launch in enumerate(launches) for part in parts_of(i, launch, machine)]
-    present = [part for part in parts if part.tensors[0].numel()]  # an empty tensor has nothing to update
-    results = call(launches, present, machine, rows) if present else iter(())
     of_parameters = ((x, y) for launch in launches for x, y in zip(launch.reads, launch.writes, strict=True))
-    for part, (old, writes) in zip(parts, of_parameters, strict=True):
+    results = call(launches, parts, machine, rows)
+    for part, found, (old, writes) in zip(parts, results, of_parameters, strict=True):
         update = launches[part.launch].update
-        known = dict(zip(update.inputs, old, strict=True))  # what a kernel leaves alone stays what it is
-        known |= zip((a.key for a in part.kernel.arguments), part.tensors, strict=True)
-        measure = nothing(update, part.tensors[0].device) if update.sums else None
-        if part.tensors[0].numel():
-            known |= zip(part.kernel.outputs, next(results), strict=True)
-            measure = measure_of(update, known[MEASURES]) if update.sums else None
+        known = dict(zip(update.inputs, old, strict=True)) | found  # what a kernel leaves alone stays what it is
+        measure = None
+        if update.sums:
+            measure = nothing(update, old[0].device) if part.is_empty else measure_of(update, found[MEASURES])
         new = [
             x if key in part.stored else known[key].reshape(x.shape)
             for key, x in zip(update.outputs, writes, strict=True)

@@ -19,32 +19,16 @@ from typing import NamedTuple
 
 from collage_neuron.passes.backends.nki.cost import CALIBRATED, Estimate, estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
-from collage_neuron.passes.backends.nki.emit import BESIDE
+from collage_neuron.passes.backends.nki.docstring import Design
+from collage_neuron.passes.backends.nki.emit import BESIDE, Work
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
-from collage_neuron.passes.backends.nki.lower import Kernel
-from collage_neuron.passes.backends.nki.tiling import Cut, Part, parts_of, turns_of, whole_tiles
+from collage_neuron.passes.backends.nki.tiling import Cut, Part, parts_of, turns_of
 
 TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Tiles that a turn may have."""
 
 SHARE = 0.1
 """The share of a turn that may be its barrier and what overlaps with nothing: a turn with less gets no more tiles."""
-
-
-class Work(NamedTuple):
-    """Tensors of so many elements that a kernel updates, and how they are cut."""
-
-    kernel: Kernel
-    total: int
-    cut: Cut
-    beside: int = 1
-    """Parameters that one loop updates."""
-
-    def with_tiles(self, tiles: int) -> Work:
-        """The same with so many tiles of each parameter in a turn."""
-        cut = self.cut._replace(tiles=tiles)
-        whole = 0 if cut.length else whole_tiles(self.total, cut)
-        return self._replace(cut=cut._replace(done=turns_of(whole, cut) > 0))
 
 
 def with_bodies(works: Sequence[Work]) -> list[Work]:
@@ -54,7 +38,7 @@ def with_bodies(works: Sequence[Work]) -> list[Work]:
         return list(works)
     chosen = {work: work._replace(beside=1 if work.cut.length else _beside(n)) for work, n in counts.items()}
     chosen = {work: first.with_tiles(1) for work, first in chosen.items()}
-    left = kernel.design.generation.instructions - sum(n * _traced(work) for work, n in counts.items())
+    left = kernel.generation.instructions - sum(n * _traced(work) for work, n in counts.items())
     while best := max(_changes(chosen, counts, left), key=lambda change: change[:2], default=None):
         _, fewer, work, tiles = best
         chosen[work], left = chosen[work].with_tiles(tiles), left + fewer
@@ -81,13 +65,13 @@ def _changes(
 
 @lru_cache(4096)
 def _traced(work: Work) -> int:
-    return max(count_as(*work[:3], cores).traced for cores in (1, work.kernel.design.generation.cores))
+    return max(count_as(*work[:3], cores).traced for cores in (1, work.kernel.generation.cores))
 
 
 @lru_cache(256)
-def calibrated(kernel: Kernel) -> Estimate:
+def calibrated(kernel: Design) -> Estimate:
     """What a column of a kernel costs by the calibrated figures."""
-    return estimate(kernel.plan, kernel.tiling, kernel.design.generation, CALIBRATED)
+    return estimate(kernel.plan, kernel.tiling, kernel.generation, CALIBRATED)
 
 
 @lru_cache(4096)
@@ -124,7 +108,7 @@ def _turn(work: Work, part: Part) -> float:
     return (CALIBRATED.barrier + move + max(tiles * compute, (tiles - 1) * move, tiles * starts)) / work.beside
 
 
-def _of_tile(kernel: Kernel, part: Part) -> tuple[float, float, float]:
+def _of_tile(kernel: Design, part: Part) -> tuple[float, float, float]:
     """What the busiest engine, the DMAs, and starting these one after the other take for a tile."""
     cost, program = calibrated(kernel), kernel.plan.program
     moved = len(program.loads) + len(program.stores) + bool(program.measures)
@@ -147,12 +131,12 @@ class Count(NamedTuple):
         return Count(self.traced + other.traced, self.unrolled + other.unrolled)
 
 
-def count_as(kernel: Kernel, total: int, cut: Cut, cores: int = 1) -> Count:
+def count_as(kernel: Design, total: int, cut: Cut, cores: int = 1) -> Count:
     """Those that update so many elements, cut so, on the last one of so many cores."""
     return reduce(Count.plus, (_count_of_part(kernel, part, cut) for part in parts_of(total, cut, cores)), Count(0, 0))
 
 
-def _count_of_part(kernel: Kernel, part: Part, cut: Cut) -> Count:
+def _count_of_part(kernel: Design, part: Part, cut: Cut) -> Count:
     plan = kernel.plan
     moved = len(plan.program.loads) + len(plan.program.stores) + bool(plan.program.measures)
     by_block = sum(i.by_block for _, i in plan.steps)

@@ -7,9 +7,11 @@ memory, since torch-xla gives a buffer and each of its views a place of their ow
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -20,7 +22,7 @@ from torch import Tensor
 from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
-from collage_neuron.passes.backends.nki.bodies import Work, with_bodies
+from collage_neuron.passes.backends.nki.bodies import with_bodies
 from collage_neuron.passes.backends.nki.custom_op import (
     KEPT,
     Program,
@@ -30,9 +32,8 @@ from collage_neuron.passes.backends.nki.custom_op import (
     works_in_place,
 )
 from collage_neuron.passes.backends.nki.docstring import MEASURES
-from collage_neuron.passes.backends.nki.emit import Call, step_text
+from collage_neuron.passes.backends.nki.emit import Work, step_text
 from collage_neuron.passes.backends.nki.hardware import ADDRESSED
-from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine, advised
 from collage_neuron.passes.backends.nki.tiling import Cut
@@ -57,6 +58,11 @@ class Part:
     """How its tensors are cut, if not as the kernel cuts those of a parameter."""
     stored: frozenset[str] = frozenset()
     """The keys of results that the kernel stores where the launch wants them."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns True if its tensors have no elements: no kernel runs on them."""
+        return not self.tensors[0].numel()
 
 
 def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
@@ -128,11 +134,22 @@ def kernel_of(update: Update, machine: Machine, grad: str) -> Kernel:
 
 def call(
     launches: Sequence[Launch], parts: Sequence[Part], machine: Machine, rows: Sequence[Tensor | None] = ()
-) -> Iterator[list[Tensor]]:
-    """The results of each part's kernel, from one call.
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each part, by key, after one call of all kernels; those of an empty parameter as they are.
 
     `rows` are, for each launch, None or what earlier stages have found for its parameters (`Kernel.scalar_input`).
     """
+    present = [part for part in parts if not part.is_empty]
+    results = iter(_results(launches, present, machine, rows) if present else ())
+    for part in parts:
+        known = dict(zip((a.key for a in part.kernel.arguments), part.tensors, strict=True))
+        yield known | {key: next(results) for key in part.kernel.outputs if not part.is_empty}
+
+
+def _results(
+    launches: Sequence[Launch], parts: Sequence[Part], machine: Machine, rows: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """What the kernels of all parts write, in order."""
     rows = rows or [None] * len(launches)
     for part in parts:
         _require_addressable(part)
@@ -153,9 +170,7 @@ def call(
     drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
     scalars += [seed_of(drawing, machine.cores).to(device)] if drawing else []
     update = update_in_place if works_in_place(device) else update_tensors
-    results = iter(update([t for part in parts for t in part.tensors], scalars, key))
-    for part in parts:
-        yield [next(results) for _ in part.kernel.outputs]
+    return update([t for part in parts for t in part.tensors], scalars, key)
 
 
 def _require_addressable(part: Part) -> None:
@@ -193,11 +208,33 @@ def _warn_of_clamped(kernel: Kernel, device: torch.device) -> None:
     warnings.warn(advised(text, device), ClampedDivisor, stacklevel=2)
 
 
-def _check(text: str, name: str, dialect: str) -> None:
-    """Refuses, before a compiler does, what was generated and is outside the Python that it takes."""
-    findings = lint(text, f"{name}.py", dialect)
-    if findings:
-        raise UnsupportedUpdate(f"the generated kernel is not one that NKI takes: {findings[0]}; use backend='xla'")
+def _ambiguous(text: str) -> Iterator[str]:
+    """Parameters of a kernel's functions that mean something else too: states are called as their optimizer likes.
+
+    Some would be other numbers without an error.
+    """
+    tree = ast.parse(text)
+    names = [a.asname or a.name for x in tree.body if isinstance(x, (ast.Import, ast.ImportFrom)) for a in x.names]
+    names += [ast.unparse(t) for x in tree.body if isinstance(x, ast.Assign) for t in x.targets]
+    functions = [x for x in tree.body if isinstance(x, ast.FunctionDef)]
+    for function in functions:
+        given = Counter(a.arg for a in function.args.args)
+        own = {"range", *names, *(f.name for f in functions)}
+        for x in (x for statement in function.body for x in ast.walk(statement)):
+            if isinstance(x, ast.FunctionDef):
+                own |= {x.name, *(a.arg for a in x.args.args)}
+            elif isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store):
+                own.add(x.id)
+        yield from (f"{name} has two meanings in {function.name}" for name, n in given.items() if n > 1 or name in own)
+
+
+def _check(text: str) -> None:
+    """Raises UnsupportedUpdate, before a compiler does, if names of states have two meanings in a kernel."""
+    if found := next(_ambiguous(text), None):
+        raise UnsupportedUpdate(
+            f"the generated kernel is not one that NKI takes: {found}: if a state of the optimizer is called so, "
+            "rename it; or use backend='xla'"
+        )
 
 
 def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> str:
@@ -209,15 +246,10 @@ def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...
 
 @lru_cache(KEPT)
 def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> tuple[str, Program]:
-    kernels = list(dict.fromkeys(kernel for kernel, *_ in pieces))
     works = with_bodies([Work(kernel, total, cut) for kernel, _, total, cut in pieces])
-    calls = [
-        Call(kernels.index(work.kernel), number, work.total, work.cut)
-        for (_, number, *_), work in zip(pieces, works, strict=True)
-    ]
     name = "collage_step"
-    text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
-    _check(text, name, machine.dialect)
+    text = step_text(name, [work._replace(scalars=n) for work, (_, n, *_) in zip(works, pieces, strict=True)])
+    _check(text)
     arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
     key = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}[{machine.cores}]"
     return key, Program(name, text, [i for i, a in enumerate(arguments) if a.written], machine.cores)

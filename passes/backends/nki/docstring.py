@@ -157,11 +157,12 @@ MEASURES = "measures"
 """The argument for the totals of a kernel that measures: after the components, flat, fp32, all of a chunk together."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Design:
     """Everything from which the text of a kernel is generated."""
 
     name: str
+    """The name of the function, and of its module."""
     title: str
     """The purpose of the kernel; lines after the first are printed unchanged."""
     arguments: tuple[Argument, ...]
@@ -173,6 +174,7 @@ class Design:
     generation: Generation
     measures: tuple[str, ...] = ()
     """Descriptions of the totals of a kernel that measures."""
+    dialect: str = "nki"
 
     @property
     def components(self) -> list[str]:

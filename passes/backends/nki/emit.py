@@ -11,16 +11,20 @@ of every tensor, in loops of as many turns (`dialects.SHARES`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.passes.backends.nki.dialects import DIALECTS, Arguments, Nki, call, define
+from collage_neuron.passes.backends.nki.dialects import DIALECTS, Nki, indented
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Design, docstring, names_of
 from collage_neuron.passes.backends.nki.hardware import CORES, PARTITIONS
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value, View
 from collage_neuron.passes.backends.nki.table_phases import TABLES
-from collage_neuron.passes.backends.nki.tiling import Cut, is_looped, tile_of, wide_tiles
+from collage_neuron.passes.backends.nki.tiling import Cut, is_looped, tile_of, turns_of, whole_tiles, wide_tiles
+
+WIDTH = 120
+"""Columns of a line."""
 
 
 def common(design: Design) -> list[str]:
@@ -45,21 +49,31 @@ def elements(design: Design) -> str:
     return next(a.key for a in design.arguments if not a.block)
 
 
-def update_tile(design: Design, d: Nki, suffix: str = "") -> list[str]:
+def call(function: str, *arguments: object) -> str:
+    """A call, on one line."""
+    return f"{function}({', '.join(map(str, arguments))})"
+
+
+def define(name: str, parameters: Iterable[str], doc: str, *body: Iterable[str]) -> list[str]:
+    """A function."""
+    return [f"def {call(name, *parameters)}:", *indented(f'"""{doc}"""', *(line for part in body for line in part))]
+
+
+def _tile(design: Design, d: Nki, suffix: str = "") -> list[str]:
     """The function that updates some lines of tensors of lines by columns."""
-    blocks = design.plan.has_blocks
+    blocks, totals = design.plan.has_blocks, len(design.plan.program.measures)
     words = next((a.key for a in design.arguments if a.block), "")
     columns = ", the columns from `first` on, and the words of their blocks" if blocks else ""
-    totals = len(design.plan.program.measures)
-    return [
-        *define(f"_update_tile{suffix}", [*common(design), "line", *d.register, "rows", *span(design)]),
-        f'    """Updates `rows` lines of all tensors{columns}."""',
-        *d.index(blocks, elements(design), words),
-        *(d.index_of_measures(blocks, totals) if totals else []),
-        *_loads(design, d),
-        *_chunks(design, d),
-        *_stores(design, d),
-    ]
+    return define(
+        f"_update_tile{suffix}",
+        [*common(design), "line", *d.register, "rows", *span(design)],
+        f"Updates `rows` lines of all tensors{columns}.",
+        d.index(blocks, elements(design), words),
+        [f"marks = columns // width * {totals}", *d.index_of_measures(blocks)] if totals else [],
+        _loads(design, d),
+        _chunks(design, d),
+        _stores(design, d),
+    )
 
 
 def _loads(design: Design, d: Nki) -> Iterator[str]:
@@ -68,24 +82,22 @@ def _loads(design: Design, d: Nki) -> Iterator[str]:
         if value in loads:
             yield from d.load(names[value], value.name, value, blocks)
         else:
-            yield from d.allocate(names[value], "rows", "columns // block" if value.block else "columns", value.dtype)
+            yield d.allocate(names[value], "rows", "columns // block" if value.block else "columns", value.dtype)
     if design.plan.program.measures:
-        yield from d.allocate(f"{MEASURES}_out", "rows", "marks", "float32")
+        yield d.allocate(f"{MEASURES}_out", "rows", "marks", "float32")
 
 
 def _chunks(design: Design, d: Nki) -> Iterator[str]:
     """One loop over the columns of the tile for each phase."""
     phases = sorted({design.plan.program.phases[v] for v, _ in design.plan.steps})
     if design.plan.has_blocks:
-        yield "    words = width // block"
+        yield "words = width // block"
     for phase in phases:
         tables = [v.op for v, _ in design.plan.phase(phase) if v.op in TABLES]
         if len(phases) > 1 and tables:
-            yield f"    # the scalar engine holds the table of {tables[0]}"
-        yield f"    for chunk in {d.range}(columns // width):"
-        yield "        start = chunk * width"
-        yield "        stop = start + width"
-        yield from _chunk(design, d, phase)
+            yield f"# the scalar engine holds the table of {tables[0]}"
+        yield f"for chunk in {d.range}(columns // width):"
+        yield from indented("start = chunk * width", "stop = start + width", *_chunk(design, d, phase))
 
 
 def _chunk(design: Design, d: Nki, phase: int) -> Iterator[str]:
@@ -96,9 +108,8 @@ def _chunk(design: Design, d: Nki, phase: int) -> Iterator[str]:
     places = {v: "[:, chunk * words : (chunk + 1) * words]" if v.block else "[:, start:stop]" for v in names}
     text |= {v: f"{names[v]}{places[v]}" if tile_of(v) in wide else names[v] for v in names}
     totals = plan.program.measures
-    text |= {
-        v: f"{MEASURES}_out[:, {_mark(k, len(totals))} : {_mark(k + 1, len(totals))}]" for k, v in enumerate(totals)
-    }
+    marks = [f"chunk * {len(totals)}{f' + {k}' if k else ''}" for k in range(len(totals) + 1)]
+    text |= {v: f"{MEASURES}_out[:, {a} : {b}]" for v, (a, b) in zip(totals, pairwise(marks), strict=True)}
     each = text | {v: f"{names[v]}{_in_block(v, tile_of(v) in wide)}" for v in names}
     if any(v.op in HALVES or isinstance(x, View) for v, i in steps for x in (None, *i.operands())):
         yield from d.chunk()
@@ -108,16 +119,11 @@ def _chunk(design: Design, d: Nki, phase: int) -> Iterator[str]:
         space = None if tile in made else "psum" if tile in plan.in_psum else "sbuf"
         made.add(tile)
         if instruction.by_block:
-            yield from d.new_tile(text[tile], value, space) if space else []
-            yield f"        for k in {d.range}(words):"
-            yield from d.on_block(instruction, each[tile], value, each)
+            yield from [d.new_tile(text[tile], value, space)] if space else []
+            yield f"for k in {d.range}(words):"
+            yield from indented(*d.instruction(instruction, each[tile], value, None, each))
         else:
             yield from d.instruction(instruction, text[tile], value, space, text)
-
-
-def _mark(k: int, totals: int) -> str:
-    """The column of the k-th total of a chunk."""
-    return f"chunk * {totals}{f' + {k}' if k else ''}"
 
 
 def _in_block(value: Value, wide: bool) -> str:
@@ -130,123 +136,148 @@ def _in_block(value: Value, wide: bool) -> str:
 def _stores(design: Design, d: Nki) -> Iterator[str]:
     names = names_of(design.plan)
     for key, value in design.plan.program.stores.items():
-        yield from d.store(key, names[tile_of(value)], value, design.plan.has_blocks)
+        yield d.store(key, names[tile_of(value)], value, design.plan.has_blocks)
     if design.plan.program.measures:
-        yield from d.store_measures(f"{MEASURES}_out")
+        yield d.store_measures(f"{MEASURES}_out")
 
 
-def text_of(design: Design, dialect: str) -> str:
-    """The module of a kernel in a dialect, as Python."""
-    d = DIALECTS[dialect]
-    head = _head(docstring(design), [*d.imports, "", *_constants([design])])
-    return _module(head, LINES, *d.helpers, *_functions(design, d), _kernel(design, d))
+def text_of(design: Design) -> str:
+    """The module of a kernel, as Python."""
+    d = DIALECTS[design.dialect]
+    return _module(docstring(design), [design], d, *_functions(design, d), _kernel(design, d))
 
 
 BESIDE = 16
 """The most parameters that one loop updates."""
 
 
-class Call(NamedTuple):
-    """One parameter's part of a step: the index of its design and of its scalar input, its elements, and their cut."""
+class Work(NamedTuple):
+    """Tensors of so many elements that a kernel updates, and how they are cut: one parameter's part of a step."""
 
-    design: int
-    scalars: int
+    kernel: Design
     total: int
     cut: Cut
+    beside: int = 1
+    """Parameters that one loop updates."""
+    scalars: int = 0
+    """The number of its scalar input."""
+
+    def with_tiles(self, tiles: int) -> Work:
+        """The same with so many tiles of each parameter in a turn."""
+        cut = self.cut._replace(tiles=tiles)
+        whole = 0 if cut.length else whole_tiles(self.total, cut)
+        return self._replace(cut=cut._replace(done=turns_of(whole, cut) > 0))
 
 
-def step_text(name: str, designs: Sequence[Design], calls: Sequence[Call], dialect: str) -> str:
+def step_text(name: str, works: Sequence[Work]) -> str:
     """The module of a kernel that updates the tensors of many parameters, as Python.
 
-    Its arguments are the tensors of each call in order, then the scalar inputs; it returns the written ones, in order.
+    Its arguments are the tensors of each part in order, then the scalar inputs; it returns the written ones, in order.
     """
-    d = DIALECTS[dialect]
-    doc = [f"One optimizer step of {len(calls)} parameters as one kernel, made of these:", ""]
-    for k, design in enumerate(designs):
-        doc += [f"_update_{k}", "", *docstring(design), ""]
-    head = _head(doc[:-1], [*d.imports, "", *_constants(designs)])
-    parts = [part for k, design in enumerate(designs) for part in _functions(design, d, f"_{k}")]
-    parts += [_turn(designs[k], f"_{k}") for k in sorted({c.design for c in calls if c.cut.done})]
-    return _module(head, LINES, *d.helpers, *parts, _step(name, designs, calls, d))
+    d = DIALECTS[works[0].kernel.dialect]
+    doc = [f"One optimizer step of {len(works)} parameters as one kernel, made of these:", ""]
+    numbered = {kernel: k for k, kernel in enumerate(dict.fromkeys(work.kernel for work in works))}
+    for kernel, k in numbered.items():
+        doc += [f"_update_{k}", "", *docstring(kernel), ""]
+    parts = [part for kernel, k in numbered.items() for part in _functions(kernel, d, f"_{k}")]
+    looped = {work.kernel for work in works if work.cut.done}
+    parts += [_turn(kernel, f"_{k}") for kernel, k in numbered.items() if kernel in looped]
+    return _module(doc[:-1], list(numbered), d, *parts, _step(name, works, numbered, d))
 
 
-def _module(*parts: list[str]) -> str:
-    return "\n\n\n".join("\n".join(part) for part in parts) + "\n"
+LINES = '''\
+def _lines(tensor, total, start, lines, columns):
+    """Elements of a tensor that has `total` of them, from `start` on, as lines of so many columns."""
+    part = tensor
+    if lines * columns < total:
+        part = tensor.reshape((total,))[start : start + lines * columns]
+    return part.reshape((lines, columns))'''
 
 
-def _head(doc: list[str], lines: list[str]) -> list[str]:
-    first, *more = doc
-    return [f'"""{first}', *more, '"""', "", *lines]
-
-
-def _constants(designs: Sequence[Design]) -> list[str]:
+def _module(doc: Sequence[str], designs: Sequence[Design], d: Nki, *functions: Iterable[str]) -> str:
     blocks = any(design.plan.has_blocks for design in designs)
-    return [f"PARTITIONS = {PARTITIONS}", *([f"BLOCK = {BLOCK}  # elements that share a word"] * blocks)]
+    constants = [f"PARTITIONS = {PARTITIONS}", *([f"BLOCK = {BLOCK}  # elements that share a word"] * blocks)]
+    head = "\n".join([f'"""{doc[0]}', *doc[1:], '"""', "", *d.imports, "", *constants])
+    made = ("\n".join(line for long in function for line in wrapped(long)) for function in functions)
+    return "\n\n\n".join([head, LINES, *d.helpers, *made]) + "\n"
 
 
-LINES = [
-    "def _lines(tensor, total, start, lines, columns):",
-    '    """Elements of a tensor that has `total` of them, from `start` on, as lines of so many columns."""',
-    "    part = tensor",
-    "    if lines * columns < total:",
-    "        part = tensor.reshape((total,))[start : start + lines * columns]",
-    "    return part.reshape((lines, columns))",
-]
+def wrapped(line: str) -> list[str]:
+    """A line that ends with a call, or is the head of a function, as ruff formats it.
+
+    That is on one line, with its arguments on one of their own, or with a line for each.
+    """
+    end = line.rfind(")")
+    if len(line) <= WIDTH or not line.endswith((")", "):")):
+        return [line]
+    depth, edges = 0, [end]
+    for i in range(end, 0, -1):
+        depth += (line[i] in ")]") - (line[i] in "([")
+        if depth == 0 or (depth == 1 and line[i] == ","):
+            edges.append(i)
+        if depth == 0:
+            break
+    arguments = [line[a + 1 : b].strip() for a, b in pairwise(reversed(edges))]
+    margin = " " * (len(line) - len(line.lstrip()))
+    inside = f"{margin}    {', '.join(arguments)}"
+    lines = [inside] if len(inside) <= WIDTH else [f"{margin}    {argument}," for argument in arguments]
+    return [line[: edges[-1] + 1], *lines, f"{margin}{line[end:]}"]
 
 
 def _functions(design: Design, d: Nki, suffix: str = "") -> list[list[str]]:
     update = _update_rows if design.plan.has_blocks else _update_flat
-    return [f(design, d, suffix) for f in (update_tile, _update_lines, update)]
+    return [f(design, d, suffix) for f in (_tile, _update_lines, update)]
 
 
 def _update_lines(design: Design, d: Nki, suffix: str = "") -> list[str]:
-    def tile(indent: int, *where: str) -> list[str]:
-        return call(indent, f"_update_tile{suffix}", [("", x) for x in (*common(design), *where, *span(design))])
+    def tile(*where: str) -> str:
+        return call(f"_update_tile{suffix}", *common(design), *where, *span(design))
 
-    return [
-        *define(f"_update_lines{suffix}", [*common(design), *span(design), *d.bodies, *d.done]),
-        '    """Updates tensors of lines by columns: tiles of PARTITIONS lines, and what is left."""',
-        *d.share(f"{elements(design)}.shape[0]"),
-        *d.loop(tile),
-        "    if lines - whole > PARTITIONS:",
-        *d.tile_at(tile, "PARTITIONS - 1"),
-        "        whole = whole + PARTITIONS - 1",
-        "    if whole < lines:",
-        *d.remainder(tile),
-    ]
+    return define(
+        f"_update_lines{suffix}",
+        [*common(design), *span(design), *d.bodies, *d.done],
+        "Updates tensors of lines by columns: tiles of PARTITIONS lines, and what is left.",
+        d.share(f"{elements(design)}.shape[0]"),
+        d.loop(tile),
+        ["if lines - whole > PARTITIONS:"],
+        indented(tile(*d.rest, "PARTITIONS - 1"), "whole = whole + PARTITIONS - 1"),
+        ["if whole < lines:"],
+        indented(tile(*d.rest, "lines - whole")),
+    )
 
 
 def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
     totals = len(design.plan.program.measures)
     of_line = f"(columns // width) * {totals}"
 
-    def update_lines(start: str, lines: str, columns: str, width: str, mark: str, marks: str) -> list[str]:
+    def update_lines(start: str, lines: str, columns: str, width: str, mark: str, marks: str) -> str:
         parts = _flat_parts(design, start, lines, columns, mark, marks)
-        return call(
-            8, f"_update_lines{suffix}", [("", x) for x in (*parts, *numbers(design), width, *d.bodies, *d.done)]
-        )
+        return "    " + call(f"_update_lines{suffix}", *parts, *numbers(design), width, *d.bodies, *d.done)
 
-    return [
-        *define(f"_update{suffix}", [*common(design), "total", "columns", "width", *d.bodies, *d.done]),
-        '    """Updates the `total` elements of all tensors, cut into lines of so many columns."""',
-        "    assert columns % width == 0",
-        "    lines = total // columns",
-        "    if lines > 0:",
-        *update_lines("0", "lines", "columns", "width", "0", f"columns // width * {totals}"),
-        "    rest = total - lines * columns",
-        "    across = rest // PARTITIONS",
-        "    if across > 0:",
-        *update_lines("lines * columns", "PARTITIONS", "across", "across", f"lines * {of_line}", f"{totals}"),
-        "    last = rest - across * PARTITIONS",
-        "    if last > 0:",
-        *update_lines("total - last", "last", "1", "1", f"{MEASURES}.shape[0] - last * {totals}", f"{totals}"),
-    ]
+    return define(
+        f"_update{suffix}",
+        [*common(design), "total", "columns", "width", *d.bodies, *d.done],
+        "Updates the `total` elements of all tensors, cut into lines of so many columns.",
+        [
+            "assert columns % width == 0",
+            "lines = total // columns",
+            "if lines > 0:",
+            update_lines("0", "lines", "columns", "width", "0", f"columns // width * {totals}"),
+            "rest = total - lines * columns",
+            "across = rest // PARTITIONS",
+            "if across > 0:",
+            update_lines("lines * columns", "PARTITIONS", "across", "across", f"lines * {of_line}", f"{totals}"),
+            "last = rest - across * PARTITIONS",
+            "if last > 0:",
+            update_lines("total - last", "last", "1", "1", f"{MEASURES}.shape[0] - last * {totals}", f"{totals}"),
+        ],
+    )
 
 
 def _flat_parts(design: Design, start: str, lines: str, columns: str, mark: str, marks: str) -> list[str]:
     """All tensors as lines of columns, from an element on; of the totals as many for each line."""
-    parts = [f"_lines({key}, total, {start}, {lines}, {columns})" for key in design.components]
-    measures = [f"_lines({MEASURES}, {MEASURES}.shape[0], {mark}, {lines}, {marks})"]
+    parts = [call("_lines", key, "total", start, lines, columns) for key in design.components]
+    measures = [call("_lines", MEASURES, f"{MEASURES}.shape[0]", mark, lines, marks)]
     return parts + measures * bool(design.plan.program.measures)
 
 
@@ -255,24 +286,24 @@ def _turn(design: Design, suffix: str) -> list[str]:
     totals = len(design.plan.program.measures)
     parts = _flat_parts(design, "0", "lines", "columns", "0", f"columns // width * {totals}")
     where = [*numbers(design), "base + tile * PARTITIONS", "line", "PARTITIONS", "width"]
-    return [
-        *define(f"_turn{suffix}", [*common(design), "line", "total", "columns", "width", "tiles"]),
-        '    """Updates, in a turn of a loop over lines, as many tiles of all tensors."""',
-        "    lines = total // columns",
-        "    base = _first(lines)",
-        "    for tile in range(tiles):",
-        *call(8, f"_update_tile{suffix}", [("", x) for x in (*parts, *where)]),
-    ]
+    return define(
+        f"_turn{suffix}",
+        [*common(design), "line", "total", "columns", "width", "tiles"],
+        "Updates, in a turn of a loop over lines, as many tiles of all tensors.",
+        ["lines = total // columns", "base = _first(lines)", "for tile in range(tiles):"],
+        indented(call(f"_update_tile{suffix}", *parts, *where)),
+    )
 
 
 def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
     """Blocks end with the rows of a parameter; unless that cuts one, elements and words are flat all the same."""
     totals = len(design.plan.program.measures)
+    names = [f"{a.key}_part" for a in design.arguments]
 
-    def update_lines(indent: int, *where: str, mark: str = "0") -> list[str]:
-        marks = [mark] * bool(totals) + [*d.bodies, *["False" for _ in d.done]]
+    def update_lines(*where: str, mark: str = "0") -> str:
+        marks = [mark] * bool(totals)
         return call(
-            indent, f"_update_lines{suffix}", [("", x) for x in (*_parts(design), *numbers(design), *where, *marks)]
+            f"_update_lines{suffix}", *names, *numbers(design), *where, *marks, *d.bodies, *["False" for _ in d.done]
         )
 
     def lines(start: str, n: str, columns: str, words: str, chunks: str, mark: str = "0") -> list[str]:
@@ -281,42 +312,47 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
             for a in design.arguments if a.key in design.components
         ]  # fmt: skip
         cut += [(MEASURES, f"{MEASURES}.shape[0], {mark}, {n}, {chunks} * {totals}")] * bool(totals)
-        return [
-            f"        {part} = _lines({key}, {where})" for part, (key, where) in zip(_parts(design), cut, strict=True)
-        ]
+        return [f"{part} = _lines({key}, {where})" for part, (key, where) in zip(names, cut, strict=True)]
 
-    return [
-        *define(f"_update{suffix}", [*common(design), "total", "length", "columns", "width", *d.bodies]),
-        '    """Updates the `total` elements of all tensors, and the words of the blocks of their rows."""',
-        "    assert columns % width == 0 and width % BLOCK == 0",
-        "    whole = length // BLOCK * BLOCK",
-        "    rest = length - whole",
-        "    if rest == 0:",
-        "        assert total % columns == 0",
-        "        blocks = total // BLOCK",
-        *lines("0", "total // columns", "columns", "columns // BLOCK", "columns // width"),
-        *update_lines(8, "0", "0", "columns", "width", "BLOCK"),
-        "    if rest > 0 and total == length:",
-        "        assert whole % columns == 0",
-        "        blocks = whole // BLOCK + 1",
-        "        if whole > 0:",
-        *(f"    {x}" for x in lines("0", "whole // columns", "columns", "columns // BLOCK", "columns // width")),
-        *update_lines(12, "0", "0", "columns", "width", "BLOCK"),
-        *lines("whole", "1", "rest", "1", "1", f"{MEASURES}.shape[0] - {totals}"),
-        *update_lines(8, "0", "0", "rest", "rest", "rest"),
-        "    if rest > 0 and total > length:",
-        "        assert whole % width == 0",
-        "        blocks = total // length * (whole // BLOCK + 1)",
-        *lines("0", "total // length", "length", "(whole // BLOCK + 1)", "(whole // width + 1)"),
-        f"        for strip in {d.range}(whole // columns):",
-        *update_lines(12, "strip * columns", "strip * (columns // BLOCK)", "columns", "width", "BLOCK",
-                      mark=f"strip * (columns // width) * {totals}"),
-        "        over = whole % columns",
-        "        if over > 0:",
-        *update_lines(12, "whole - over", "(whole - over) // BLOCK", "over", "width", "BLOCK",
-                      mark=f"(whole - over) // width * {totals}"),
-        *update_lines(8, "whole", "whole // BLOCK", "rest", "rest", "rest", mark=f"whole // width * {totals}"),
-    ]  # fmt: skip
+    all_blocks = ("0", "0", "columns", "width", "BLOCK")
+    rest = ("rest", "rest", "rest")
+    as_lines = lines("0", "total // columns", "columns", "columns // BLOCK", "columns // width")
+    whole_as_lines = lines("0", "whole // columns", "columns", "columns // BLOCK", "columns // width")
+    return define(
+        f"_update{suffix}",
+        [*common(design), "total", "length", "columns", "width", *d.bodies],
+        "Updates the `total` elements of all tensors, and the words of the blocks of their rows.",
+        ["assert columns % width == 0 and width % BLOCK == 0"],
+        ["whole = length // BLOCK * BLOCK", "rest = length - whole"],
+        ["if rest == 0:"],
+        indented("assert total % columns == 0", "blocks = total // BLOCK", *as_lines, update_lines(*all_blocks)),
+        ["if rest > 0 and total == length:"],
+        indented("assert whole % columns == 0", "blocks = whole // BLOCK + 1", "if whole > 0:"),
+        indented(*indented(*whole_as_lines, update_lines(*all_blocks))),
+        indented(*lines("whole", "1", "rest", "1", "1", f"{MEASURES}.shape[0] - {totals}")),
+        indented(update_lines("0", "0", *rest)),
+        ["if rest > 0 and total > length:"],
+        indented("assert whole % width == 0", "blocks = total // length * (whole // BLOCK + 1)"),
+        indented(*lines("0", "total // length", "length", "(whole // BLOCK + 1)", "(whole // width + 1)")),
+        indented(
+            f"for strip in {d.range}(whole // columns):",
+            *indented(
+                update_lines(
+                    "strip * columns", "strip * (columns // BLOCK)", "columns", "width", "BLOCK",
+                    mark=f"strip * (columns // width) * {totals}",
+                )
+            ),
+            "over = whole % columns",
+            "if over > 0:",
+            *indented(
+                update_lines(
+                    "whole - over", "(whole - over) // BLOCK", "over", "width", "BLOCK",
+                    mark=f"(whole - over) // width * {totals}",
+                )
+            ),
+            update_lines("whole", "whole // BLOCK", *rest, mark=f"whole // width * {totals}"),
+        ),
+    )  # fmt: skip
 
 
 def _done(design: Design, d: Nki, done: bool) -> list[str]:
@@ -324,85 +360,78 @@ def _done(design: Design, d: Nki, done: bool) -> list[str]:
     return [] if design.plan.has_blocks else [str(done) for _ in d.done]
 
 
-def _parts(design: Design) -> list[str]:
-    """Names for the parts of all tensors that lines are made of."""
-    return [f"{a.key}_part" for a in design.arguments]
+DOC = "Updates all elements of all tensors, in place."
 
 
 def _kernel(design: Design, d: Nki) -> list[str]:
     columns = len(design.plan.columns)
     cut = ["total", *["length"] * design.plan.has_blocks, "columns", "width", *d.bodies]
+    tensors = [d.parameter(a.key, a.written) for a in design.arguments]
+    given = ["scalars"] * bool(columns) + ["seed"] * design.plan.draws
     return [
         "@nki.jit",
         *define(
-            design.name,
-            [d.parameter(a.key, a.written) for a in design.arguments]
-            + ["scalars"] * bool(columns)
-            + ["seed"] * design.plan.draws
-            + cut,
+            design.name, [*tensors, *given, *cut], DOC,
+            d.load_numbers(columns) if columns else [],
+            d.seed() if design.plan.draws else [],
+            [call("_update", *common(design), *cut, *_done(design, d, False))],
+            [f"return {', '.join(a.key for a in design.arguments if a.written)}"],
         ),
-        '    """Updates all elements of all tensors, in place."""',
-        *(d.load_numbers(columns) if columns else []),
-        *(d.seed() if design.plan.draws else []),
-        *call(4, "_update", [("", x) for x in (*common(design), *cut, *_done(design, d, False))]),
-        f"    return {', '.join(a.key for a in design.arguments if a.written)}",
-    ]
+    ]  # fmt: skip
 
 
-def _step(name: str, designs: Sequence[Design], calls: Sequence[Call], d: Nki) -> list[str]:
-    arguments = [(f"{a.key}_{i}", a.written) for i, c in enumerate(calls) for a in designs[c.design].arguments]
-    columns = {c.scalars: n for c in calls if (n := len(designs[c.design].plan.columns))}
-    draws = any(designs[c.design].plan.draws for c in calls)
+def _step(name: str, works: Sequence[Work], numbered: Mapping[Design, int], d: Nki) -> list[str]:
+    arguments = [(f"{a.key}_{i}", a.written) for i, work in enumerate(works) for a in work.kernel.arguments]
+    columns = {work.scalars: n for work in works if (n := len(work.kernel.plan.columns))}
+    draws = any(work.kernel.plan.draws for work in works)
     parameters = [d.parameter(*a) for a in arguments] + [f"scalars_{j}" for j in sorted(columns)] + ["seed"] * draws
     return [
         "@nki.jit",
-        *define(name, parameters),
-        '    """Updates all elements of all tensors, in place."""',
-        *(line for j in sorted(columns) for line in d.load_numbers(columns[j], f"_{j}")),
-        *(d.seed() if draws else []),
-        *(line for k, members in enumerate(loops_of(calls)) for line in _loop(designs, calls, k, members)),
-        *(line for i in range(len(calls)) for line in _part(designs, calls, i, d)),
-        *call(4, "return ", [("", key) for key, written in arguments if written]),
-    ]
+        *define(
+            name, parameters, DOC,
+            *(d.load_numbers(columns[j], f"_{j}") for j in sorted(columns)),
+            d.seed() if draws else [],
+            *(_loop(works, numbered, k, members) for k, members in enumerate(loops_of(works))),
+            *(_part(work, numbered, i, d) for i, work in enumerate(works)),
+            [call("return ", *(key for key, written in arguments if written))],
+        ),
+    ]  # fmt: skip
 
 
-def loops_of(calls: Sequence[Call]) -> list[list[int]]:
-    """The calls of each loop over several parameters: of one update and one size, so many at most."""
-    alike: dict[tuple[int, int, Cut], list[int]] = {}
-    for i, c in enumerate(calls):
-        if c.cut.done:
-            alike.setdefault((c.design, c.total, c.cut), []).append(i)
+def loops_of(works: Sequence[Work]) -> list[list[int]]:
+    """The parts of each loop over several parameters: of one kernel and one size, so many at most."""
+    alike: dict[tuple[Design, int, Cut], list[int]] = {}
+    for i, work in enumerate(works):
+        if work.cut.done:
+            alike.setdefault(work[:3], []).append(i)
     return [members[k::n] for members in alike.values() for n in [-(-len(members) // BESIDE)] for k in range(n)]
 
 
-def _loop(designs: Sequence[Design], calls: Sequence[Call], k: int, members: Sequence[int]) -> list[str]:
+def _loop(works: Sequence[Work], numbered: Mapping[Design, int], k: int, members: Sequence[int]) -> list[str]:
     """A loop that updates whole tiles of several parameters in each turn."""
-    cut, total = calls[members[0]].cut, calls[members[0]].total
-    where = [("", x) for x in ("line", *map(str, (total, cut.columns, cut.width, cut.tiles)))]
-    turns = [call(12, f"_turn_{calls[i].design}", [*_given(designs, calls, i), *where]) for i in members]
+    kernel, total, cut, *_ = works[members[0]]
+    where = ("line", total, cut.columns, cut.width, cut.tiles)
     return [
-        f"    looped_{k} = _looped({total // cut.columns}, {cut.tiles})",
-        f"    if looped_{k} > 0:",
+        f"looped_{k} = _looped({total // cut.columns}, {cut.tiles})",
+        f"if looped_{k} > 0:",
         "",
-        f"        def body_{k}(line):",
-        *(line for turn in turns for line in turn),
+        f"    def body_{k}(line):",
+        *(f"        {call(f'_turn_{numbered[kernel]}', *_given(works[i], i), *where)}" for i in members),
         "",
-        f"        nl.fori_loop(0, looped_{k}, body_{k}, step={cut.tiles} * PARTITIONS)",
+        f"    nl.fori_loop(0, looped_{k}, body_{k}, step={cut.tiles} * PARTITIONS)",
     ]
 
 
-def _part(designs: Sequence[Design], calls: Sequence[Call], i: int, d: Nki) -> list[str]:
+def _part(work: Work, numbered: Mapping[Design, int], i: int, d: Nki) -> list[str]:
     """The call that updates the tensors of one parameter, or what a loop left of them."""
-    c = calls[i]
-    if c.cut.done and all(is_looped(c.total, c.cut, cores) for cores in (1, CORES)):
+    cut = work.cut
+    if cut.done and all(is_looped(work.total, cut, cores) for cores in (1, CORES)):
         return []
-    cut = [("", str(n)) for n in d.cut_arguments(c.cut, c.total)]
-    done = [("", x) for x in _done(designs[c.design], d, c.cut.done)]
-    return call(4, f"_update_{c.design}", [*_given(designs, calls, i), *cut, *done])
+    where = (*d.cut_arguments(cut, work.total), *_done(work.kernel, d, cut.done))
+    return [call(f"_update_{numbered[work.kernel]}", *_given(work, i), *where)]
 
 
-def _given(designs: Sequence[Design], calls: Sequence[Call], i: int) -> Arguments:
+def _given(work: Work, i: int) -> list[str]:
     """The tensors of one parameter, and its numbers."""
-    c = calls[i]
-    numbers = [("", f"numbers_{c.scalars}")] if designs[c.design].plan.columns else []
-    return [*(("", f"{a.key}_{i}") for a in designs[c.design].arguments), *numbers]
+    scalars = [f"numbers_{work.scalars}"] if work.kernel.plan.columns else []
+    return [*(f"{a.key}_{i}" for a in work.kernel.arguments), *scalars]

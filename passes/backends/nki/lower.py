@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -17,7 +18,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki.chunk_sums import reduction_of
-from collage_neuron.passes.backends.nki.cost import Estimate, estimate
+from collage_neuron.passes.backends.nki.cost import estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument, Design
 from collage_neuron.passes.backends.nki.domains import DOMAINS
@@ -26,8 +27,8 @@ from collage_neuron.passes.backends.nki.emit import text_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.backends.nki.ir import Column, Program
 from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
-from collage_neuron.passes.backends.nki.schedule import Plan, assign
-from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, cut_of, parts_of, tiling_of
+from collage_neuron.passes.backends.nki.schedule import assign
+from collage_neuron.passes.backends.nki.tiling import Cut, cut_of, parts_of, tiling_of
 from collage_neuron.passes.backends.nki.words import reason_against_draws
 from collage_neuron.passes.backends.protocol import AUTO
 from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION
@@ -38,7 +39,7 @@ LAYOUTS = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class Kernel(Design):
     """A kernel, and how to call it.
 
     Call it as `module.<name>(*arguments, scalars, seed, *cut_arguments(total, cut))`. All arguments are HBM tensors of
@@ -50,20 +51,25 @@ class Kernel:
     `module.<name>[2](...)` runs it on the two cores of a logical one.
     """
 
-    name: str
-    """The name of the function, and of its module."""
-    target: str
-    dialect: str
-    source: str
-    arguments: tuple[Argument, ...]
-    columns: tuple[Column, ...]
-    nonnegative: frozenset[int]
-    """Entries of the scalar vector that must not be negative."""
-    plan: Plan
-    tiling: Tiling
-    cost: Estimate
-    design: Design
-    """The design from which its source was generated."""
+    @cached_property
+    def source(self) -> str:
+        """The module with the function of its name, as Python."""
+        return text_of(self)
+
+    @property
+    def target(self) -> str:
+        """The generation of Trainium."""
+        return self.generation.target
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The numbers of its scalar input."""
+        return self.plan.columns
+
+    @property
+    def nonnegative(self) -> frozenset[int]:
+        """Entries of the scalar vector that must not be negative."""
+        return self.plan.program.nonnegative
 
     @property
     def has_blocks(self) -> bool:
@@ -98,7 +104,7 @@ class Kernel:
     def in_dialect(self, dialect: str) -> Kernel:
         """The same instructions in another dialect; ValueError if it has no such target."""
         _generation(self.target, dialect)
-        return replace(self, dialect=dialect, source=text_of(self.design, dialect))
+        return replace(self, dialect=dialect)
 
     def may_clamp(self, vector: torch.Tensor) -> bool:
         """Returns True if the numbers of the step do not keep all divisors inside the documented domain.
@@ -173,18 +179,13 @@ def lower_to_nki(
     if program is not plain:
         plan = assign(program, g, plan)
     tiling = tiling_of(plan, g)
-    cost = estimate(plan, tiling, g)
-    arguments = _arguments(update, program)
     scalars = [f"{form}({str(value).removeprefix('(').removesuffix(')')})" for form, value in update.scalars.entries]
     scalars += [f"{name} of the stages before" for name in update.only_stage.numbers]
     measures = (*(f"sum of {s}" for s in update.sums), *(f"number of {c}" for c in update.counts))
     measures = measures or tuple(_described(program))
     title = title or ("Sums over a parameter." if program.sums else "One optimizer step, fused.")
-    design = Design(name, title, arguments, scalars, plan, tiling, cost, g, measures)
-    source = text_of(design, dialect)
-    return Kernel(
-        name, target, dialect, source, arguments, plan.columns, program.nonnegative, plan, tiling, cost, design
-    )
+    arguments, cost = _arguments(update, program), estimate(plan, tiling, g)
+    return Kernel(name, title, arguments, scalars, plan, tiling, cost, g, measures, dialect)
 
 
 def _programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Program]:

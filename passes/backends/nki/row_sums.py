@@ -71,18 +71,15 @@ class Wanted(NamedTuple):
 def sums_for(wanted: Sequence[Wanted], machine: Machine) -> list[Tensor]:
     """The results, by one call of kernels."""
     parts = [[_part(each, x, machine) for x in each.operands] for each in wanted]
-    present = [part for own in parts for part in own if part.tensors[0].numel()]
     unread = Launch(_sum(False), torch.zeros(0, dtype=torch.float32, device="cpu"), (), ())
-    measured = iter(call([unread], present, machine) if present else ())
-    return [_finished(each, own, measured) for each, own in zip(wanted, parts, strict=True)]
+    measured = call([unread], [part for own in parts for part in own], machine)
+    return [_finished(each, own, [next(measured) for _ in own]) for each, own in zip(wanted, parts, strict=True)]
 
 
 def _part(wanted: Wanted, x: Tensor, machine: Machine) -> Part:
     kernel = kernel_for(ENDINGS[wanted.operation].is_square, machine, x.dtype)
     rows = rows_of(wanted.extent, x)
-    if not rows.numel():
-        return Part(0, 0, kernel, [rows], rows.shape)
-    lines, cut = laid_out(rows, kernel.tiling)
+    lines, cut = laid_out(rows, kernel.tiling) if rows.numel() else (rows, Cut(1, 1))
     room = x.new_empty(kernel.totals(lines.shape, cut), dtype=torch.float32)
     given = {X: lines, MEASURES: room}
     return Part(0, 0, kernel, [given[a.key] for a in kernel.arguments], lines.shape, cut)
@@ -109,11 +106,11 @@ def laid_out(rows: Tensor, tiling: Tiling) -> tuple[Tensor, Cut]:
     return padded, Cut(width * max(fit), width)
 
 
-def _finished(wanted: Wanted, parts: Sequence[Part], measured: Any) -> Tensor:
+def _finished(wanted: Wanted, parts: Sequence[Part], measured: Sequence[dict[str, Tensor]]) -> Tensor:
     kind, x = OF_ROW[wanted.operation], wanted.operands[0]
     if not x.numel():
         return x.new_full(wanted.shape, nothing_of(kind), dtype=torch.float32)
-    totals = torch.cat([next(measured)[0].view(len(part.tensors[0]), -1) for part in parts])
+    totals = torch.cat([known[MEASURES].view(len(known[X]), -1) for known in measured])
     terms = terms_in(x.shape, ELEMENT, wanted.extent)
     return sums_of(parts[0].kernel.plan.program, [kind], totals, terms).reshape(wanted.shape)
 

@@ -36,6 +36,7 @@ from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.by_rows import Search, Values, results_of, searching, seen_view
 from collage_neuron.passes.backends.nki.calls import call, end_graph, parts_of
 from collage_neuron.passes.backends.nki.chunk_totals import computed, nothing_of, sums_of
+from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.elements import elements_of, operands_of
 from collage_neuron.passes.backends.nki.row_sums import Wanted, sums_for
 from collage_neuron.passes.backends.nki.target import Machine, machine_of
@@ -154,16 +155,10 @@ def _stored(made: Sequence[tuple[Launch, Tensor]], machine: Machine) -> list[lis
     """What the kernels of elements store, by launch, parameter and key."""
     launches, rows = [own for own, _ in made], [vectors for _, vectors in made]
     parts = [part for i, own in enumerate(launches) if own.update.outputs for part in parts_of(i, own, machine)]
-    present = [part for part in parts if part.tensors[0].numel()]
-    results = call(launches, present, machine, rows) if present else iter(())
     known: list[list[dict[str, Tensor]]] = [[{} for _ in own.reads] for own in launches]
-    for part in parts:
-        keys = [a.key for a in part.kernel.arguments]
-        of_one = dict(zip(keys, part.tensors, strict=True))  # of an empty parameter the result is what it was given
-        if part.tensors[0].numel():
-            of_one |= zip(part.kernel.outputs, next(results), strict=True)
-        known[part.launch][part.parameter] = {key: of_one[key] for key in part.kernel.outputs}
-    if present:
+    for part, found in zip(parts, call(launches, parts, machine, rows), strict=True):
+        known[part.launch][part.parameter] = {key: found[key] for key in part.kernel.outputs}
+    if not all(part.is_empty for part in parts):
         end_graph(rows[0].device)
     return known
 
@@ -195,10 +190,10 @@ def _reduced(launch: Launch, rows: Tensor, machine: Machine) -> list[Tensor]:
     """The numbers of a reduction, for all parameters of its launch."""
     kinds = kinds_of(launch.update.stages[0])
     parts = list(parts_of(0, launch, machine))
-    present = [part for part in parts if part.tensors[0].numel()]
     groups: dict[Any, list[tuple[int, Tensor]]] = {}
-    for part, (totals,) in zip(present, call([launch], present, machine, [rows]) if present else (), strict=True):
-        groups.setdefault((part.kernel, tuple(part.shape)), []).append((part.parameter, totals))
+    for part, known in zip(parts, call([launch], parts, machine, [rows]), strict=True):
+        if not part.is_empty:
+            groups.setdefault((part.kernel, tuple(part.shape)), []).append((part.parameter, known[MEASURES]))
     end_graph(rows.device)
     empty = torch.tensor(list(map(nothing_of, kinds)), dtype=torch.float32, device="cpu").to(rows.device)
     found = dict.fromkeys((part.parameter for part in parts), empty)

@@ -18,7 +18,7 @@ import collage_neuron
 from collage_neuron.cli import doctor
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native import backend as module
-from collage_neuron.passes.backends.native import machine, team
+from collage_neuron.passes.backends.native import machine, openmp
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine, Native
 from collage_neuron.passes.backends.native.driver import write_driver
@@ -142,7 +142,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, what: str) -> Native:
     ],
 )
 def test_what_is_missing_is_said(what: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if what in ("llvmlite", "version", "library") and team.loaded_libgomp() is None:
+    if what in ("llvmlite", "version", "library") and openmp.loaded_libgomp() is None:
         pytest.skip("there is no libgomp either")
     backend = lacking(monkeypatch, what)
     assert not backend.suits(CPU)

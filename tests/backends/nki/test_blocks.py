@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.fx as fx
+from nki_lint import lint
 from nki_runs import differing, narrowed, run, step_of
 from nki_standin import Device
 from torch import Tensor
@@ -19,7 +20,6 @@ from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.blocks import spread
 from collage_neuron.numerics.eft import Value, block_max, narrow, power_of_two, widen
 from collage_neuron.numerics.formats import BUILT_IN, Component, Format
-from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram

@@ -23,9 +23,9 @@ from collage_neuron.cli.kernel_costs import llama_7b
 from collage_neuron.cli.kernels import adamw_kernel
 from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki import emit
-from collage_neuron.passes.backends.nki.bodies import TILES, Work, calibrated, count_as, time_of, waiting, with_bodies
+from collage_neuron.passes.backends.nki.bodies import TILES, calibrated, count_as, time_of, waiting, with_bodies
 from collage_neuron.passes.backends.nki.cost import ADAMW_BF16
-from collage_neuron.passes.backends.nki.emit import Call, loops_of, step_text
+from collage_neuron.passes.backends.nki.emit import Work, loops_of, step_text
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import Cut
@@ -60,7 +60,7 @@ def parameter(n: int, seed: int) -> Step:
 def ran(works: Sequence[Work], tmp_path: Path, cores: int = 1) -> list[dict[str, int]]:
     """What differs from the reference, for each parameter, of the kernel of a step, whose instructions are counted."""
     steps, k = [parameter(work.total, seed) for seed, work in enumerate(works)], kernel()
-    text = step_text("collage_step", [k.design], [Call(0, 0, work.total, work.cut) for work in works], "nki")
+    text = step_text("collage_step", [Work(k, work.total, work.cut) for work in works])
     path = tmp_path / "collage_step.py"
     path.write_text(text)
     given = [s.components[a.key].clone() for s in steps for a in k.arguments]
@@ -83,8 +83,7 @@ def works(tiles: int) -> list[Work]:
 @pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize("tiles", [1, 2])
 def test_loops_over_several_parameters_have_the_bits_of_the_reference(tiles: int, cores: int, tmp_path: Path) -> None:
-    calls = [Call(0, 0, work.total, work.cut) for work in works(tiles)]
-    looped = [sorted(members) for members in loops_of(calls)]
+    looped = [sorted(members) for members in loops_of(works(tiles))]
     assert [len(members) for members in looped] == ([2] * 8 if tiles == 1 else [2] * 4)  # four in loops of up to three
     assert not any(ran(works(tiles), tmp_path, cores=cores))
 
@@ -116,7 +115,7 @@ def test_few_parameters_get_more_tiles_and_many_share_a_loop(monkeypatch: pytest
 @pytest.mark.parametrize("most", [40_000, 60_000])
 def test_the_budget_is_kept(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     k = longer("split433", "trn3")
-    k = replace(k, design=replace(k.design, generation=replace(k.design.generation, instructions=most)))
+    k = replace(k, generation=replace(k.generation, instructions=most))
     alone = [Work(k, (7 + i) * PARTITIONS * 2048, Cut(2048, 512)) for i in range(150)]  # no two of one size
     chosen = with_bodies(alone)
     counts = [sum(count_as(k, work.total, work.cut, cores).traced for work in chosen) for cores in (1, 2)]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.fx as fx
+from nki_lint import lint
 from nki_runs import INFINITY, Run, Step, differing, run, step_of
 from nki_standin.machine import Machine
 from torch import Tensor
@@ -25,7 +26,6 @@ import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import narrow, stochastic_round
 from collage_neuron.passes.backends.nki import calls
-from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.nki.words import seed_of

@@ -15,13 +15,13 @@ import kernel_tables
 import pytest
 import torch
 from kernel_files import FOLDER, HASHES, KEPT
+from nki_lint import lint
 from nki_runs import Step, differing, run, wild
 
 from collage_neuron.cli import kernel_costs, kernels
 from collage_neuron.cli.kernels import FOLDERS, KERNELS, adamw_update, job, source
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.storage import storage_named
-from collage_neuron.passes.backends.nki.lint import lint
 
 KERNELS_OF_FOLDERS = [(folder, name) for folder in FOLDERS for name in KERNELS]
 

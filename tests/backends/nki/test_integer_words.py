@@ -21,6 +21,7 @@ from integer_words import (
     grid,
     is_normal,
 )
+from nki_lint import lint
 from nki_runs import differing, run, step_of, wild
 from torch import Tensor
 from torch_cases import CASES
@@ -43,7 +44,6 @@ from collage_neuron.passes.backends.nki import words
 from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value
 from collage_neuron.passes.backends.nki.legalize import _rounded_number, programs_of
-from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.select import choices
 from collage_neuron.passes.ir.update import Update

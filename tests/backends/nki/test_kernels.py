@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from nki_lint import lint
 from nki_runs import Step, differing, narrowed, run, step_of, wild
 from sampling import part
 from torch_cases import CASES
 
-from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 
 pytestmark = pytest.mark.usefixtures("short_search")

@@ -160,7 +160,7 @@ class Elements:
         results = list(calls.call(launches, parts, machine, rows))
         for part, of_one in zip(parts, results, strict=True):
             one = launches[part.launch]._replace(reads=[launches[part.launch].reads[part.parameter]])
-            self.check(one, [rows[part.launch][part.parameter]], [of_one])
+            self.check(one, [rows[part.launch][part.parameter]], [[of_one[key] for key in part.kernel.outputs]])
         return iter(results)
 
 

@@ -138,16 +138,6 @@ def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
     return tensors, scalars, key
 
 
-def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every step that the other tests run is inside; this one is given a comprehension."""
-    monkeypatch.setattr(calls, "step_text", lambda *_: "def collage_step(x):\n    return [y for y in x]\n")
-    calls._program.cache_clear()
-    with pytest.raises(UnsupportedUpdate, match=r"not one that NKI takes: .*collage_step\.py:"):
-        list(run_step(mixed()))
-
-
 @pytest.mark.parametrize("name", ["product_1", "param_in", "total", "range", "body", "PARTITIONS"])
 def test_a_state_that_is_called_as_something_in_the_kernel_is_named(name: str) -> None:
     """The first two would be other numbers without an error."""

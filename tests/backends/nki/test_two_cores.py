@@ -16,6 +16,7 @@ import nki_standin
 import numpy as np
 import pytest
 import torch
+from nki_lint import lint
 from nki_runs import INFINITY, Step, count_of, differing, narrowed, run, search_less, step_of
 from nki_standin import StandinError
 from second_reader import results
@@ -29,7 +30,6 @@ import collage_neuron
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
 from collage_neuron.passes.backends.nki import custom_op, source_cache, target
-from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.nki.words import seed_of

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collage_neuron.passes.ir.update import Captured
+from collage_neuron.passes.ir.update import Captured
 
 
 @dataclass(frozen=True)

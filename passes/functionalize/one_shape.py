@@ -23,9 +23,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from collage_neuron.passes.capture.functionalize import dimensions, functional_overload
-from collage_neuron.passes.capture.recorder import Op, Ref
-from collage_neuron.passes.capture.reductions import is_outer, is_reduction
+from collage_neuron.passes.functionalize.elementwise import dimensions, functional_overload
+from collage_neuron.passes.functionalize.recorded_ops import Op, Ref, is_outer, is_reduction
 
 Shape = tuple[int, ...]
 

@@ -1,7 +1,9 @@
 """Updates with reductions over rows or columns: each row of a parameter is a job, whose scalars have its values.
 
-Values of columns are tensors beside the components. Parameters of one shape are worked on together. A reduction stage
-takes one pass over memory (`tiles`), or one for its sums over rows and one for those over columns (`runs`, `down`).
+Values of columns are tensors beside the components. Parameters of one shape are updated together. A reduction stage
+takes one pass over memory (`column_sums`), or one for its sums over columns and one for those over rows where rows
+are no whole steps of a loop. What there is no code for is left to the reference backend: short rows, parameters that
+are not contiguous, random bits.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ from torch import Tensor
 
 from collage_neuron.numerics.matrix_sums import COLUMN, DOWN, NUMBER, view_of
 from collage_neuron.numerics.tensor_sums import RUN
-from collage_neuron.passes.backends.by_rows import Values, results_of
-from collage_neuron.passes.backends.native.down import write_down
+from collage_neuron.passes.backends.by_rows import Values, find, results_of
+from collage_neuron.passes.backends.native.code import NotEmitted
+from collage_neuron.passes.backends.native.column_sums import write_tiles
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Bound, Compiled, Step
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import is_plain, share_memory
-from collage_neuron.passes.backends.native.runs import write_runs
-from collage_neuron.passes.backends.native.tiles import write_tiles
+from collage_neuron.passes.backends.native.pairwise_sum import write_runs
+from collage_neuron.passes.backends.protocol import Launch, Measure
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.passes.backends.staged import store_small
 from collage_neuron.passes.ir.update import Update
 
 Dtypes = tuple[torch.dtype, ...]
@@ -98,7 +103,7 @@ class RowKernels:
         elif adds == ROWS:
             kernel = write_runs(update, dtypes, width)
         else:
-            kernel = (write_down if adds == COLUMNS else write_tiles)(update, dtypes, len(found.columns), width)
+            kernel = write_tiles(update, dtypes, len(found.columns), width)
         return Compiled.of(kernel, self.machine)
 
     def suit(self, tensors: Sequence[Tensor]) -> bool:
@@ -216,88 +221,44 @@ Run = Callable[[Step], Tensor]
 """Runs the jobs of a step; returns the measurements."""
 
 
-def summed(kernels: RowKernels, run: Run, part: Update, read: Callable[[Variant], Rows]) -> list[Tensor]:
-    """The sums of runs of each result of a reduction stage; NotEmitted if there is no code for it."""
-    results = results_of(part.stages[0])
-    whole = read(kernels.variant(part, BOTH))
-    if any(r.by_columns for r in results) and not whole.view.columns % (2 * kernels.machine.target.width):
-        return _sums_of_both(kernels, run, whole, part)
-    sums = dict[int, Tensor]()
-    for adds in {COLUMNS if r.by_columns else ROWS for r in results}:
-        found = kernels.variant(part, adds)
-        own = (_sums_of_columns if adds == COLUMNS else _sums_of_rows)(kernels, run, read(found), found)
-        sums |= dict(zip(found.results, own, strict=True))
-    return [sums[i] for i in range(len(results))]
-
-
 def _sums_of_rows(kernels: RowKernels, run: Run, read: Rows, found: Variant) -> list[Tensor]:
     """The sums of runs of each row, for the results of a variant."""
     compiled = kernels.of(found, read.dtypes)
-    sums, every = [_of_rows(read.view) for _ in found.results], _count(read.view.matrices * read.view.rows)
+    sums, every = [_room(read.view, False) for _ in found.results], _count(read.view.matrices * read.view.rows)
     table = read.addresses(every * read.view.columns, Outs.of_one(sums, every * (8 * sums[0].shape[-1])))
     run(read.step(compiled, table, every, torch.full_like(every, read.view.columns)))
     return sums
 
 
-def _of_rows(view: View) -> Tensor:
-    return torch.empty(
-        view.params, view.matrices, view.rows, -(-view.columns // RUN), dtype=torch.float64, device="cpu"
-    )
+def _room(view: View, by_columns: bool) -> Tensor:
+    """A tensor for the sums of runs of 64 rows, or else for those of runs of each row."""
+    runs = (-(-view.rows // DOWN), view.columns) if by_columns else (view.rows, -(-view.columns // RUN))
+    return torch.empty(view.params, view.matrices, *runs, dtype=torch.float64, device="cpu")
 
 
-def _of_columns(view: View) -> Tensor:
-    return torch.empty(
-        view.params, view.matrices, -(-view.rows // DOWN), view.columns, dtype=torch.float64, device="cpu"
-    )
+def _sums_in_tiles(kernels: RowKernels, run: Run, read: Rows, found: Variant, adds: str) -> list[Tensor]:
+    """The sums of runs of 64 rows, and for `BOTH` those of runs of each row, in one pass.
 
-
-class _Groups(NamedTuple):
-    """The runs of 64 rows of a parameter, each of which is a job."""
-
-    job: Tensor
-    first: Tensor
-    """The first row of each."""
-    many: Tensor
-    """How many rows it has."""
-
-    @classmethod
-    def of(cls, view: View) -> _Groups:
-        groups = -(-view.rows // DOWN)
-        job = _count(view.matrices * groups)
-        many = torch.clamp(view.rows - job % groups * DOWN, max=DOWN)
-        return cls(job, job // groups * view.rows + job % groups * DOWN, many)
-
-
-def _sums_of_both(kernels: RowKernels, run: Run, read: Rows, part: Update) -> list[Tensor]:
-    """The sums of runs of each row and of runs of 64 rows, in one pass."""
-    found, view = kernels.variant(part, BOTH), read.view
-    compiled = kernels.of(found, read.dtypes, BOTH)
-    job, first, many = _Groups.of(view)
-    results = results_of(part.stages[0])
-    sums = [_of_columns(view) if r.by_columns else _of_rows(view) for r in results]
-    offsets = [
-        job * (8 * view.columns) if r.by_columns else first * (8 * x.shape[-1])
-        for r, x in zip(results, sums, strict=True)
-    ]
-    outs = Outs(Outs.of_one(sums, job).addresses, offsets)
+    A job is 64 rows of a parameter, or those that are left.
+    """
+    compiled, view = kernels.of(found, read.dtypes, adds), read.view
+    groups, size, results = -(-view.rows // DOWN), compiled.kernel.step, results_of(found.update.stages[0])
+    job = _count(view.matrices * groups)
+    first = job // groups * view.rows + job % groups * DOWN
+    many = torch.clamp(view.rows - job % groups * DOWN, max=DOWN)
     columns = torch.full_like(many, view.columns)
-    table = read.addresses(first * view.columns, outs, (columns, many))
-    run(read.step(compiled, table, first, -(columns // -RUN) * RUN))
-    return sums
-
-
-def _sums_of_columns(kernels: RowKernels, run: Run, read: Rows, found: Variant) -> list[Tensor]:
-    """The sums of runs of 64 rows, for the results of a variant."""
-    compiled, view = kernels.of(found, read.dtypes, COLUMNS), read.view
-    sums, size = [_of_columns(view) for _ in found.results], compiled.kernel.step
-    job, first, many = _Groups.of(view)
+    sums = [_room(view, r.by_columns) for r in results]
     whole = view.columns // size * size
-    for at, length in ((0, whole), (view.columns - size, size if view.columns > whole else 0)):
-        if not length:
-            continue
-        outs = Outs.of_one(sums, (job * view.columns + at) * 8)
-        numbers = torch.full_like(many, view.columns), many
-        table = read.addresses(first * view.columns + at, outs, numbers)
+    strips = [(0, whole), (view.columns - size, size)]  # the last columns twice, if they are no whole step
+    if adds == BOTH:  # rows are whole steps of the loop, and the driver is to leave the end of the last run to it
+        strips = [(0, -(view.columns // -size) * size)]
+    for at, length in strips if whole < view.columns else strips[:1]:
+        offsets = [
+            (job * view.columns + at) * 8 if r.by_columns else first * (8 * x.shape[-1])
+            for r, x in zip(results, sums, strict=True)
+        ]
+        outs = Outs(Outs.of_one(sums, job).addresses, offsets)
+        table = read.addresses(first * view.columns + at, outs, (columns, many))
         run(read.step(compiled, table, first, torch.full_like(many, length)))
     return sums
 
@@ -320,3 +281,123 @@ def disjoint(tensors: Sequence[Tensor], written: Sequence[bool]) -> bool:
     """Returns True if nothing that is written shares memory with another of the tensors."""
     begins = [t.data_ptr() for t in tensors]
     return not share_memory(begins, [a + t.nbytes for a, t in zip(begins, tensors, strict=True)], written)
+
+
+def run_by_rows(launch: Launch, kernels: RowKernels, run: Run) -> list[Measure]:
+    """Runs a launch; its measurements, of each parameter, if the update has any."""
+    if launch.finite is not None and not bool(launch.finite):
+        return [nothing_of(launch)] * len(launch.reads) if launch.update.sums else []
+    measured = dict[int, Measure]()
+    for numbers in _together(launch):
+        own = _Alike(_of(launch, numbers), kernels, run).run()
+        measured |= dict(zip(numbers, own, strict=True)) if launch.update.sums else {}
+    return [measured[i] for i in sorted(measured)]
+
+
+def _of(launch: Launch, numbers: Sequence[int]) -> Launch:
+    """The launch of some of its parameters."""
+    reads, writes = ([given[i] for i in numbers] for given in (launch.reads, launch.writes))
+    small = [launch.small[i] for i in numbers] if launch.small else ()
+    return launch._replace(reads=reads, writes=writes, small=small, kept=None)
+
+
+def _together(launch: Launch) -> list[list[int]]:
+    """The numbers of parameters of one shape and of equal dtypes; each alone, in order, if any share memory."""
+    read_and_written = list(zip(launch.reads, launch.writes, strict=True))
+    tensors = [t for reads, writes in read_and_written for t in (*reads, *_more(reads, writes))]
+    written = [
+        flag
+        for reads, writes in read_and_written
+        for flag in (*_are_written(reads, writes), *(True for _ in _more(reads, writes)))
+    ]
+    if not disjoint(tensors, written):
+        return [[i] for i in range(len(launch.reads))]
+    groups: dict[object, list[int]] = {}
+    for i, (reads, writes) in enumerate(read_and_written):
+        key = reads[0].shape, *((type(t), t.dtype, t.is_contiguous()) for t in (*reads, *writes))
+        groups.setdefault(key, []).append(i)
+    return [*groups.values()]
+
+
+def _are_written(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> list[bool]:
+    return [any(t is x for x in writes) for t in reads]
+
+
+def _more(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> list[Tensor]:
+    """What is written and not read."""
+    return [t for t in writes if not any(t is x for x in reads)]
+
+
+class _Alike:
+    """Parameters of one shape."""
+
+    def __init__(self, launch: Launch, kernels: RowKernels, run: Run) -> None:
+        self.launch, self.kernels, self.run_step, self.update = launch, kernels, run, launch.update
+        self.more = [_more(*pair) for pair in zip(launch.reads, launch.writes, strict=True)]
+
+    def run(self) -> list[Measure]:
+        """Runs the update; its measurements, if it has any."""
+        if not self._is_for_machine_code():
+            return self._on_reference()
+        reads = [[t.contiguous() for t in own] for own in self.launch.reads]
+        try:
+            values, found = find(self.launch._replace(reads=reads), self._sums)
+            totals = self._stored(reads, values)
+        except NotEmitted:  # nothing has been written
+            return self._on_reference()
+        store_small(self.launch, found)
+        return self._measures(totals) if self.update.sums else []
+
+    def _on_reference(self) -> list[Measure]:
+        ones = (_of(self.launch, [i]) for i in range(len(self.launch.reads)))
+        return [measure for one in ones for measure in REFERENCE.run_one(one)]
+
+    def _is_for_machine_code(self) -> bool:
+        """Returns True if rows are long enough, and what is written is contiguous, and shares no memory."""
+        if self.update.draws or not all(map(self.kernels.suit, self.launch.reads)):
+            return False
+        place = {key: i for i, key in enumerate(self.update.inputs)}
+        kept = [(place[key], j) for j, key in enumerate(self.update.outputs) if key in place]
+        for reads, writes, more in zip(self.launch.reads, self.launch.writes, self.more, strict=True):
+            whole = all(t.is_contiguous() and t.shape == reads[0].shape for t in writes)
+            tensors, written = [*reads, *more], [*_are_written(reads, writes), *(True for _ in more)]
+            if not whole or not all(reads[i] is writes[j] for i, j in kept) or not disjoint(tensors, written):
+                return False
+        return True
+
+    def _sums(self, part: Update, components: Sequence[Sequence[Tensor]], values: Values) -> Sequence[Tensor]:
+        """The sums of runs of each result of a reduction stage; NotEmitted if there is no code for it."""
+        results, sums = results_of(part.stages[0]), dict[int, Tensor]()
+        whole_steps = not view_of(components[0][0].shape)[-1] % (2 * self.kernels.machine.target.width)
+        is_one_pass = whole_steps and any(r.by_columns for r in results)
+        for adds in {BOTH} if is_one_pass else {COLUMNS if r.by_columns else ROWS for r in results}:
+            found = self.kernels.variant(part, adds)
+            rows = Rows.of(found, components, self.launch.vector, values)
+            if adds == ROWS:
+                own = _sums_of_rows(self.kernels, self.run_step, rows, found)
+            else:
+                own = _sums_in_tiles(self.kernels, self.run_step, rows, found, adds)
+            sums |= dict(zip(found.results, own, strict=True))
+        return [sums[i] if len(components) > 1 else sums[i][0] for i in range(len(results))]
+
+    def _stored(self, reads: Sequence[Sequence[Tensor]], values: Values) -> Tensor:
+        """Stores the new components, by machine code."""
+        found = self.kernels.variant(self.update.parts[-1])
+        rows = Rows.of(found, reads, self.launch.vector, values)
+        return stored(self.kernels, self._counted, rows, found, self.more)
+
+    def _counted(self, step: Step) -> Tensor:
+        torch.autograd.graph.increment_version([t for own in self.launch.writes for t in own])
+        return self.run_step(step)
+
+    def _measures(self, totals: Tensor) -> list[Measure]:
+        sums, middle = totals.sum((0, 2)).view(len(self.launch.reads), -1), len(self.update.sums)
+        return [Measure(own[:middle], own[middle:].to(torch.int64)) for own in sums]
+
+
+def nothing_of(launch: Launch) -> Measure:
+    """The measurements of a launch that was skipped, which nobody uses."""
+    return Measure(
+        torch.zeros(len(launch.update.sums), dtype=torch.float32, device="cpu"),
+        torch.zeros(len(launch.update.counts), dtype=torch.int64, device="cpu"),
+    )

@@ -1,4 +1,6 @@
-"""Kernels of sums over rows and columns in one pass: those of `runs` and of `down`, of 64 rows at a time.
+"""Kernels of sums over columns, and over rows in the same pass: those of runs of 64 rows, and those of `pairwise_sum`.
+
+Sums over columns are in the order of `numerics.matrix_sums`.
 
 For vectors of 8::
 
@@ -21,8 +23,8 @@ For vectors of 8::
       ...                            ; the buffer is stored
       br i1 %more_strips, label %strip, label %done
 
-Memory is read in long pieces, where `down` reads a line of each row. A job is 64 rows, or those that are left. Rows are
-whole steps of the loop: others are left to `runs` and `down`.
+A job is 64 rows, or those that are left. Rows are whole steps of the loop, or sums are over columns alone:
+`reductions` then takes the last columns of a row twice, if their number is no multiple of a step.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from collage_neuron.numerics.matrix_sums import COLUMN, ENDINGS
 from collage_neuron.numerics.tensor_sums import RUN
 from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, Code, Value
 from collage_neuron.passes.backends.native.kernel import slots_of
-from collage_neuron.passes.backends.native.runs import HALF, RunWriter
+from collage_neuron.passes.backends.native.pairwise_sum import HALF, RunWriter
 from collage_neuron.passes.backends.native.words import load
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Values
 from collage_neuron.passes.ir.update import Update
@@ -70,7 +72,7 @@ class TileWriter(RunWriter):
         for number, result in enumerate(self.results):
             for part in (0, 1):
                 term = self._term(result, parts[part])
-                if self._is_of_columns(result):
+                if self.is_of_columns(result):
                     self._add_to_columns(number, part, term)
                 else:
                     grown.setdefault(number, []).append(self._added_doubles(lanes, f"%lanes{number}_{part}", term))
@@ -80,7 +82,8 @@ class TileWriter(RunWriter):
         return self.host.op("ptr", f"getelementptr ptr, ptr %row, i64 {number}").text
 
     @staticmethod
-    def _is_of_columns(result: fx.Node) -> bool:
+    def is_of_columns(result: fx.Node) -> bool:
+        """Returns True for a sum over columns."""
         return bool(result.args[1] == COLUMN)
 
     def compute_once(self, node: fx.Node, code: Code) -> None:
@@ -119,7 +122,7 @@ class TileWriter(RunWriter):
             "declare i64 @llvm.smin.i64(i64, i64)",
             "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
         }
-        of_columns = [n for n, result in enumerate(self.results) if self._is_of_columns(result)]
+        of_columns = [n for n, result in enumerate(self.results) if self.is_of_columns(result)]
         yield from self._begun(of_columns)
         yield from self._row_of_runs(grown)
         yield from self._ended(of_columns)
@@ -231,4 +234,6 @@ def write_tiles(part: Update, dtypes: Sequence[torch.dtype], columns: int, width
     slots = slots_of(part, dtypes, (), apart=False)
     writer = TileWriter(part, slots, width)
     writer.columns = columns
-    return Kernel.named("tiles", writer.text(), slots, RUN, width)
+    text = writer.text()
+    step = 2 * width if all(map(writer.is_of_columns, writer.results)) else RUN
+    return Kernel.named("tiles", text, slots, step, width)

@@ -5,8 +5,21 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from collage_neuron.passes.capture.source_location import Place
+import torch
+
 from collage_neuron.torch_privates import schema
+
+aten = torch.ops.aten
+
+
+class Place(NamedTuple):
+    """A line in a file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
 class Slot(NamedTuple):
@@ -61,22 +74,34 @@ class Recorder:
         return canonical(tuple(roles.items())), tuple(ops)
 
 
-_POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_", "aten::linalg_vector_norm"}
-"""An exponent, or the order of a norm, selects the operations that they become."""
-
-
-@cache
-def is_constant_op(func: Any) -> bool:
-    """Returns True if the numbers of `func` are constants of the graph: exponents, sizes, memory formats, fills."""
-    return schema(func).name in _POWERS or not any(
-        str(a.type) in ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
-        and a.name not in ("self", "fill_value")
-        for a in schema(func).arguments
-    )
-
-
 @cache
 def writes_first_argument(func: Any) -> bool:
     """Returns True if `func` is an in-place operation: `add_`, `copy_`, ..."""
     info = schema(func).arguments[0].alias_info if schema(func).arguments else None
     return info is not None and info.is_write and schema(func).name.endswith("_")
+
+
+_REDUCTIONS = frozenset(
+    {
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.linalg_vector_norm.default,
+    }
+)
+"""They make one number of all elements of a tensor, if they are not given some of its dimensions."""
+
+
+def is_reduction(func: Any) -> bool:
+    """Returns True for a sum, a mean or a norm."""
+    return func in _REDUCTIONS
+
+
+_OUTER = (aten.mm.default, aten.bmm.default)
+"""Products of matrices; of a column and a row they are those of all pairs of elements."""
+
+
+def is_outer(func: Any) -> bool:
+    """Returns True for a product of matrices, of which that of a column and a row is understood."""
+    return func in _OUTER

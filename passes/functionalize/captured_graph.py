@@ -11,11 +11,10 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.numerics.matrix_sums import ENDINGS
-from collage_neuron.passes.capture.functionalize import Builder, filled, number_fills
-from collage_neuron.passes.capture.matrices import MatrixBuilder, may_have_rows, states_in
-from collage_neuron.passes.capture.other_shapes import Step, in_one_shape, without_idle_views
-from collage_neuron.passes.capture.recorder import Op, Recorder, Ref
-from collage_neuron.passes.capture.reductions import is_reduction
+from collage_neuron.passes.functionalize.elementwise import Builder, filled, number_fills
+from collage_neuron.passes.functionalize.matrices import MatrixBuilder, may_have_rows, states_in
+from collage_neuron.passes.functionalize.one_shape import Step, in_one_shape, without_idle_views
+from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, is_reduction
 from collage_neuron.passes.ir.update import Captured
 
 _captures: dict[Any, Captured] = {}

@@ -9,19 +9,10 @@ import sys
 import traceback
 from functools import lru_cache
 from types import FrameType
-from typing import NamedTuple
+
+from collage_neuron.passes.functionalize.recorded_ops import Place
 
 _NOBODYS = sys.stdlib_module_names | {"torch", "torch_xla", "collage_neuron"}
-
-
-class Place(NamedTuple):
-    """A line in a file."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
 
 
 def here() -> Place | None:

@@ -8,7 +8,6 @@ The subset is what all of them are documented to accept, narrowed to what genera
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -111,8 +110,6 @@ class Context:
 
     dialect: Dialect
     functions: dict[str, ast.FunctionDef]
-    globals: frozenset[str]
-    """What names outside of functions are, and those of Python."""
 
     @property
     def kernels(self) -> list[ast.FunctionDef]:
@@ -131,9 +128,7 @@ def lint(text: str, file: str, dialect: str = "nki") -> list[Finding]:
     """
     tree = ast.parse(text, file)
     functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
-    imported = {a.asname or a.name for x in tree.body if isinstance(x, (ast.Import, ast.ImportFrom)) for a in x.names}
-    constants = {ast.unparse(t) for x in tree.body if isinstance(x, ast.Assign) for t in x.targets}
-    context = Context(DIALECTS[dialect], functions, frozenset(imported | constants | BUILTINS | functions.keys()))
+    context = Context(DIALECTS[dialect], functions)
     found = [
         Finding(file, getattr(node, "lineno", 1), message)
         for node in _numbered(tree)
@@ -190,18 +185,6 @@ def _signature(node: ast.AST, context: Context) -> Iterator[str]:
         yield f"{node.name}: a function inside a function is not in the subset, except as the body of a compiled loop"
     if any(isinstance(x, ast.Return) for function in inside for x in ast.walk(function)):
         yield f"{node.name}: the body of a compiled loop returns nothing"
-
-
-def _meanings(node: ast.AST, context: Context) -> Iterator[str]:
-    """Parameters of functions are what the states of an optimizer are called, among names of the kernel's own."""
-    if not isinstance(node, ast.FunctionDef):
-        return
-    given = Counter(a.arg for a in node.args.args)
-    inside = [x for statement in node.body for x in ast.walk(statement)]
-    stored = {x.id for x in inside if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-    own = {name for x in inside if isinstance(x, ast.FunctionDef) for name in (x.name, *(a.arg for a in x.args.args))}
-    for name in sorted(n for n, count in given.items() if count > 1 or n in stored | own | context.globals):
-        yield f"{name} has two meanings in {node.name}: if a state of the optimizer is called so, rename it"
 
 
 def _bodies(node: ast.AST, context: Context) -> set[str]:
@@ -286,8 +269,7 @@ def _assignments(node: ast.AST, context: Context) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _syntax, _module, _imports, _signature, _meanings, _kernel, _names, _calls, _instructions, _allocations, _loops,
-    _assignments,
+    _syntax, _module, _imports, _signature, _kernel, _names, _calls, _instructions, _allocations, _loops, _assignments,
 )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ import collage_neuron
 from collage_neuron.optimizer import launches
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine
-from collage_neuron.passes.backends.native.by_rows import run_by_rows
 from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.machine import Target
+from collage_neuron.passes.backends.native.reductions import run_by_rows
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 

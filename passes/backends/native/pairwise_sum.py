@@ -1,4 +1,6 @@
-"""Kernels of reductions: the sums of runs of 128 elements, in the order of `numerics.tensor_sums`, in one pass.
+"""Pairwise sums of tensors, in the order of `numerics.tensor_sums`: runs of 128 elements, and groups of 64 runs.
+
+A reduction stage takes one pass over memory, in which the sums of runs are stored; another kernel folds them in groups.
 
 For vectors of 8, and a norm::
 
@@ -33,7 +35,7 @@ from collage_neuron.passes.backends.native.jobs import Compiled, Step
 from collage_neuron.passes.backends.native.kernel import FlatWriter, slots_of
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import is_plain
-from collage_neuron.passes.backends.native.writer import Kernel, Slot
+from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Update
 
@@ -164,3 +166,57 @@ def _step(
     for row, address, size, first, own in zip(rows, scalars, sizes, before, work, strict=False):
         step.jobs.extend([compiled.address, row.buffer_info()[0], address, size, first, own, 0])
     return step
+
+
+FOLD = "fold_runs"
+"""The name of the kernel that folds groups of 64 runs: one vector, halved until it is one number.
+
+Halves of 64 numbers are too short for torch's loops.
+"""
+
+
+def compiled_fold(machine: Machine) -> Compiled:
+    """The kernel with its code: it reads fp64 sums of runs, and writes fp64 sums of groups."""
+    slots = Slot(torch.float64, 0, None), Slot(torch.float64, None, 0, shared=True)
+    return Compiled.of(Kernel(FOLD, _fold_text(), slots, RUNS, machine.target.width), machine)
+
+
+def fold_of(compiled: Compiled, runs: Tensor, groups: Tensor) -> Step:
+    """The work for the sums of runs of whole groups."""
+    row = array("q", [runs.data_ptr(), groups.data_ptr()])
+    work = compiled.unit * len(groups)
+    jobs = array("q", [compiled.address, row.buffer_info()[0], 0, len(runs), 0, work, 0])
+    return Step(jobs=jobs, work=work, elements=len(runs), rows=[row], kept=[runs, groups])
+
+
+def _fold_text() -> str:
+    code = Code(1, iter(range(RUNS)), set())
+    x = code.op(DOUBLE, f"load <{RUNS} x double>, ptr %at, align 8").text
+    half = RUNS
+    while half := half // 2:
+        low, high = (code.shuffle(x, "poison", DOUBLE, 2 * half, [*range(i, i + half)]).text for i in (0, half))
+        x = code.op(DOUBLE, f"fadd <{half} x double> {low}, {high}").text
+    lines = "\n".join(code.lines)
+    return f"""
+define void @{FOLD}({PARAMETERS}) #0 {{
+entry:
+  %runs = load ptr, ptr %row
+  %groups_at = getelementptr ptr, ptr %row, i64 1
+  %groups = load ptr, ptr %groups_at
+  br label %loop
+loop:
+  %i = phi i64 [ %begin, %entry ], [ %next, %loop ]
+  %w = phi i64 [ %word, %entry ], [ %next_word, %loop ]
+  %at = getelementptr double, ptr %runs, i64 %i
+{lines}
+  %sum = extractelement <1 x double> {x}, i64 0
+  %to = getelementptr double, ptr %groups, i64 %w
+  store double %sum, ptr %to, align 8
+  %next = add i64 %i, {RUNS}
+  %next_word = add i64 %w, 1
+  %more = icmp slt i64 %next, %end
+  br i1 %more, label %loop, label %done
+done:
+  ret void
+}}
+"""

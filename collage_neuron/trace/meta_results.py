@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.passes.capture.reductions import is_reduction
+from collage_neuron.passes.functionalize.recorded_ops import is_reduction
 from collage_neuron.torch_privates import schema
 
 
@@ -66,3 +66,17 @@ def _told_with_numbers(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return _told(x)
     return (list, *map(_told_with_numbers, x)) if isinstance(x, (list, tuple)) else (type(x), x)
+
+
+_POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_", "aten::linalg_vector_norm"}
+"""An exponent, or the order of a norm, selects the operations that they become."""
+
+
+@cache
+def is_constant_op(func: Any) -> bool:
+    """Returns True if the numbers of `func` are constants of the graph: exponents, sizes, memory formats, fills."""
+    return schema(func).name in _POWERS or not any(
+        str(a.type) in ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
+        and a.name not in ("self", "fill_value")
+        for a in schema(func).arguments
+    )

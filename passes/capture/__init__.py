@@ -1,1 +1,0 @@
-"""Capture, which records an optimizer's own `step()` as a functional graph, without side effects."""
