@@ -8,7 +8,7 @@ tests/numerics/test_eft.py checks one against the other.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
@@ -65,6 +65,16 @@ def from_bits(bits: torch.Tensor) -> torch.Tensor:
 def to_bits(x: torch.Tensor) -> torch.Tensor:
     """The 32 bits of fp32 numbers, as int64 from 0 to 2**32 - 1."""
     return x.view(torch.int32).long() & 0xFFFFFFFF
+
+
+def all_high_words() -> torch.Tensor:
+    """All 65 536 bf16."""
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+
+
+def is_normal(x: torch.Tensor) -> torch.Tensor:
+    """Where `x` is zero, or no subnormal: what devices make of subnormals is their own."""
+    return (x == 0) | (x.abs() >= 2.0**-126) | x.isnan()
 
 
 def ordinal(x: torch.Tensor) -> torch.Tensor:
@@ -277,31 +287,6 @@ _ON_INTERVALS: dict[Any, Callable[..., Interval]] = {
     operator.lt: lambda x, y: Interval(x.high < y.low, x.low < y.high),
     operator.le: lambda x, y: Interval(x.high <= y.low, x.low <= y.high),
 }
-
-
-def _drop(node: fx.Node) -> None:
-    (value, _) = node.args
-    assert isinstance(value, fx.Node)
-    node.replace_all_uses_with(value)
-    node.graph.erase_node(node)
-
-
-def _swap(node: fx.Node) -> None:
-    node.args = node.args[::-1]
-
-
-def without_rounding(update: Update) -> Iterator[tuple[str, Update]]:
-    """For each `round_to`: what the node is called, and the update without it."""
-    for i, node in enumerate(update.graph.graph.nodes):
-        if node.target is round_to:
-            yield node.name, edited(update, i, _drop)
-
-
-def with_swapped_operands(update: Update) -> Iterator[tuple[str, Update]]:
-    """For each subtraction: what the node is called, and the update with its operands swapped."""
-    for i, node in enumerate(update.graph.graph.nodes):
-        if node.target is operator.sub:
-            yield node.name, edited(update, i, _swap)
 
 
 @cache
