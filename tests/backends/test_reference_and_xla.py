@@ -100,11 +100,6 @@ def outside(results: Tensors, allowed: list[Interval]) -> int:
     )
 
 
-def decided(interval: Interval) -> float:
-    """The share of elements for which only one number is allowed."""
-    return float(same(interval.low, interval.high).double().mean())
-
-
 @pytest.mark.parametrize(("name", "strategy", "arithmetic"), CASES)
 def test_a_whole_update_differs_only_by_contraction_and_reciprocal_roots(
     name: str, strategy: str, arithmetic: str
@@ -123,15 +118,6 @@ def test_in_the_papers_arithmetic_with_all_states_expansions_all_bits_are_the_sa
     """
     found = outcome(name, "full", "bf16")
     assert all_same(found.on_reference, found.on_xla)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_allowed_is_little(name: str) -> None:
-    """One number for nearly every word in the paper's arithmetic, and for nearly every high word in fp32 arithmetic."""
-    for arithmetic in ("bf16", "fp32"):
-        update, _ = whole_update(name, "plus", arithmetic)
-        allowed = zip(update.outputs, outcome(name, "plus", arithmetic).allowed, strict=True)
-        assert all(decided(i) > 0.99 for key, i in allowed if arithmetic == "bf16" or not key.endswith("_lo"))
 
 
 # A contraction saves one of three roundings, of s * y, fma, or x + s * y, half an ulp each: less than 2 ulps. AdamW's
