@@ -77,6 +77,7 @@ def distinct() -> Iterator[tuple[str, str, str]]:
             seen.add(key)
 
 
+@pytest.mark.sampled(of=4)  # the reference measures in each mode in test_instrument.py; XLA adds in one way
 @pytest.mark.parametrize(("name", "strategy", "arithmetic"), list(distinct()))
 def test_on_xla_they_are_what_contraction_and_the_order_of_addition_allow(
     xla: torch.device, name: str, strategy: str, arithmetic: str
