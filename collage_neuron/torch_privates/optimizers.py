@@ -111,6 +111,6 @@ def count_step(optimizer: Optimizer) -> None:
 def unscales_itself(optimizer: Optimizer) -> bool:
     """Returns True if GradScaler leaves the division of gradients to the step (optimizers with `fused=True`).
 
-    Noticed by `tests/optimizers/test_torch_semantics.py::test_fused_does_not_step_where_the_scaler_found_inf`.
+    Noticed by `tests/optimizers/test_optim_db.py::test_fused_does_not_step_where_the_scaler_found_inf`.
     """
     return bool(vars(optimizer).get("_step_supports_amp_scaling"))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import combinations
 
 import pytest
 
-from collage_neuron.cli import compare
-from collage_neuron.cli.charts import LINEAR, squeezed
+from collage_neuron.cli.charts import squeezed
 from collage_neuron.cli.compare_figure import differences, figure_page, loss_curves, loss_over_memory
 from collage_neuron.cli.compare_table import UNCOMPILED, Run, cells
-from collage_neuron.cli.name_places import PLOT, POSITIONS, box, positions, shared
-from collage_neuron.numerics.strategies import bytes_with_adam
 
 
 def test_the_figure_shows_every_strategy_and_leaves_out_what_is_not_finite() -> None:
@@ -24,33 +20,6 @@ def test_the_figure_shows_every_strategy_and_leaves_out_what_is_not_finite() -> 
     assert [(p["x"], p["y"], p["error_y"]["array"]) for p in points["data"]] == [([10], [2.0], [0.5**0.5])]
     curves = {trace["name"]: (trace["x"], trace["y"]) for trace in loss_curves(runs)["data"]}
     assert curves == {"light": ([1, 2], [2.0, 1.5]), "bf16": ([1, 2], [2.0, None]), UNCOMPILED: ([1, 2], [2.0, 1.75])}
-
-
-@pytest.mark.parametrize("apart", [0.0, 0.001, 0.02])
-def test_names_of_strategies_of_as_many_bytes_do_not_cover_each_other(apart: float) -> None:
-    """On a telephone, where names are nearest; and no mark hides another of the same bytes and loss."""
-    sizes = {name: bytes_with_adam(name) for name in compare.DEFAULT}
-    runs = [
-        Run(name, 0, size, [2.6 if name == "bf16" else 2.1 + apart * i]) for i, (name, size) in enumerate(sizes.items())
-    ]
-    figure = loss_over_memory(runs)
-    assert figure is not None
-    data, axes = figure["data"], [figure["layout"][k]["range"] for k in ("xaxis", "yaxis")]
-    at = [
-        [(p[k][0] - low) / (high - low) * size for k, (low, high), size in zip("xy", axes, PLOT, strict=True)]
-        for p in data
-    ]
-    boxes = [box(p["name"], (x, y), POSITIONS[p["textposition"]]) for p, (x, y) in zip(data, at, strict=True)]
-    assert all(shared(a, b) == 0 for a, b in combinations(boxes, 2))
-    assert all(b[0] >= 0 and b[1] >= 0 and b[2] <= PLOT[0] and b[3] <= PLOT[1] for b in boxes)
-    by_name = {p["name"]: p["marker"]["size"] for p in data}
-    assert by_name["plus"] > by_name["split433"]
-
-
-def test_a_name_lies_beside_the_bar_of_its_point() -> None:
-    names, points, ranges = ["bf16", "plus"], [(8.0, 2.0), (12.0, 2.0)], ((6.0, 14.0), (1.0, 3.0))
-    assert positions(names, points, ranges) == ["top center"] * 2
-    assert positions(names, points, ranges, [0.5, 0.0]) == ["middle right", "top center"]
 
 
 def test_losses_are_shown_above_those_of_fp32_with_the_spread_of_the_seeds() -> None:
@@ -66,11 +35,6 @@ def test_losses_are_shown_above_those_of_fp32_with_the_spread_of_the_seeds() -> 
     memory = loss_over_memory(runs)
     assert memory is not None
     assert [(p["name"], p["y"][0]) for p in memory["data"]] == [("plus", pytest.approx(0.011)), ("fp32", 0)]
-
-
-def test_the_axis_of_differences_is_linear_near_zero_and_has_a_sign() -> None:
-    found = [squeezed(x * LINEAR) for x in (-10, -1, -0.5, 0, 0.5, 1, 10, 100)]
-    assert found == pytest.approx([-2, -1, -0.5, 0, 0.5, 1, 2, 3])
 
 
 def test_the_page_has_the_table_of_the_terminal() -> None:

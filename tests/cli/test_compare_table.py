@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from collage_neuron.cli.compare_process import last_line_in, losses_in
+from collage_neuron.cli.compare_process import losses_in
 from collage_neuron.cli.compare_table import UNCOMPILED, Run, recommendation, remarks, table
-from collage_neuron.numerics.strategies import bytes_with_adam
 
 
 def test_the_table_has_a_row_a_strategy_and_only_columns_with_numbers() -> None:
@@ -32,25 +31,6 @@ def test_remarks_say_what_is_chance_and_which_strategy_is_enough() -> None:
     bf16 = [Run("bf16", s, 8, [3.0 + 0.2 * s]) for s in (0, 1)]
     fp32 = [Run("fp32", s, 16, [2.1 + 0.21 * s]) for s in (0, 1)]
     assert "light, 10 bytes" in " ".join(remarks(bf16 + light + fp32).pop().split())
-
-
-def test_a_difference_that_rounds_to_zero_has_no_sign() -> None:
-    runs = [Run("plus", 0, 12, [2.1, 2.0 - 1e-6]), Run("fp32", 0, 16, [2.1, 2.0])]
-    assert [line.split()[3] for line in table(runs).splitlines()[1:]] == ["0.0000", "0.0000"]
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("loss 2.5, time 3.1ms\nstep 20: loss 2.25, time 3ms\ndone", "step 20: loss 2.25"),
-        ("20%|# | 1/10 [00:01, loss=2.5]\r40%|## | 2/10 [00:02, loss=2.4]", "40%|## | 2/10 [00:02, loss=2.4"),
-        ("no number", ""),
-    ],
-)
-def test_the_line_of_the_last_loss(text: str, line: str) -> None:
-    assert last_line_in(text) == line
-    long = Run("plus", 0, 12, [2.0], whole=1.0, loss_line="x" * 100)
-    assert f"here from `{'x' * 57}...`." in remarks([long])[0]
 
 
 def test_runs_that_do_not_start_alike_are_remarked_on() -> None:
@@ -84,28 +64,6 @@ def test_what_seeds_differ_by_does_not_hide_what_a_strategy_loses() -> None:
     said = recommendation(bf16 + split + fp32)
     assert said.startswith("recommendation: split312, 8.2 bytes")
     assert said.endswith("; bf16 (+0.0410 ± 0.0010) needs less and loses more")
-
-
-def test_a_trifle_that_all_seeds_share_is_no_loss() -> None:
-    fp32 = [Run("fp32", s, 16, [6.0, 2.7 + 0.1 * s]) for s in range(3)]
-    plus = [Run("plus", s, 12, [6.0, 2.7001 + 0.1 * s]) for s in range(3)]
-    assert recommendation(plus + fp32).startswith("recommendation: plus")
-    more = [Run("plus", s, 12, [6.0, 2.71 + 0.1 * s]) for s in range(3)]
-    assert recommendation(more + fp32).startswith("recommendation: fp32")
-
-
-def test_bytes_with_adam_are_those_that_compile_names() -> None:
-    names = {
-        "bf16": 8,
-        "light": 10,
-        "plus": 12,
-        "full": 14,
-        "fp32": 16,
-        "fp32_states": 12,
-        "split423": 11,
-        "split311": 7,
-    }
-    assert {name: bytes_with_adam(name) for name in names} == names
 
 
 @pytest.mark.parametrize(

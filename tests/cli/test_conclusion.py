@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from run_logs import Write, line
 
-from collage_neuron.cli.conclusion import LATE, conclusion, shown_share, title, verdicts
+from collage_neuron.cli.conclusion import LATE, conclusion, title, verdicts
 from collage_neuron.monitoring.run_log import read_log
 
 
@@ -75,21 +74,6 @@ def test_a_verdict_for_each_run_in_the_order_given(write: Write) -> None:
         f"run late  late  EDQ 1.0000  lost 8.01 %: {late}",
         "run bare  bare: what arrives of its updates was not measured",
     ]
-
-
-@pytest.mark.parametrize(
-    ("share", "said"),
-    [
-        (0.0, "0 %"),
-        (0.000237, "less than 0.01 %"),
-        (0.0234, "0.02 %"),
-        (1.2345, "1.23 %"),
-        (66.67, "66.7 %"),
-        (100, "100 %"),
-    ],
-)
-def test_the_conclusion_rounds_shares_to_what_means_something(share: float, said: str) -> None:
-    assert shown_share(share) == said
 
 
 def test_the_conclusion_compares_no_losses_that_cannot_be_compared(write: Write) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from collage_neuron.cli import palette
 from collage_neuron.numerics.strategies import STRATEGIES
 
@@ -45,13 +43,6 @@ def test_two_runs_of_a_strategy_have_two_colours_and_none_that_are_reserved() ->
     assert set(palette.assigned([None] * 40)) <= set(palette.COLOURS)
 
 
-def test_a_page_knows_every_colour_in_both_schemes() -> None:
-    light, dark = palette.css().split("@media")
-    for name, pair in palette.COLOURS.items():
-        assert f"--of-{name}:{pair[0]};" in light
-        assert f"--of-{name}:{pair[1]};" in dark
-
-
 def test_no_other_file_has_colours_of_strategies() -> None:
     """Whoever draws asks the palette: in the code, no other colour is written down but what is no strategy's."""
     for folder in ("collage_neuron", "examples", "benchmarks"):
@@ -59,18 +50,3 @@ def test_no_other_file_has_colours_of_strategies() -> None:
             name = file.relative_to(ROOT).as_posix()
             if name != "collage_neuron/cli/palette.py" and re.search(r'"#[0-9a-fA-F]{6}"', file.read_text()):
                 assert name in OTHER_COLOURS, name
-
-
-@pytest.mark.parametrize(
-    ("figure", "names"),
-    [
-        ("docs/development/study/second_moment.svg", ("bf16", "plus", "split433", "fp32")),
-        ("docs/development/study/language_models.svg", ("bf16", "plus", "split433")),
-        ("docs/accuracy/error_at_the_recipe.svg", ("bf16", "plus", "split433")),
-        ("docs/accuracy/error_over_bytes.svg", ("bf16", "plus", "split433")),
-    ],
-)
-def test_figures_that_are_stored_have_these_colours(figure: str, names: tuple[str, ...]) -> None:
-    text = (ROOT / figure).read_text().lower()
-    for name in names:
-        assert name == "fp32" or palette.colour(name) in text, name

@@ -6,15 +6,12 @@ import inspect
 import re
 import subprocess
 import sys
-import warnings
-from typing import Any
 
 import pytest
 import torch
 from torch.optim import AdamW
 
 import collage_neuron
-from collage_neuron.cli import passes
 from collage_neuron.cli.main import EXAMPLES, main
 from collage_neuron.cli.passes import OPTIMIZERS
 from collage_neuron.numerics import eft, matrix_sums, reductions, tensor_sums
@@ -109,13 +106,6 @@ def test_cut_begins_with_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2, elementwise: computes each element and stores param, param_lo; reads param, param_lo, grad" in stages
 
 
-def test_random_bits_are_one_line_unless_all_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "SGD", "--strategy", "stochastic")
-    assert "+ and_ = 16 random bits for each element: 139 operations of a generator (Threefry)\n" in text
-    assert "xor" not in text
-    assert printed(capsys, "SGD", "--strategy", "stochastic", "--full").count(" = xor(") > 40
-
-
 def test_every_pass_has_something_to_do_in_an_example_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     examples = re.findall(r"passes (\w+)( --strategy \w+)?", EXAMPLES["passes"])
     idle = [
@@ -123,13 +113,6 @@ def test_every_pass_has_something_to_do_in_an_example_of_the_help(capsys: pytest
     ]
     assert len(idle) >= 4
     assert not set.intersection(*idle)
-
-
-def test_the_default_is_that_of_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
-    for arithmetic, strategy in (("fp32", "split433"), ("bf16", "plus")):
-        text = printed(capsys, "SGD", "--arithmetic", arithmetic)
-        assert text.startswith(f"SGD under {strategy}: 1 operation becomes ")
-        assert f"\nparam_groups[0] of SGD: strategy {strategy}, arithmetic {arithmetic}\n" in text
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,16 +141,6 @@ def test_explain_prints_the_passes_of_a_users_optimizer(capsys: pytest.CaptureFi
     assert final in re.sub("^  # .*\n", "", text, flags=re.MULTILINE)  # the lines that say what others are part of
 
 
-def test_every_group_is_explained() -> None:
-    params = [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
-    optimizer: Any = collage_neuron.compile(AdamW([{"params": [p]} for p in params]))
-    text = collage_neuron.explain(optimizer, passes=True)
-    assert [line for line in text.splitlines() if "[" in line and " of AdamW: " in line] == [
-        f"param_groups[{i}] of AdamW: strategy split433, arithmetic fp32" for i in range(2)
-    ]
-    assert text.count("\nstore: ") == 2
-
-
 def test_an_unknown_optimizer_is_answered_with_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
         main(["passes", "AdamWW"])
@@ -182,10 +155,6 @@ def test_an_unknown_optimizer_is_answered_with_those_that_exist(capsys: pytest.C
     with pytest.raises(SystemExit):
         main(["passes", "SparseAdam"])
     assert "SparseAdam takes sparse gradients alone, which cannot be compiled" in capsys.readouterr().err
-
-
-def test_a_name_is_known_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "sgd") == printed(capsys, "SGD")
 
 
 def test_the_optimizers_are_those_of_torch() -> None:
@@ -231,20 +200,6 @@ def test_what_runs_as_written_has_no_passes_and_says_why(
     assert ", so it runs as written on fp32 values" in line
     assert "/" not in line.replace("docs/as_written.md", "")
     assert "MB" not in line + err
-
-
-def test_a_warning_is_a_sentence_without_a_path(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def warns(*given: object) -> str:
-        warnings.warn("something to know", stacklevel=1)
-        return "SGD has no passes: a test"
-
-    monkeypatch.setattr(passes, "text", warns)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        assert main(["passes", "SGD"]) == 0
-    assert capsys.readouterr().err == "passes: something to know\n"
 
 
 def test_from_the_shell() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_logs import ABOUT, Write, line, measures
+from run_logs import ABOUT, Write, line
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
@@ -20,7 +20,7 @@ pytest.importorskip("plotly")
 import collage_neuron
 from collage_neuron.cli.charts import CHARTS, Lines, above_fp32, line_chart
 from collage_neuron.cli.main import main
-from collage_neuron.cli.module_maps import COLUMNS, FLOOR, _short, maps
+from collage_neuron.cli.module_maps import COLUMNS, FLOOR, maps
 from collage_neuron.cli.report_page import page
 from collage_neuron.explanation import about
 from collage_neuron.monitoring.run_log import read_log, read_logs
@@ -56,16 +56,6 @@ def test_the_page_stands_alone_and_shows_every_run(write: Write) -> None:
     assert "<b>: the last line is cut off; the run was killed there." in found.texts
 
 
-def test_maps_begin_a_row_of_their_own_and_cells_know_their_headings(write: Write) -> None:
-    """Cards of a row have one height, and maps are higher than curves; on a telephone the table has no head."""
-    text = page([read_log(write("a.jsonl", ABOUT, line(1), line(2)), "a")])
-    curves, maps = text.split("<div class=cards>")[1:]
-    assert "<h2>EDQ by module" not in curves
-    assert maps.count("<section>") == maps.count("<h2>EDQ by module") == 1
-    head, run = re.findall(r"<tr>(.*?)</tr>", text)
-    assert re.findall(r"data-name='(.*?)'", run) == re.findall(r"<th>(.*?)</th>", head)[1:]
-
-
 def figures(text: str) -> dict[str, Any]:
     """What the page draws: `data` and `layout` of each chart."""
     found = re.search(r"<script type='application/json' id=figures>(.*?)</script>", text)
@@ -86,16 +76,6 @@ def traces(chart: Lines, write: Write, strategies: Sequence[str]) -> list[dict[s
     drawn = line_chart(chart, logs)
     assert drawn is not None
     return list(drawn["data"])
-
-
-def test_ours_are_drawn_at_least_as_strong_as_baselines_and_never_over_them(write: Write) -> None:
-    names = ("fp32", "light", "bf16", "plus", "split422")
-    found = traces(CHARTS[0], write, names)
-    assert [trace["name"] for trace in found] == ["light", "plus", "split422", "fp32", "bf16"]
-    widths = [trace["line"]["width"] for trace in found]
-    assert widths == sorted(widths, reverse=True)
-    assert min(widths[:3]) > max(widths[3:])
-    assert {trace["name"]: trace["meta"] for trace in found} == {name: name for name in names}
 
 
 def test_the_bf16_word_is_drawn_apart_only_where_it_differs(write: Write) -> None:
@@ -123,12 +103,6 @@ def test_a_map_averages_neighbours_and_names_what_bare_numbers_are(write: Write)
     assert figures(page([log]))["chart6"]["layout"]["yaxis"]["ticktext"] == ["head", "body.0 (Linear)"]
 
 
-def test_a_module_that_was_not_measured_has_no_colour(write: Write) -> None:
-    bare = line(2) | {"modules": {"head": {"pair": {"ratio": None}}}}
-    (found,) = maps([read_log(write("a.jsonl", line(1), bare), "a")])
-    assert found.cells == [[0.5, None], [FLOOR, None]]
-
-
 @pytest.mark.parametrize(
     ("memory", "charts"),
     [(2**20, {"Memory"}), ({"gpu": {"peak": 2**20}}, {"Memory: gpu/peak"}), ({"peak": None}, set())],
@@ -154,13 +128,6 @@ def test_a_missing_package_is_named_with_the_extra(
     assert words in said
     assert "pip install '.[report]'" in said
     assert not out.exists()
-
-
-def test_runs_without_modules_or_loss_have_no_such_charts(write: Write) -> None:
-    bare = {"step": 1, "total": measures(0.5)}
-    found = Page(page(read_logs([write("a.jsonl", bare)])))
-    assert not {"Loss", "EDQ by module: a"} & set(found.texts)
-    assert "Lost updates" in found.texts
 
 
 def test_the_command_writes_the_page_whole_or_says_why_not(
@@ -212,11 +179,6 @@ def test_losses_are_drawn_above_those_of_fp32_from_the_same_seed(write: Write) -
     assert above_fp32(logs) is None  # another seed
     assert above_fp32(logs[1:2]) is None
     assert "Loss above fp32" in Page(page(logs[:2])).texts
-
-
-def test_a_long_name_of_a_module_is_cut_at_a_dot() -> None:
-    assert _short("layers.0.attend.0 (LayerNorm)") == "layers.0.attend.0 (LayerNorm)"
-    assert _short("model.transformer.layers.10.attention.query") == "…layers.10.attention.query"
 
 
 def test_a_log_says_the_learning_rate_that_a_schedule_begins_from() -> None:

@@ -96,40 +96,6 @@ def test_a_model_trains_like_in_fp32(make: Callable[[], nn.Module], strategy: st
     assert abs(losses[1] - losses[0]) <= 0.1 * (first - losses[0])
 
 
-def test_clipped_gradients_are_the_gradients_of_the_step() -> None:
-    params, oracle = twins()
-    optimizer, reference = (
-        collage_neuron.compile(OPTIMIZERS["adamw"](params), strategy="full"),
-        OPTIMIZERS["adamw"](oracle),
-    )
-    for i in range(STEPS):
-        set_gradients(params, i)
-        norm = nn.utils.clip_grad_norm_(params, 0.5)
-        assert norm > 0.5
-        copy_gradients(params, oracle)
-        optimizer.step()
-        reference.step()
-    assert_near(optimizer, params, oracle, moved=LR * STEPS)
-
-
-def test_gradients_are_accumulated_over_several_backwards() -> None:
-    """Two backwards and a step are the step for the gradients' sum."""
-    model = mlp()
-    model, optimizer = collage_neuron.compile(model, AdamW(model.parameters(), lr=1e-2))
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    optimizer.zero_grad()
-    backward(model, 0)
-    backward(model, 1)
-    for p, q in zip(model.parameters(), twin_model.parameters(), strict=True):
-        assert p.grad is not None
-        q.grad = p.grad.clone()
-    optimizer.step()
-    twin.step()
-    assert differences(snapshot(optimizer), snapshot(twin)) == []
-    train(twin_model, twin, [1])  # and it is not the step for the last one
-    assert differences(snapshot(optimizer), snapshot(twin)) != []
-
-
 def test_zero_grad_to_none_lets_a_parameter_rest_and_to_zero_does_not() -> None:
     params, oracle = twins()
     optimizer, reference = (

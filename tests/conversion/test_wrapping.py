@@ -15,34 +15,56 @@ from models import differences, snapshot
 from sharded_runs import different
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
-from worlds import run_world
+from worlds import in_turn, run_world
 
 import collage_neuron
 from collage_neuron import STRATEGIES, UnsupportedUpdate
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
+BOTH = (True, False)
+CALLS: dict[int, dict[str, tuple[Any, ...]]] = {
+    1: {f.__name__: (f,) for f in (runs.rejected, runs.held_by_something, skipped.of_an_unknown_library)},
+    2: {f.__name__: (f,) for f in (runs.every_form, runs.every_option, runs.fsdp1_of_fp32, runs.fsdp1_after_the_line)}
+    | {
+        f"{f.__name__}, {use_orig_params}": (f, use_orig_params)
+        for f in (runs.fsdp1_of_bf16, runs.fsdp1_of_others, runs.fsdp1_after_the_model_alone)
+        for use_orig_params in BOTH
+    }
+    | {kind: (skipped.skipped, kind) for kind in skipped.KINDS},
+    4: {kind: (skipped.skipped, kind) for kind in ("hsdp", "tensor_parallel")},
+}
+Found = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each process found, by the number of processes: one world for all tests."""
+    folder = tmp_path_factory.mktemp("worlds")
+    return {size: run_world(size, folder / str(size), in_turn, calls) for size, calls in CALLS.items()}
+
+
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
-def test_ddp_around_fp32_parameters_reduces_gradients_after_the_line_in_every_form(tmp_path: Path) -> None:
+def test_ddp_around_fp32_parameters_reduces_gradients_after_the_line_in_every_form(found: Found) -> None:
     """The replicas stay equal, and have the bits of replicas that nothing wraps: with the low words of fp32 weights."""
-    first, second = run_world(2, tmp_path, runs.every_form)
+    first, second = (own["every_form"] for own in found[2])
     assert any(bits.any() for name, bits in first["by hand"].items() if name.endswith("param_lo"))
     for form in runs.FORMS:
         assert (form, different(first[form], second[form])) == (form, [])
         assert (form, different(first[form], first["by hand"])) == (form, [])
 
 
-def test_every_option_of_ddp_is_kept_when_it_is_set_up_anew(tmp_path: Path) -> None:
-    first, second = run_world(2, tmp_path, runs.every_option)
-    for option, (found, expected) in first.items():
-        assert (option, different(found, expected)) == (option, [])
-        assert (option, different(found, second[option][0])) == (option, [])
+def test_every_option_of_ddp_is_kept_when_it_is_set_up_anew(found: Found) -> None:
+    first, second = (own["every_option"] for own in found[2])
+    for option, (ours, expected) in first.items():
+        assert (option, different(ours, expected)) == (option, [])
+        assert (option, different(ours, second[option][0])) == (option, [])
 
 
-def test_a_ddp_that_cannot_be_set_up_anew_is_rejected_before_anything_changes(tmp_path: Path) -> None:
-    (messages,) = run_world(1, tmp_path, runs.rejected)
+def test_a_ddp_that_cannot_be_set_up_anew_is_rejected_before_anything_changes(found: Found) -> None:
+    messages = found[1][0]["rejected"]
     for name, problem in {
         "mixed precision": "with mixed_precision, which",
         "built in": "with a communication hook of torch's own, which",
@@ -55,8 +77,8 @@ def test_a_ddp_that_cannot_be_set_up_anew_is_rejected_before_anything_changes(tm
         assert messages[name].endswith("and wrap the model after that")
 
 
-def test_hooks_of_an_unknown_wrapper_on_fp32_parameters_are_rejected(tmp_path: Path) -> None:
-    (messages,) = run_world(1, tmp_path, runs.held_by_something)
+def test_hooks_of_an_unknown_wrapper_on_fp32_parameters_are_rejected(found: Found) -> None:
+    messages = found[1][0]["held_by_something"]
     assert "gradient of param_groups[0]['params'][0]: a wrapper that reduces gradients in hooks" in messages[0]
     assert "gradient of model parameter '0.weight'" in messages[1]
     assert "or delete that loss (del loss)" in messages[1]
@@ -68,7 +90,7 @@ def test_after_a_library_has_wrapped_gradients_are_reduced_in_every_form(
 ) -> None:
     pytest.importorskip(needs)
     (first, said), (second, _) = run_world(2, tmp_path, prepared.every_form, library)
-    for form in prepared.FORMS:
+    for form in first.keys() - {"by hand"}:
         assert (form, different(first[form], second[form])) == (form, [])
         assert (form, different(first[form], first["by hand"])) == (form, [])
     assert said.endswith("or compile the one inside: collage_neuron.compile(model, optimizer.optimizer)")
@@ -112,23 +134,24 @@ def test_zero_of_torch_xla_is_rejected_with_advice_that_it_can_follow(xla: torch
 # --- FSDP1 and torch_xla's FSDP ---------------------------------------------------------------------------------------
 
 
-def test_fsdp1_of_fp32_parameters_is_rejected_in_every_form(tmp_path: Path) -> None:
-    for messages in run_world(2, tmp_path, runs.fsdp1_of_fp32):
-        assert len(messages) == 10
-        for message in messages:
+def test_fsdp1_of_fp32_parameters_is_rejected_in_every_form(found: Found) -> None:
+    for own in found[2]:
+        assert len(own["fsdp1_of_fp32"]) == 10
+        for message in own["fsdp1_of_fp32"]:
             assert "is float32 and held by FullyShardedDataParallel, which would go on with the float32 copy" in message
             assert "shard it by fully_shard" in message
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_fsdp1_of_bf16_parameters_ends_where_one_process_ends(use_orig_params: bool, tmp_path: Path) -> None:
-    assert run_world(2, tmp_path, runs.fsdp1_of_bf16, use_orig_params) == [[True] * 4] * 2
+@pytest.mark.parametrize("use_orig_params", BOTH)
+def test_fsdp1_of_bf16_parameters_ends_where_one_process_ends(use_orig_params: bool, found: Found) -> None:
+    assert [own[f"fsdp1_of_bf16, {use_orig_params}"] for own in found[2]] == [[True] * 4] * 2
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_fsdp1_of_a_class_that_is_traced(use_orig_params: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_orig_params", BOTH)
+def test_fsdp1_of_a_class_that_is_traced(use_orig_params: bool, found: Found) -> None:
     """An elementwise step ends where one process ends; sums, values that are read and drawn numbers are rejected."""
-    for ends, (sums, read, drawn, later) in run_world(2, tmp_path, runs.fsdp1_of_others, use_orig_params):
+    for own in found[2]:
+        ends, (sums, read, drawn, later) = own[f"fsdp1_of_others, {use_orig_params}"]
         assert ends == [True] * 4
         assert "adds up elements" in sums
         assert "adds up elements" in later
@@ -155,14 +178,14 @@ def test_fsdp_of_torch_xla_is_rejected(form: str, xla: torch.device) -> None:
     assert {p.dtype for p in wrapped.parameters()} == {torch.float32}
 
 
-def test_fsdp1_after_the_line_is_rejected_by_the_first_step(tmp_path: Path) -> None:
-    messages = run_world(2, tmp_path, runs.fsdp1_after_the_line)
-    assert "has another shape than its state 'param_lo', [5, 6]: it was exchanged, or cut" in messages[0]
+def test_fsdp1_after_the_line_is_rejected_by_the_first_step(found: Found) -> None:
+    message = found[2][0]["fsdp1_after_the_line"]
+    assert "has another shape than its state 'param_lo', [5, 6]: it was exchanged, or cut" in message
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_fsdp1_of_a_model_that_was_compiled_alone_trains(use_orig_params: bool, tmp_path: Path) -> None:
-    assert run_world(2, tmp_path, runs.fsdp1_after_the_model_alone, use_orig_params) == [True] * 2
+@pytest.mark.parametrize("use_orig_params", BOTH)
+def test_fsdp1_of_a_model_that_was_compiled_alone_trains(use_orig_params: bool, found: Found) -> None:
+    assert [own[f"fsdp1_after_the_model_alone, {use_orig_params}"] for own in found[2]] == [True] * 2
 
 
 # --- parameters that are converted or exchanged after the line --------------------------------------------------------
@@ -232,10 +255,10 @@ def test_parameters_may_be_exchanged_before_the_first_step_by_others_of_bf16(dty
 @pytest.mark.parametrize(
     ("size", "kind"), [(2, kind) for kind in skipped.KINDS] + [(4, "hsdp"), (4, "tensor_parallel")]
 )
-def test_a_nan_in_one_process_makes_all_skip_and_count(kind: str, size: int, tmp_path: Path) -> None:
-    assert run_world(size, tmp_path, skipped.skipped, kind) == [[]] * size
+def test_a_nan_in_one_process_makes_all_skip_and_count(kind: str, size: int, found: Found) -> None:
+    assert [own[kind] for own in found[size]] == [[]] * size
 
 
-def test_skip_is_rejected_for_parameters_that_a_library_has_split_its_own_way(tmp_path: Path) -> None:
-    (message,) = run_world(1, tmp_path, skipped.of_an_unknown_library)
+def test_skip_is_rejected_for_parameters_that_a_library_has_split_its_own_way(found: Found) -> None:
+    message = found[1][0]["of_an_unknown_library"]
     assert "split by tensor parallelism (p.tensor_model_parallel), over processes that only its library" in message

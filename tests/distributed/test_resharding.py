@@ -40,7 +40,6 @@ def run_legs(folder: Path, legs: list[tuple[int, str]], strategies: list[str], f
 RESHARDINGS = {
     "2, 4, 1": ([(2, "fsdp"), (4, "fsdp"), (1, "plain")], REPRESENTATIVE, False),
     "1, 4, 2, flat": ([(1, "plain"), (4, "fsdp"), (2, "fsdp")], ["full", "fp32"], True),
-    "2, 2 (FSDP2)": ([(2, "fsdp"), (2, "fsdp")], REPRESENTATIVE, False),
     "2, 2 (FSDP2, model alone)": ([(2, "fsdp_model"), (2, "fsdp_model")], ["full", "light"], False),
     "2, 2 (DDP)": ([(2, "ddp"), (2, "ddp")], REPRESENTATIVE, False),
     "4, 2 (DDP to FSDP2), flat": ([(4, "ddp"), (2, "fsdp")], ["full"], True),
@@ -59,23 +58,6 @@ def test_a_run_goes_on_with_other_shards_bit_for_bit(
             assert different(after[strategy][0], before[strategy][1]) == []  # what was loaded is what was saved
     for strategy in strategies:
         assert different(found[-1][strategy][1], unsharded[strategy]) == []
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_integer_words_travel_too(flat: bool, tmp_path: Path) -> None:
-    """Two shards, four, one: int8 words of an outside format, and the record that says what they are."""
-    args = tmp_path / "saved", flat
-    found = []
-    for i, (size, kind) in enumerate([(2, "fsdp"), (4, "fsdp"), (1, "plain")]):
-        steps = range(2 * i, 2 * (i + 1))
-        leg = runs.leg, kind, [runs.INTEGERS], steps, *args
-        found.append([w[runs.INTEGERS] for w in run_world(size, tmp_path / f"leg {i}", runs.with_integers, *leg)])
-    for world in found:
-        assert all(different(end, world[0][1]) == [] for _, end in world)
-    for before, after in pairwise(found):
-        assert different(after[0][0], before[0][1]) == []
-    expected = runs.with_integers(runs.trajectory, "plain", runs.INTEGERS)
-    assert different(found[-1][0][1], expected) == []
 
 
 @pytest.mark.parametrize("strategy", ["full", "fp32"])

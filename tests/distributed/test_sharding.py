@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import sharded_runs as runs
 import torch
 from models import REPRESENTATIVE
 from sharded_runs import different
-from worlds import run_world
+from worlds import in_turn, run_world
 
 SIZES = (2, 4)
 ELEMENTS = 6 * 5 + 5 + 5 * 1 + 1
@@ -21,60 +21,88 @@ def unsharded() -> dict[str, runs.Whole]:
     return {strategy: runs.trajectory("plain", strategy) for strategy in REPRESENTATIVE}
 
 
+CASES = [(kind, "full") for kind in runs.KINDS if kind != "plain"]
+CASES += [(kind, strategy) for kind in ("ddp", "fsdp") for strategy in REPRESENTATIVE if strategy != "full"]
+"""Every order of compiling and sharding, and every format."""
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "trajectories": (runs.trajectories, CASES),
+    **{f"{kind} beside a twin": (runs.beside_a_twin, kind, "full") for kind in ("ddp", "fsdp")},
+    "tensor parallel": (runs.tensor_parallel, "full"),
+    **{f"{kind}, {s}": (runs.placement, kind, s) for kind, s in (("fsdp", "full"), ("fsdp", "bf16"), ("ddp", "full"))},
+}
+OF_TWO: dict[str, tuple[Any, ...]] = {
+    "replicas": (runs.replicas, [0, 1], False),
+    "replicas, model alone": (runs.replicas, [0, 1], True),
+    "values": (runs.values, "plus"),
+    "after a forward": (runs.after_a_forward,),
+    "unsharded values": (runs.unsharded_values,),
+}
+OF_FOUR: dict[str, tuple[Any, ...]] = {"mesh": (runs.trajectory_on_mesh, "full")}
+
+Found = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each process found, by the number of processes: one world for all tests."""
+    folder, more = tmp_path_factory.mktemp("worlds"), {2: OF_TWO, 4: OF_FOUR}
+    return {size: run_world(size, folder / str(size), in_turn, CALLS | more[size]) for size in SIZES}
+
+
 # --- the same bits as one process -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_kind_of_sharding_ends_where_one_process_ends(
-    size: int, unsharded: dict[str, runs.Whole], tmp_path: Path
+    size: int, unsharded: dict[str, runs.Whole], found: Found
 ) -> None:
-    """Processes that see the same batch: every order of compiling and sharding, every format."""
-    cases = [(kind, "full") for kind in runs.KINDS if kind != "plain"]
-    cases += [(kind, strategy) for kind in ("ddp", "fsdp") for strategy in REPRESENTATIVE if strategy != "full"]
-    for found in run_world(size, tmp_path, runs.trajectories, cases):
-        wrong = {case: different(found[case], unsharded[case[1]]) for case in cases}
+    """Processes that see the same batch."""
+    for own in found[size]:
+        wrong = {case: different(own["trajectories"][case], unsharded[case[1]]) for case in CASES}
         assert {case: names for case, names in wrong.items() if names} == {}
 
 
-def test_replicas_of_shards_end_where_one_process_ends(unsharded: dict[str, runs.Whole], tmp_path: Path) -> None:
-    for found in run_world(4, tmp_path, runs.trajectory_on_mesh, "full"):
-        assert different(found, unsharded["full"]) == []
+def test_replicas_of_shards_end_where_one_process_ends(unsharded: dict[str, runs.Whole], found: Found) -> None:
+    for own in found[4]:
+        assert different(own["mesh"], unsharded["full"]) == []
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_given_the_same_gradients_the_update_has_the_same_bits(kind: str, size: int, tmp_path: Path) -> None:
+def test_given_the_same_gradients_the_update_has_the_same_bits(kind: str, size: int, found: Found) -> None:
     """Processes that see batches of their own."""
-    assert run_world(size, tmp_path, runs.beside_a_twin, kind, "full") == [[]] * size
+    assert [own[f"{kind} beside a twin"] for own in found[size]] == [[]] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_tensors_sharded_by_rows_or_columns_and_gradients_in_parts(size: int, tmp_path: Path) -> None:
+def test_tensors_sharded_by_rows_or_columns_and_gradients_in_parts(size: int, found: Found) -> None:
     expected: dict[str, list[str]] = {name: [] for name in runs.PLACEMENTS}
-    assert run_world(size, tmp_path, runs.tensor_parallel, "full") == [expected] * size
+    assert [own["tensor parallel"] for own in found[size]] == [expected] * size
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["(model, optimizer)", "(model)"])
+@pytest.mark.parametrize("name", ["replicas", "replicas, model alone"])
 def test_replicas_that_were_built_from_different_weights_hold_the_same_after_a_broadcast(
-    alone: bool, tmp_path: Path
+    name: str, found: Found
 ) -> None:
     """Low words too: those of weights that were replaced are dropped, in every process."""
-    first, second = run_world(2, tmp_path, runs.replicas, [0, 1], alone)
+    first, second = (own[name] for own in found[2])
     assert different(first, second) == []
-    assert any(bits.any() for name, bits in first.items() if name.endswith("param_lo"))
+    assert any(bits.any() for key, bits in first.items() if key.endswith("param_lo"))
 
 
-def test_fp32_shards_are_split_and_not_rounded(tmp_path: Path) -> None:
-    assert run_world(2, tmp_path, runs.values, "plus") == [[]] * 2
+def test_fp32_shards_are_split_and_not_rounded(found: Found) -> None:
+    assert [own["values"] for own in found[2]] == [[]] * 2
 
 
-def test_a_model_that_fsdp_has_laid_out_in_fp32_is_refused_and_left_alone(tmp_path: Path) -> None:
-    for message in run_world(2, tmp_path, runs.after_a_forward):
-        assert "compile before the first forward" in message
+def test_a_model_that_fsdp_has_laid_out_in_fp32_is_refused_and_left_alone(found: Found) -> None:
+    for own in found[2]:
+        assert "compile before the first forward" in own["after a forward"]
 
 
-def test_fp32_values_that_are_not_sharded_as_the_parameters_are_refused(tmp_path: Path) -> None:
-    for of_model, of_value in run_world(2, tmp_path, runs.unsharded_values):
+def test_fp32_values_that_are_not_sharded_as_the_parameters_are_refused(found: Found) -> None:
+    for own in found[2]:
+        of_model, of_value = own["unsharded values"]
         assert "'0.weight' is not sharded and in the model sharded (a DTensor): distribute_tensor makes" in of_model
         assert of_value == "the parameter is sharded (a DTensor) and the value not sharded; nothing was written"
 
@@ -83,29 +111,29 @@ def test_fp32_values_that_are_not_sharded_as_the_parameters_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_under_fsdp_only_high_words_and_gradients_travel(size: int, tmp_path: Path) -> None:
+def test_under_fsdp_only_high_words_and_gradients_travel(size: int, found: Found) -> None:
     """As many bytes as pure bf16 training sends, all of them bf16, and none in the update."""
-    plus = run_world(size, tmp_path / "plus", runs.placement, "fsdp", "full")
-    pure = run_world(size, tmp_path / "bf16", runs.placement, "fsdp", "bf16")
-    for found, expected in zip(plus, pure, strict=True):
-        assert found["update"] == {}
-        assert found["gradients"] == expected["gradients"]
-        assert {dtype for _, dtype in found["gradients"]} == {torch.bfloat16}
-        assert {operation for operation, _ in found["gradients"]} == {"allgather_base", "reduce_scatter_base"}
+    for own in found[size]:
+        sent, expected = own["fsdp, full"], own["fsdp, bf16"]
+        assert sent["update"] == {}
+        assert sent["gradients"] == expected["gradients"]
+        assert {dtype for _, dtype in sent["gradients"]} == {torch.bfloat16}
+        assert {operation for operation, _ in sent["gradients"]} == {"allgather_base", "reduce_scatter_base"}
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_under_fsdp_low_words_stay_with_their_shard(size: int, tmp_path: Path) -> None:
-    found = run_world(size, tmp_path, runs.placement, "fsdp", "full")
-    assert sum(f["elements"] for f in found) == ELEMENTS
-    assert min(min(f["rows"]) for f in found) == 0  # some hold nothing of a parameter
-    for f in found:
+def test_under_fsdp_low_words_stay_with_their_shard(size: int, found: Found) -> None:
+    placed = [own["fsdp, full"] for own in found[size]]
+    assert sum(f["elements"] for f in placed) == ELEMENTS
+    assert min(min(f["rows"]) for f in placed) == 0  # some hold nothing of a parameter
+    for f in placed:
         assert f["sharded like the parameter"]
         assert f["keys"] == {"param_lo", "exp_avg", "exp_avg_lo", "exp_avg_sq", "exp_avg_sq_lo"}
         assert f["bytes of states"] == 5 * 2 * f["elements"]
 
 
-def test_under_ddp_only_gradients_travel(tmp_path: Path) -> None:
-    for found in run_world(2, tmp_path, runs.placement, "ddp", "full"):
-        assert found["update"] == {}
-        assert found["gradients"] == {("allreduce", torch.bfloat16): 2 * ELEMENTS}
+@pytest.mark.parametrize("size", SIZES)
+def test_under_ddp_only_gradients_travel(size: int, found: Found) -> None:
+    for own in found[size]:
+        assert own["ddp, full"]["update"] == {}
+        assert own["ddp, full"]["gradients"] == {("allreduce", torch.bfloat16): 2 * ELEMENTS}

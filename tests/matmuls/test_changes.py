@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import collage_neuron
-from collage_neuron.matmuls.forward import MANY, MOST
+from collage_neuron.matmuls.forward import MANY
 
 
 def small() -> nn.Module:
@@ -232,10 +232,11 @@ def trained(model: nn.Module, sizes: Iterable[int], modes: Iterable[bool] = (Tru
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Pad batches to a few shapes")
-def test_more_graphs_than_are_kept_are_captured_anew() -> None:
+def test_more_graphs_than_are_kept_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collage_neuron.matmuls.forward.MOST", most := 12)
     model = compiled(nn.Linear(64, 8).bfloat16(), keep=())
-    with pytest.warns(UserWarning, match=f"drops {MOST} graphs"):
-        trained(model, range(2, MOST + 4))
+    with pytest.warns(UserWarning, match=f"drops {most} graphs"):
+        trained(model, range(2, most + 4))
     assert 0 < len(graphs(model)) < 4
     assert "0 (forward and backward)" in collage_neuron.explain(model)
     assert copy.deepcopy(model)(batch()).shape == (32, 8)

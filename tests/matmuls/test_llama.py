@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_models import by_layer, compiled, dots, gradients, graph, hlo, largest_difference, reference, tokens
+from sampling import WHOLE
 from torch import nn
 
 import collage_neuron
@@ -67,7 +68,7 @@ def test_loss_and_gradients_are_those_of_a_plain_implementation() -> None:
         assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not WHOLE, reason="XLA compiles for half a minute; test_xla.py has both claims of smaller models")
 def test_dots_of_8_bits_on_xla_and_gradients_close_to_eager_ones(
     xla: torch.device, golden: Callable[[str, str], None]
 ) -> None:

@@ -15,20 +15,16 @@ from fractions import Fraction
 
 import pytest
 import torch
-from eft_runs import GAPS, HARMLESS, ROUNDING, SIGNIFICANDS, A, B, Run, Tensors, harmless, sum_update, wrong_roundings
+from eft_runs import GAPS, SIGNIFICANDS, A, B, Run, Tensors, sum_update
 from exact import (
     fractions,
     from_bits,
-    on_reference,
-    on_xla,
     rne,
     rounded,
     ulp,
     update_of,
-    with_swapped_operands,
 )
 
-from collage_neuron.numerics import eft
 from collage_neuron.numerics.eft import (
     Expansion,
     Value,
@@ -39,16 +35,12 @@ from collage_neuron.numerics.eft import (
     two_sum,
     widen,
 )
-from collage_neuron.passes.backends.xla.hlo import Computation
 from collage_neuron.passes.ir.update import Update
 
 NEAREST_SUM = rounded(A + B)
 
 
 FIRST_IS_LARGER = (GAPS >= 0).expand_as(A)  # by exponent: enough for fast_two_sum, as Dekker proved
-
-
-DOMAIN = {"two_sum": torch.ones_like(A, dtype=torch.bool), "fast_two_sum": FIRST_IS_LARGER}
 
 
 def wrong_sums(run: Run, update: Update) -> torch.Tensor:
@@ -108,41 +100,6 @@ def test_words_stored_as_bf16_are_the_words(run: Run) -> None:
     assert not wrong_sums(run, update_of(("a", "b"), stored)).any()
 
 
-@pytest.mark.parametrize("algorithm", [two_sum, fast_two_sum])
-def test_a_sum_that_loses_a_rounding_is_wrong(run: Run, algorithm: Callable[[Value, Value], Expansion]) -> None:
-    domain = DOMAIN[algorithm.__name__]
-    found = harmless(
-        algorithm.__name__, sum_update(algorithm), lambda broken: int(wrong_sums(run, broken)[domain].sum())
-    )
-    assert found == HARMLESS[algorithm.__name__]
-
-
-@pytest.mark.parametrize("algorithm", [two_sum, fast_two_sum])
-def test_a_sum_with_swapped_operands_is_wrong(run: Run, algorithm: Callable[[Value, Value], Expansion]) -> None:
-    for name, broken in with_swapped_operands(sum_update(algorithm)):
-        assert wrong_sums(run, broken)[DOMAIN[algorithm.__name__]].any(), name
-
-
-def test_a_lowering_to_xla_that_drops_all_roundings_is_wrong(
-    xla: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Computation, "reduce_precision", lambda self, x, exponent_bits, mantissa_bits: x)
-    assert wrong_sums(on_xla, sum_update(two_sum)).any()
-    assert wrong_sums(on_xla, sum_update(fast_two_sum))[FIRST_IS_LARGER].any()
-    assert wrong_products(on_xla, PRODUCT, 0).any()
-    assert wrong_splits(on_xla, SPLIT).any()
-    assert wrong_roundings(on_xla, ROUNDING).any()
-
-
-def test_a_reference_that_drops_all_roundings_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eft, "round_to", lambda x, fmt: x)
-    assert wrong_sums(on_reference, sum_update(two_sum)).any()
-    assert wrong_sums(on_reference, sum_update(fast_two_sum))[FIRST_IS_LARGER].any()
-    assert wrong_products(on_reference, update_of(("a", "b"), two_prod), 0).any()
-    assert wrong_splits(on_reference, update_of(("x",), split)).any()
-    assert wrong_roundings(on_reference, update_of(("x",), lambda x: [eft.bf16(x)])).any()
-
-
 # Products ----------------------------------------------------------------------------------------------------------
 
 PRODUCT = update_of(("a", "b"), two_prod)
@@ -178,16 +135,6 @@ def test_two_prod_is_exact_for_all_significands(run: Run, exponent: int) -> None
 def test_two_prod_is_exact_down_to_underflow_and_not_below(run: Run, lowest: int) -> None:
     assert not wrong_products(run, PRODUCT, lowest).any()
     assert wrong_products(run, PRODUCT, lowest - 1).any()
-
-
-def test_a_product_that_loses_a_rounding_is_wrong(run: Run) -> None:
-    found = harmless("two_prod", PRODUCT, lambda broken: int(wrong_products(run, broken, 0).sum()))
-    assert found == HARMLESS["two_prod"]
-
-
-def test_a_product_with_swapped_operands_is_wrong(run: Run) -> None:
-    for name, broken in with_swapped_operands(PRODUCT):
-        assert wrong_products(run, broken, 0).any(), name
 
 
 # Split -------------------------------------------------------------------------------------------------------------
@@ -230,12 +177,3 @@ def test_split_loses_at_most_half_an_ulp_of_lo(run: Run) -> None:
     assert (lost <= ulp(lo) / 2).all()
     assert lost.max() == 2**6
     assert (lost < 2**-17 * UNITS.abs()).all()
-
-
-def test_a_split_that_loses_a_rounding_is_wrong(run: Run) -> None:
-    found = harmless("split", SPLIT, lambda broken: int(wrong_splits(run, broken).sum()))
-    assert found == HARMLESS["split"]
-
-
-def test_a_split_with_swapped_operands_is_wrong(run: Run) -> None:
-    assert [bool(wrong_splits(run, broken).any()) for _, broken in with_swapped_operands(SPLIT)] == [True]

@@ -1,29 +1,14 @@
-"""Integer words in explicit-rounding form: every bit of every word, on both backends, against exact numbers."""
+"""Operations of integer words in explicit-rounding form, on both backends, against exact numbers."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from fractions import Fraction
 
 import pytest
 import torch
-from exact import fractions, on_reference, on_xla, rne, update_of
-from integer_words import (
-    BF16_INT8,
-    ERROR,
-    LEAST,
-    STEPS,
-    all_high_words,
-    all_low_words,
-    decode,
-    decoder,
-    encoder,
-    exact_value,
-    exact_words,
-    grid,
-    is_normal,
-)
+from exact import on_reference, on_xla, update_of
+from integer_words import decode
 from torch import Tensor
 
 from collage_neuron.errors import VerificationError
@@ -37,8 +22,6 @@ from collage_neuron.numerics.eft import (
     round_to,
     widen,
 )
-from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.numerics.rounding import digits, leading
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.ir.verify import verify
 
@@ -115,79 +98,6 @@ def test_a_number_off_ties_is_its_bf16_and_its_places(backend: str) -> None:
     update = update_of(["x"], lambda x: [beyond(round_to(x, "bf16"), places(x))])
     sure = (x.abs() >= 2.0**-125) & (bits(x) & 0xFFFF != 0x8000) | (x == 0)
     assert torch.equal(bits(BACKENDS[backend](update, [x])[0])[sure], bits(x)[sure])
-
-
-# --- a format made of them ------------------------------------------------------------------------------------------
-
-
-def test_the_oracles_say_what_rationals_say() -> None:
-    g = torch.Generator().manual_seed(0)
-    x = torch.cat([torch.randn(500, generator=g), torch.randn(500, generator=g).exp2() * 2.0**-100])
-    high, low = exact_words(x)
-    assert fractions(high) == [rne(q) for q in fractions(x)]
-    for q, hi, lo, value in zip(*map(fractions, (x, high, low, exact_value(high, low))), strict=True):
-        unit = Fraction(1)
-        while unit > abs(hi):
-            unit /= 2
-        while 2 * unit <= abs(hi):
-            unit *= 2
-        step = unit / Fraction(STEPS)
-        assert lo == min(max(round((q - hi) / step), -128), 127)
-        assert value == hi + lo * step
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_pair_of_words_is_read_exactly(backend: str) -> None:
-    """All 65 536 high words with all 256 low ones."""
-    hi, update = all_high_words(), decoder()
-    sure = is_normal(hi.float())
-    for n in all_low_words():
-        lo = torch.full(hi.shape, n, dtype=torch.int8)
-        (found,) = BACKENDS[backend](update, [hi, lo])
-        expected = exact_value(hi, lo).float()
-        assert torch.equal(bits(found)[sure], bits(expected)[sure])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_number_of_the_grid_becomes_the_words_of_the_definition(backend: str) -> None:
-    x = grid()
-    found, (high, low) = BACKENDS[backend](encoder(), [x]), exact_words(x)
-    sure = is_normal(x) & is_normal(high)
-    assert torch.equal(bits(found[0].float())[sure], bits(high.float())[sure])
-    assert torch.equal(found[1][sure].double(), low[sure])
-    assert set(found[1].tolist()) == set(all_low_words())
-
-
-def test_backends_agree_bit_for_bit() -> None:
-    x = grid()
-    x = x[is_normal(x)]
-    for a, b in zip(on_reference(encoder(), [x]), on_xla(encoder(), [x]), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a.isnan(), b.isnan())
-        assert torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def test_what_was_stored_is_stored_again_without_a_change() -> None:
-    """Encoded twice, as `store` does it: 128 steps below an odd high word lie as near to the even one beside it."""
-    x = grid()
-    once = BF16_INT8.decode(BF16_INT8.encode(x))
-    sure = once.isfinite() & (x.abs() >= 2 * LEAST)
-    assert ((once - x).abs() <= ERROR * x.abs())[sure].all()
-    words = BF16_INT8.encode(once)
-    again = BF16_INT8.encode(BF16_INT8.decode(words))
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(words, again, strict=True))
-
-
-def test_the_product_measures_what_the_format_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORMATS, BF16_INT8.name, BF16_INT8)
-    assert 2.0 ** -digits(BF16_INT8) == ERROR
-    assert leading(BF16_INT8) == leading(FORMATS["bf16"])
-
-
-# --- what the comparisons would notice ------------------------------------------------------------------------------
-
-
-# --- verify ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_stored_as_an_integer_is_rounded_to_it() -> None:

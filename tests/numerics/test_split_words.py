@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact import fractions, on_reference, on_xla, ordinal, rne, rounded, update_of
-from integer_words import all_high_words, is_normal
+from exact import all_high_words, fractions, is_normal, on_reference, on_xla, ordinal, rne, rounded, update_of
 from torch import Tensor
 
 from collage_neuron.numerics.formats import FORMATS
@@ -160,6 +159,3 @@ def test_specials(name: str) -> None:
 def test_the_product_measures_what_the_format_rounds(name: str) -> None:
     assert digits(FORMATS[name]) == {"bf16+int16": 24, "bf16+int8": 15}[name]
     assert leading(FORMATS[name]) == leading(FORMATS["bf16"])
-
-
-# --- what the comparisons would notice ------------------------------------------------------------------------------

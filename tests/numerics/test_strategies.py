@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import bounds
 import pytest
 import torch
-from agreement import SHAPE, compare, gradients, initial
+from agreement import compare, gradients, initial
 from foreign import TransformersAdamW
 
 import collage_neuron
@@ -257,38 +256,6 @@ def test_a_new_format_is_an_entry_of_a_table(bf16x3: str) -> None:
     assert stored(stepped(optimizer), p) == dict.fromkeys(keys[1:], B)  # the first is the parameter itself
     assert collage_neuron.bytes_per_parameter(optimizer) == 2 + 3 * 6
     assert formats_explained(optimizer) == dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), bf16x3)
-
-
-def test_a_new_format_splits_fp32_weights_without_loss(bf16x3: str) -> None:
-    weights = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
-    p = torch.nn.Parameter(weights.clone())
-    optimizer = collage_neuron.compile(torch.optim.AdamW([p]), strategy=bf16x3)
-    assert torch.equal(collage_neuron.exact_value(optimizer, p), weights)
-
-
-def test_a_new_format_goes_through_a_state_dict(bf16x3: str) -> None:
-    optimizer, p = adamw(strategy=bf16x3)
-    stepped(optimizer)
-    other, q = adamw(strategy=bf16x3)
-    q.data.copy_(p.data)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    stepped(optimizer)
-    stepped(other)
-    assert torch.equal(collage_neuron.exact_value(optimizer, p), collage_neuron.exact_value(other, q))
-
-
-@pytest.mark.filterwarnings("ignore::collage_neuron.StrategyChanged")
-def test_a_state_moves_into_a_new_format_and_back(bf16x3: str) -> None:
-    """The run that changes its format twice ends where one in pairs does, up to three storings of pairs."""
-    optimizer, p = adamw(strategy="full")
-    plain, q = adamw(strategy="full")
-    for strategy in ("full", bf16x3, "full"):
-        collage_neuron.compile(optimizer, strategy=strategy)
-        stepped(optimizer)
-        stepped(plain)
-    assert set(stored(optimizer, p)) == {"param_lo", "exp_avg", "exp_avg_lo", "exp_avg_sq", "exp_avg_sq_lo"}
-    difference = collage_neuron.exact_value(optimizer, p) - collage_neuron.exact_value(plain, q)
-    assert difference.abs().max() <= 9 * 2 * 2**-17 * initial().abs().max()  # nine steps, two runs
 
 
 def error(strategy: str, device: str | torch.device) -> float:

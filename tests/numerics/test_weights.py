@@ -10,7 +10,6 @@ do not, in either arithmetic, and the tests say by how much and that the bf16 fi
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ import pytest
 import torch
 from oracles import (
     DRIFT_STREAMS,
-    STEPS,
     Driver,
     Setting,
     adamw64,
@@ -32,11 +30,9 @@ from oracles import (
 from torch import Tensor
 
 import collage_neuron
-from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.states.store import read_exact
 
 ISSUE = Setting(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
-BERT = Setting(lr=4e-4, betas=(0.9, 0.999), weight_decay=0.01)
 
 PLUS = {"bf16": 2e-3, "fp32": 1e-3}
 """The issue's bound for `plus`, by arithmetic."""
@@ -83,19 +79,11 @@ def exact(setting: Setting) -> Tensor:
 slots = cache(decay_slots)
 
 
-FORMATS: dict[str, StrategyLike] = {
-    "exact moments": {"param": "bf16x2", "*": "fp32"},
-    "exact weights": {"param": "bf16+fp32", "*": "bf16x2"},
-    "bf16 moments": {"param": "bf16+fp32", "*": "bf16"},
-}
-"""Mappings that take one source of error away, beside the named strategies."""
-
-
 @cache
 @one_thread()
 def run(strategy: str, arithmetic: str, setting: Setting = ISSUE) -> Runs:
     theta = initial_weights(len(DRIFT_STREAMS)).expand(2, -1, -1)
-    driver = Driver(theta, FORMATS.get(strategy, strategy), arithmetic)
+    driver = Driver(theta, strategy, arithmetic)
     for g, numbers in zip(drift_streams(), slots(setting), strict=True):
         driver.step(g, numbers)
     return Runs(driver.value("param"), exact(setting))
@@ -119,31 +107,15 @@ def test_plain_bf16_does_not(arithmetic: str, stream: str) -> None:
     assert run("bf16", arithmetic).error(stream) > 0.5
 
 
-@pytest.mark.parametrize("strategy", ["plus", "stochastic"])
 @one_thread()
-def test_the_compiled_optimizer_takes_the_same_steps(strategy: str) -> None:
+def test_the_compiled_optimizer_takes_the_same_steps() -> None:
     """Through `optimizer.step()`, bit for bit the driven update that stands for it in the other tests."""
     p = torch.nn.Parameter(initial_weights(len(DRIFT_STREAMS)))
-    optimizer = collage_neuron.compile(torch.optim.AdamW([p], **ISSUE._asdict()), strategy=strategy)
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p], **ISSUE._asdict()), strategy="plus")
     for g in drift_streams():
         p.grad = g
         optimizer.step()
-    assert torch.equal(read_exact(p, optimizer.state[p], "param").double(), run(strategy, "fp32").theta[0])
-
-
-@pytest.mark.parametrize("stream", DRIFT_STREAMS)
-def test_stochastic_stores_wander_around_the_weights_of_the_same_moments(stream: str) -> None:
-    """They go astray by chance alone. The moments do not depend on the weights.
-
-    Each of the 2000 errors is within an ulp, 2**-9 below 1/2, and has mean 0 whatever came before: this bounds their
-    sum's mean over all elements (Azuma and Hoeffding), and its variance, by half an ulp squared a step.
-    """
-    row = DRIFT_STREAMS.index(stream)
-    found, around = (run(s, "fp32").theta[0, row] for s in ("stochastic", "bf16 moments"))
-    assert found.abs().max() < 0.5
-    error = found - around
-    assert error.mean().abs() <= 2**-9 * math.sqrt(2 * STEPS * math.log(2 / 1e-9) / len(error))
-    assert error.square().mean() <= 2 * STEPS * (2**-10) ** 2  # twice the bound: a mean over elements varies too
+    assert torch.equal(read_exact(p, optimizer.state[p], "param").double(), run("plus", "fp32").theta[0])
 
 
 @pytest.mark.parametrize("arithmetic", PLUS)
@@ -163,22 +135,10 @@ def test_a_wider_first_moment_brings_plus_within_its_bound(stream: str) -> None:
     assert run("full", "fp32").error(stream) <= PLUS["fp32"]
 
 
-def test_without_noise_the_pair_that_holds_a_weight_is_the_limit() -> None:
-    """A constant step is rounded the same way each time: 5.4e-4 whatever the moments, where the issue says 5e-4.
-
-    A fifth of the weight decay, which here is a hundredth of that step, is rounded away with it.
-    """
-    for strategy in ("full", "exact moments"):
-        assert FULL < run(strategy, "fp32").error("pure drift") <= 2**-10
-        assert run(strategy, "fp32").realised_decay("pure drift") < 0.99
-    assert run("exact weights", "fp32").error("pure drift") <= 2**-15
-    assert run("exact weights", "fp32").realised_decay("pure drift") == pytest.approx(1, abs=0.01)
-
-
 @pytest.mark.parametrize("stream", [*DRIFTING, "pure noise"])
-@pytest.mark.parametrize(("strategy", "setting"), [("plus", ISSUE), ("plus", BERT), ("full", ISSUE)])
-def test_weight_decay_is_realised_in_fp32_arithmetic(strategy: str, setting: Setting, stream: str) -> None:
-    assert run(strategy, "fp32", setting).realised_decay(stream) == pytest.approx(1, abs=0.01)
+@pytest.mark.parametrize("strategy", ["plus", "full"])
+def test_weight_decay_is_realised_in_fp32_arithmetic(strategy: str, stream: str) -> None:
+    assert run(strategy, "fp32").realised_decay(stream) == pytest.approx(1, abs=0.01)
 
 
 def test_weight_decay_alone_is_realised_in_fp32_arithmetic() -> None:
@@ -188,10 +148,9 @@ def test_weight_decay_alone_is_realised_in_fp32_arithmetic() -> None:
 
 
 def test_weight_decay_is_lost_where_its_terms_are_rounded_apart() -> None:
-    """So the check can fail: in plain bf16 none of it arrives, in the paper's arithmetic half (papers.md A7, 7)."""
+    """So the check can fail: in plain bf16 none of it arrives."""
     assert run("bf16", "bf16").realised_decay("pure noise") < 0.01
     assert run("bf16", "bf16").realised_decay("no gradient") < 0.01
-    assert run("plus", "bf16", BERT).realised_decay("pure noise") < 0.9
 
 
 SMALL_STEPS: dict[str, tuple[float, float | None, float]] = {

@@ -16,6 +16,7 @@ import torch
 from agreement import Agreement, compare, gradients, initial
 from bounds import Unbounded
 from package_cases import COVERED, NOTES, STAGED
+from sampling import part
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
@@ -72,28 +73,34 @@ WITHOUT_FP64 = {"Adahessian", "AdaHessian", "SophiaH", "FAdam"}
 """They have no step in float64, or differentiate again."""
 
 
+def tried(name: str) -> list[str]:
+    """Every second one, whose updates share their operations with the others': random ones are in test_random.py."""
+    return part([o for o in optimizers(name) if o not in WITHOUT_FP64], 2)
+
+
 @pytest.mark.parametrize("name", COVERED)
 def test_each_of_the_table_agrees(name: str) -> None:
     """In fp32 arithmetic with `plus`; `compare` holds every element to its bound."""
-    outcomes = {o: outcome(name, o, "plus", "fp32") for o in optimizers(name) if o not in WITHOUT_FP64}
-    assert {o for o, found in outcomes.items() if isinstance(found, Agreement)} == set(COVERED[name].split())
+    outcomes = {o: outcome(name, o, "plus", "fp32") for o in tried(name)}
+    found = {o for o, agreement in outcomes.items() if isinstance(agreement, Agreement)}
+    assert found == outcomes.keys() & COVERED[name].split()
 
 
 @pytest.mark.parametrize("name", COVERED)
 def test_none_has_more_than_three_graphs(name: str) -> None:
     """In six steps: a fill value or a bound that changes with the step is a number, not another graph."""
-    found = [outcome(name, o, "plus", "fp32") for o in COVERED[name].split()]
+    found = [outcome(name, o, "plus", "fp32") for o in tried(name) if o in COVERED[name].split()]
     assert all(isinstance(f, Agreement) and f.graphs <= 3 for f in found)
 
 
 @pytest.mark.parametrize("name", COVERED)
 def test_each_agrees_in_the_papers_arithmetic_too(name: str) -> None:
     """But those in stages: arithmetic="bf16" defines no sums."""
-    outcomes = {o: outcome(name, o, "full", "bf16") for o in COVERED[name].split()}
+    outcomes = {o: outcome(name, o, "full", "bf16") for o in part(COVERED[name].split(), 4)}
     for found in outcomes.values():
         if isinstance(found, str):
             assert "which arithmetic='bf16' does not define" in found
-    assert {o for o, found in outcomes.items() if isinstance(found, str)} == STAGED[name] & set(COVERED[name].split())
+    assert {o for o, found in outcomes.items() if isinstance(found, str)} == STAGED[name] & outcomes.keys()
 
 
 def run(optimizer: torch.optim.Optimizer, steps: int = 3) -> None:

@@ -2,8 +2,7 @@
 
 Recorded are the stored components before and after a step, and what the update wanted (`rewritten(..., wanted)`),
 element by element. On the reference backend sums must agree within the rounding of their terms, counts to the last
-element. On XLA a loop that measures may contract other products to FMAs than the loop that stores: `exact.intervals`
-says which numbers that allows for each element, and sums and counts must lie between what its ends give.
+element.
 """
 
 from __future__ import annotations

@@ -1,30 +1,23 @@
-"""The instrument pass: sums and counts on XLA, and the pass and its parts."""
+"""The instrument pass and its parts; test_reference_and_xla.py compares what XLA measures with the reference."""
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.fx as fx
-from exact import intervals, on_xla
+from exact import on_xla
 from instrumented import (
-    UNDERFLOW,
     U,
-    Updates,
-    check_on_reference,
     hundredth_step,
-    terms,
     updates,
     updates_of,
 )
-from models import MODES
 from planned import capture
-from torch import Tensor
-from updates import OPTIMIZERS, random_inputs, rewritten
+from updates import random_inputs, rewritten
 
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import narrow, widen
@@ -39,68 +32,6 @@ from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
-
-
-class Range(NamedTuple):
-    low: float
-    high: float
-
-
-def allowed(u: Updates, inputs: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[list[Range], list[Range]]:
-    """Between which numbers each sum and each count must be, whatever XLA contracts and in whatever order it adds.
-
-    A sum of m numbers in any order is off by (m - 1) U of the sum of magnitudes, to first order; a row is one such sum,
-    the rows another, and each term was rounded once: 1 % more covers the second order.
-    """
-    found = intervals(terms(u.measured), inputs, u.scalars)[len(u.measured.outputs) :]
-    sums, counts = found[: len(u.measured.sums)], found[len(u.measured.sums) :]
-    error = 1.01 * (sum(rows(math.prod(shape))) + 1) * U
-    ranges = []
-    for i in sums:
-        slack = error * float(torch.maximum(i.low.abs(), i.high.abs()).sum()) + UNDERFLOW
-        ranges.append(Range(float(i.low.sum()) - slack, float(i.high.sum()) + slack))
-    return ranges, [Range(int(i.low.sum()), int(i.high.sum())) for i in counts]
-
-
-def distinct() -> Iterator[tuple[str, str, str]]:
-    """Each optimizer in every mode, but for modes that store its values in the same formats as one before.
-
-    SGD has no second moment: for it split422 is split423, plus is light, and so on.
-    """
-    for name, (_, states) in OPTIMIZERS.items():
-        seen = set()
-        for strategy, arithmetic in MODES:
-            formats = formats_for(strategy, states, {s: "slow" for s in states if "sq" in s}, torch.bfloat16)
-            key = arithmetic, *formats.values()
-            if key not in seen:
-                yield name, strategy, arithmetic
-            seen.add(key)
-
-
-@pytest.mark.parametrize(("name", "strategy", "arithmetic"), list(distinct()))
-def test_on_xla_they_are_what_contraction_and_the_order_of_addition_allow(
-    xla: torch.device, name: str, strategy: str, arithmetic: str
-) -> None:
-    u, shape = updates(name, strategy, arithmetic), (64, 192)  # a block, and a shorter one in each row
-    inputs = random_inputs(u.measured, shape)
-    check_on_reference(u, inputs)
-    sums, counts = on_xla(u.measured, inputs, u.scalars)[len(u.measured.outputs) :]
-    sum_ranges, count_ranges = allowed(u, inputs, shape)
-    for value, (low, high) in zip([*sums.tolist(), *counts.tolist()], sum_ranges + count_ranges, strict=True):
-        assert low <= value <= high
-    assert all(high - low <= 12288 / 100 for low, high in count_ranges)  # fewer than one element in a hundred is open
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (2 * 50257,), (0,)])
-def test_parameters_of_every_shape_are_measured(xla: torch.device, shape: tuple[int, ...]) -> None:
-    u = updates("adamw", "plus", "fp32")
-    inputs = random_inputs(u.measured, shape)
-    check_on_reference(u, inputs)
-    sums, counts = on_xla(u.measured, inputs, u.scalars)[len(u.measured.outputs) :]
-    assert (sums.dtype, counts.dtype) == (torch.float32, torch.int32)
-    sum_ranges, count_ranges = allowed(u, inputs, shape)
-    for value, (low, high) in zip([*sums.tolist(), *counts.tolist()], sum_ranges + count_ranges, strict=True):
-        assert low <= value <= high
 
 
 def adding() -> Update:

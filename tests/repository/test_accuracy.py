@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accuracy import command, contenders, front, jobs, language, page, table
 from accuracy.conditions import CONDITIONS, FINE_TUNING, ROWS, TUNING, Condition, Stream, nothing
-from accuracy.contenders import Contender
 from accuracy.exact import exact
 from accuracy.flash_adamw import decode_first, decode_second, decode_weight, encode_first, encode_second, encode_weight
 from accuracy.goals import GOALS
 from accuracy.jobs import Job, Store
-from accuracy.labels import Name, _shared, place
 from gpt import Shape
-from matplotlib import pyplot as plt
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -47,14 +42,6 @@ def test_the_oracle_takes_the_steps_of_torch_in_float64(condition: Condition) ->
     found = exact(Stream(condition, TUNING[:1]), steps)
     assert found.errors(p.detach())[0] < 2**-30  # of float64, as a fraction of a short distance
     assert found.errors(p.detach() + 2**-10)[0] > 2**-10
-
-
-def test_warm_up_and_cosine_decay() -> None:
-    rates = [CONDITIONS["cosine"].rate(t, 2000) / 1e-4 for t in range(2000)]
-    assert rates[:100] == pytest.approx([(t + 1) / 100 for t in range(100)])
-    assert rates[100:] == sorted(rates[100:], reverse=True)
-    assert rates[1050] == pytest.approx(0.5)
-    assert 0 < rates[-1] < 1e-5
 
 
 @pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
@@ -84,13 +71,6 @@ def test_the_bytes_are_those_of_the_formats(name: str) -> None:
     assert words <= found <= words + 3 * front.PER_SCALE
 
 
-def test_bytes_of_wrapped_states_are_those_of_their_parts() -> None:
-    x = torch.zeros(8)
-    assert [t.data_ptr() for t in contenders.tensors({"a": [x, {"b": (x,)}], "step": 3, "name": "x"})] == [
-        x.data_ptr()
-    ] * 2
-
-
 def job(name: str = "plus", source: str = "collage_neuron") -> Job:
     return Job("recipe", name, source, 3, (0,))
 
@@ -106,33 +86,6 @@ def test_a_record_stands_for_its_job_alone(tmp_path: Path) -> None:
     assert Store(tmp_path, any_code=True).read(job()) is not None
 
 
-def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    measure = jobs.run
-
-    def run(j: Job) -> Any:
-        asked.append(j.contender)
-        return measure(j)
-
-    monkeypatch.setattr(jobs, "run", run)
-    with ThreadPoolExecutor(1) as pool:
-        first = jobs.run_all([job()], Store(tmp_path), pool)
-        both = jobs.run_all([job(), job("light")], Store(tmp_path), pool)
-    assert asked == ["plus", "light"]
-    assert both[0] == first[0]
-
-
-def test_a_job_that_fails_names_contender_and_condition() -> None:
-    with pytest.raises(RuntimeError, match="nobody failed under recipe: KeyError"):
-        jobs.run(job("nobody"))
-
-
-def test_an_unknown_contender_is_an_error_that_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--only", "plsu"])
-    assert "there is no contender 'plsu'; choose from torch fp32, " in capsys.readouterr().err
-
-
 def test_the_language_model_learns_and_bf16_learns_less() -> None:
     """From the same weights on the same text: a short run under fp32 and the strategy closest to it are alike."""
     small = Shape(batch=4, block=16, width=16, heads=2, layers=1)
@@ -140,15 +93,6 @@ def test_the_language_model_learns_and_bf16_learns_less() -> None:
     assert max(fp32) < math.log(256)
     assert close == pytest.approx(fp32, abs=5e-3)
     assert all(x > y for x, y in zip(far, fp32, strict=True))
-
-
-def test_a_loss_is_worse_if_more_than_chance_is_between() -> None:
-    records = [
-        {"contender": "torch fp32", "losses": [2.0, 2.1, 2.2]},
-        {"contender": "near", "losses": [2.001, 2.099, 2.201]},
-        {"contender": "far", "losses": [2.1, 2.19, 2.31]},
-    ]
-    assert {loss.name: loss.seen for loss in table.losses(records)} == {"torch fp32": False, "near": False, "far": True}
 
 
 def record(name: str, source: str, words: float, **errors: float) -> list[dict[str, Any]]:
@@ -201,19 +145,6 @@ def test_bytes_takes_strategies_in_the_order_of_the_stored_errors() -> None:
     assert [name for name in front.by_accuracy(stored_rows()) if name in BY_ACCURACY] == list(BY_ACCURACY)
 
 
-def test_the_order_goes_by_the_largest_error_up_to_1_and_then_by_pre_training() -> None:
-    found = table.rows(
-        [
-            *record("good now", "collage_neuron", 8.0, recipe=1e-4, **{"6e-7@1": 0.98}),
-            *record("wild", "collage_neuron", 6.0, recipe=1e-2, **{"6e-7@1": 26.0}),
-            *record("always", "collage_neuron", 7.0, recipe=2e-2, **{"6e-7@1": 7e-2}),
-            *record("as good, larger", "collage_neuron", 9.0, recipe=1.1e-4, **{"6e-7@1": 1.0}),
-            *record("other", "other 1", 9.0, recipe=1e-5, **{"6e-7@1": 1e-5}),
-        ]
-    )
-    assert front.by_accuracy(found) == ["always", "as good, larger", "good now", "wild"]
-
-
 def test_a_contender_is_compared_with_a_run_from_the_weights_that_it_stored() -> None:
     """fp32 weights that pure bf16 rounds away, by more than the distance, are no error of its steps."""
     j = Job("6e-7@.3", "bf16", "collage_neuron", 3, (0,))
@@ -245,46 +176,6 @@ def test_the_words_of_the_port_read_back() -> None:
         groups, found = (z.view(-1, 32) for z in (y, decode(*encode(y))))
         assert ((found - groups).abs().amax(1) <= groups.abs().amax(1) * 2**-6).all()
         assert not torch.equal(found, groups)
-
-
-def test_every_contender_is_built_from_the_name_that_its_job_has() -> None:
-    for name in OWN:
-        assert isinstance(jobs.named(name), Contender)
-
-
-def test_names_in_a_figure_cover_neither_each_other_nor_the_points() -> None:
-    """Twelve points in one place: with the names beside their marks, as they were, all of them overlap."""
-    picture, axes = plt.subplots(figsize=(6, 4))
-    axes.set(xlim=(0, 1), ylim=(0, 1))
-    names = [Name(f"name {i}", (0.5 + i / 1000, 0.5), "black", 8) for i in range(12)]
-    boxes = place(axes, names)
-    plt.close(picture)
-    assert [text.get_text() for text in axes.texts] == [name.text for name in names]
-    shared = _shared(boxes, boxes)
-    assert (shared.diagonal() > 0).all()
-    assert shared.sum() == pytest.approx(shared.diagonal().sum())
-    marks = np.array([axes.transData.transform(name.at) for name in names])
-    assert not _shared(boxes, np.concatenate([marks - 2, marks + 2], axis=1)).any()
-
-
-def test_names_in_a_figure_do_not_cover_a_line_that_is_given() -> None:
-    picture, axes = plt.subplots(figsize=(6, 4))
-    axes.set(xlim=(0, 1), ylim=(0, 1))
-    line = [(0.1, 0.9), (0.5, 0.5), (0.9, 0.4)]
-    names = [Name("a long name", point, "black", 10) for point in line]
-    free, crossed = place(axes, names, line), place(axes, names)
-    on_it = axes.transData.transform([(0.3, 0.7), (0.4, 0.6), (0.7, 0.45), *line])
-    plt.close(picture)
-    assert not _shared(free, np.concatenate([on_it - 1, on_it + 1], axis=1)).any()
-    assert (free != crossed).any()
-
-
-def test_the_names_in_the_figure_of_the_readme_can_be_read_on_a_telephone() -> None:
-    """Of 390 pixels a page gives a picture about 358."""
-    svg = (command.DOCS / "accuracy" / "error_at_the_recipe.svg").read_text()
-    width = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)[1])  # type: ignore[index]  # it has one
-    size = float(re.search(r"font-size: ([\d.]+)px[^>]*>split433<", svg)[1])  # type: ignore[index]  # the same
-    assert size * 358 / width >= 9
 
 
 def test_the_figures_are_those_of_the_stored_records(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from collage_neuron.passes.backends.nki import custom_op, source_cache
 from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.runtime import rounding_probe
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 GROUPS = [group for group in device_probe.GROUPS if group != device_probe.STOCHASTIC]
 
 
@@ -177,26 +175,6 @@ def test_a_contracted_product_is_seen() -> None:
     assert device_questions.fused("tensor_scalar").answer(contracts)[0] == "one rounding, as an FMA"
 
 
-def test_a_wrong_result_is_seen() -> None:
-    x = device_questions.to_cast()
-    assert device_questions.rounding_of(x, (x * 2).bfloat16())[0].startswith("wrong: ")
-    assert device_questions.kept(torch.ones(3), torch.zeros(3)) == "neither kept nor flushed"
-
-
-def test_numbers_that_json_does_not_have() -> None:
-    report = {"a": [math.nan, 1.0], "b": {"c": -math.inf}}
-    assert device_probe.plain(report) == {"a": ["nan", 1.0], "b": {"c": "-inf"}}
-
-
-def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "report.json"
-    device_probe.write({"a": 1}, path)
-    with pytest.raises(TypeError):
-        device_probe.write({"a": object()}, path)
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [p.name for p in path.parent.iterdir()] == ["report.json"]
-
-
 def test_without_nki_it_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "report.json"
     for name, value in device_probe.SETTINGS.items():  # the program sets them
@@ -218,9 +196,3 @@ def test_the_kernels_are_in_the_subset(dialect: str) -> None:
     sources = [i.source(dialect, "A title.") for i in instructions] + [device_kernels.in_place(dialect)]
     sources += [device_kernels.LOOPED] if dialect == "nki" else []
     assert [f for source in sources for f in lint(source, "probe.py", dialect)] == []
-
-
-def test_every_group_has_questions_with_names_of_their_own() -> None:
-    names = [q.name for group in device_questions.QUESTIONS.values() for q in group]
-    names += [q.name for group in device_torch.QUESTIONS.values() for q in group]
-    assert len(set(names)) == len(names)

@@ -143,16 +143,3 @@ def anchors(page: Path) -> set[str]:
         re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head).lower()).strip().replace(" ", "-")
         for head in heads
     }
-
-
-def rows(page: str, columns: int) -> list[list[str]]:
-    """The cells of the tables of a page that have so many columns, without the code style."""
-    lines = [line for line in PAGES[page].read_text().splitlines() if line.startswith("|")]
-    found = [line.strip("| ").replace("`", "").split(" | ") for line in lines]
-    return [cells for cells in found if len(cells) == columns]
-
-
-def test_the_samples_name_commits_and_lines() -> None:
-    text = PAGES["docs/neuron_libraries.md"].read_text()
-    assert len(set(re.findall(r"at `([0-9a-f]{7})`", text))) == 4
-    assert len(re.findall(r"^\| [^|]*\d+[-\d]*[^|]* \| `", text, re.MULTILINE)) >= 12

@@ -122,20 +122,6 @@ def test_messages_that_are_quoted_are_those_of_the_package() -> None:
     assert [words for words in quoted if words not in sources] == []
 
 
-def test_words_of_the_pages_are_in_the_glossary() -> None:
-    """Those that newcomers asked for."""
-    words = section("docs/faq.md", "Words", last=True)
-    for word in ("the line", "low word", "words", "codes", "draw", "compiled", "as written", "stages", "stand-in",
-                 "EDQ", "explicit-rounding form", "gains", "backend", "recipe", "first moment"):  # fmt: skip
-        assert re.search(rf"^\| [^|]*\b{word}\b", words, re.MULTILINE), word
-
-
-def test_every_command_has_a_section() -> None:
-    text = (ROOT / "docs" / "cli.md").read_text()
-    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == ["doctor", "compare", "report", "passes", "kernels"]
-    assert set(COMMANDS) == {"doctor", "compare", "report", "passes", "kernels"}
-
-
 def section(page: str, heading: str, last: bool = False) -> str:
     end = r"\Z" if last else "^## "
     found = re.search(rf"^## {heading}\n(.*?){end}", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)

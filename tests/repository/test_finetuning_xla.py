@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from sampling import WHOLE, part
 from worlds import run_script
 
 import collage_neuron
@@ -71,7 +72,7 @@ def test_the_run_ends_where_that_of_the_cpu_does(module: Any, on_xla: Tuned, tmp
     assert next(model.parameters()).device.type == "xla"
     assert collage_neuron.bytes_per_parameter(optimizer) == 12
     assert apart(found, expected, before) < 2**-4
-    assert apart(tuned(module, tmp_path / "bf16", "xla", "bf16")[-1], expected, before) > 2**-1
+    assert apart(tuned(module, tmp_path / "bf16", "cpu", "bf16")[-1], expected, before) > 2**-1
 
 
 def test_from_the_same_gradients_the_weights_are_those_of_the_cpu(module: Any, tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_no_step_compiles_anew(module: Any, tmp_path: Path) -> None:
     assert len(set(counts[3:])) == 1
 
 
+@pytest.mark.skipif(not WHOLE, reason="a recipe with torch_xla alone, which compiles two more models: WHOLE=1 runs it")
 def test_gradient_checkpointing_needs_that_of_torch_xla(module: Any, on_xla: Tuned, tmp_path: Path) -> None:
     model, optimizer, schedule = module.made(tmp_path, "xla", "split433", STEPS)
     model.train()
@@ -137,11 +139,15 @@ def test_the_example_says_what_it_did(module: Any, tmp_path: Path, capsys: pytes
     assert "fp32 on disk is read as torch.float32" in said
 
 
-def test_transformers_trainer_trains_there_in_every_form(tmp_path: Path) -> None:
+FORMS = part(("optimizers", "optimizer_cls_and_kwargs", "model"), 3, "on XLA")
+"""What differs between them ends before a device is met; test_trainers.py has them all."""
+
+
+def test_transformers_trainer_trains_there(tmp_path: Path) -> None:
     """In a process of its own, whose transformers may use torch_xla."""
     script = f"import sys, warnings\nwarnings.simplefilter('default')\nsys.path.insert(0, {str(FOLDER)!r})\n"
     script += f"import hf_trainer as h\nout = {str(tmp_path)!r}\n"
-    script += "for form in h.FORMS:\n    h.main(['--form', form, '--steps', '3', '--out', out])\n"
+    script += f"for form in {FORMS}:\n    h.main(['--form', form, '--steps', '3', '--out', out])\n"
     printed = run_script(tmp_path, script, environ={"USE_TORCH_XLA": "1"})
-    assert (tmp_path / "stderr.txt").read_text().count("backend xla") == 3
-    assert printed.count("split433, 12 bytes/parameter") == 3
+    assert (tmp_path / "stderr.txt").read_text().count("backend xla") == len(FORMS)
+    assert printed.count("split433, 12 bytes/parameter") == len(FORMS)

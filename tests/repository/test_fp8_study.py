@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from fp8 import figure, jobs, moments, page
+from fp8 import figure, jobs, page
 from fp8.jobs import Store
 from fp8.just_in_time import JustInTime, cast
 from fp8.page import WAYS
-from fp8.readings import PARTS, missing
+from fp8.readings import PARTS
 from fp8.training import Run, train
 from fp8.trainium import gains
 
@@ -71,22 +70,6 @@ def test_a_run_is_kept_and_found_again_and_shown(tmp_path: Path, monkeypatch: py
     assert "2 of 3 runs" in page.tables(records, [*runs, replace(TINY, seed=7)])
 
 
-def test_a_fresh_folder_takes_the_records_beside_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If settings and sources match, or with `--keep`; a record in the folder that does not stand hides none."""
-    beside, other = tmp_path / "records.json", replace(TINY, seed=7)
-    mine = jobs.identity(TINY) | {"loss": 1.0}
-    beside.write_text(json.dumps([mine, jobs.identity(other) | {"code": "earlier", "loss": 2.0}]))
-    store = Store(tmp_path / "out", published=beside)
-    assert jobs.there([TINY, other, replace(TINY, steps=5)], store) == [mine]
-    assert [r["loss"] for r in jobs.there([TINY, other], replace(store, any_code=True))] == [1.0, 2.0]
-    store.folder.mkdir()
-    store.path(TINY).write_text(json.dumps(mine | {"code": "earlier"}))
-    assert store.read(TINY) == mine
-    monkeypatch.setattr(jobs, "train", None)
-    jobs.run_all([TINY], store)
-    assert jobs.there([TINY], Store(tmp_path / "out")) == []
-
-
 def test_every_record_beside_the_page_is_of_a_planned_run() -> None:
     """So that the page shows it, and the study can be resumed from a fresh clone."""
     planned = list(jobs.plan(quick=False))
@@ -94,44 +77,6 @@ def test_every_record_beside_the_page_is_of_a_planned_run() -> None:
     records = json.loads((ROOT / "docs" / "development" / "fp8" / "records.json").read_text())
     assert {jobs.run_of(r) for r in records} <= set(planned)
     assert all(jobs.run_of(json.loads(json.dumps(asdict(run)))) == run for run in planned)
-
-
-def test_the_plan_begins_with_what_is_compared() -> None:
-    """Five seeds at three learning rates in each way, depth, outliers; then controls, and more seeds."""
-    planned = list(jobs.plan(quick=False))
-    assert {(r.way, r.lr, r.seed) for r in planned[:60]} == set(product(jobs.SCALED, jobs.RATES, jobs.SEEDS))
-    assert {r.depth for r in planned[60:80]} == {2, 4, 8, 16, 32}
-    assert {r.outliers for r in planned[80:92]} == {64, 256, 1024}
-    assert all(sum(part.has(asdict(r)) for part in PARTS) for r in planned)
-
-
-def test_moments_in_fp16_are_compared() -> None:
-    text = moments.errors(4, ["recipe"])
-    assert [row.split(" | ")[0] for row in text.splitlines()[2:]] == [f"| {label}" for label in moments.ROWS]
-    assert all(float(row.split(" | ")[1].strip(" |")) < 1 for row in text.splitlines()[2:])
-
-
-def test_what_is_missing_and_what_is_too_far_is_said() -> None:
-    made = [
-        asdict(Run(way, seed=seed)) | {"loss": 2 + seed / 100 + far, "reductions": 0, "code": "", "cpu_seconds": 1.0}
-        for seed in range(3)
-        for way, far in (("bf16", 0), ("amax", 0.005), ("propagated", 0.03))
-    ]
-    assert missing(made, [asdict(Run("bf16", seed=s)) for s in range(5)]) == {"learning rate 0.002": (2, 5)}
-    assert missing(made, made) == {}
-    text = page.tables(made, [Run("bf16"), Run("bf16", depth=4, steps=200)])
-    assert "Missing: 1 of 1 at layers 4." in text
-    assert "within the range of bf16's seeds in 1 of 2 cells, and that of the worst seed in 1." in text
-    assert "Beyond it: propagated, learning rate 0.002" in text
-
-
-def test_comments_and_types_do_not_make_sources_others() -> None:
-    import ast
-
-    one = 'def f():\n    """A."""\n    x: int = 1  # one\n    return x\n'
-    other, third = "def f():\n    x = 1\n    return x\n", "def f():\n    x = 2\n    return x\n"
-    dumps = [ast.dump(jobs.Bare().visit(ast.parse(text))) for text in (one, other, third)]
-    assert dumps[0] == dumps[1] != dumps[2]
 
 
 def test_the_page_shows_the_records_beside_it() -> None:

@@ -36,12 +36,6 @@ def test_hadolint(name: str) -> None:
     assert (done.stdout, done.returncode) == ("", 0)
 
 
-def test_hadolint_finds_something(tmp_path: Path) -> None:
-    (tmp_path / "Dockerfile").write_text("FROM python\nRUN cd /tmp\n")
-    done = subprocess.run([linter("hadolint"), tmp_path / "Dockerfile"], capture_output=True, text=True, check=False)
-    assert "DL3006" in done.stdout
-
-
 @pytest.mark.parametrize("script", [s for s in ("examples/trn1_pretrain.sh", ".ci/run") if (ROOT / s).exists()])
 def test_shellcheck(script: str) -> None:
     done = subprocess.run([linter("shellcheck"), ROOT / script], capture_output=True, text=True, check=False)

@@ -183,31 +183,3 @@ def test_a_rule_notices_what_breaks_it_and_no_other_does(rule: Rule, tmp_path: P
         assert list(rule(found))
     else:
         assert {other for other in RULES if list(other(found))} == {rule}
-
-
-@pytest.mark.parametrize(
-    ("importing", "imported"),
-    [
-        ("collage_neuron/exact.py", "explanation"),
-        ("passes/ir/a.py", "passes.rewrite.b"),
-        ("passes/a.py", "passes.ir.b"),
-    ],
-)
-def test_equal_ranks_stay_apart_and_passes_have_ranks_of_their_own(
-    importing: str, imported: str, tmp_path: Path
-) -> None:
-    (tmp_path / importing).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / importing).write_text(f'"""Words."""\nfrom collage_neuron.{imported} import x\n')
-    folder = imported.replace(".", "/") if imported.startswith("passes") else f"collage_neuron/{imported}"
-    (tmp_path / f"{folder}.py").parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / f"{folder}.py").write_text('"""Words."""\n')
-    assert list(upward(modules(tmp_path))) or list(without_rank(modules(tmp_path)))
-
-
-def test_what_only_a_type_checker_sees_may_point_up(tmp_path: Path) -> None:
-    (tmp_path / "collage_neuron/states").mkdir(parents=True)
-    (tmp_path / "collage_neuron/api.py").write_text('"""Words."""\n')
-    typed = '"""Words."""\nif TYPE_CHECKING:\n    from collage_neuron.api import compile\n'
-    (tmp_path / "collage_neuron/states/a.py").write_text(typed)
-    assert not list(upward(modules(tmp_path)))
-    assert not list(cycles(modules(tmp_path)))

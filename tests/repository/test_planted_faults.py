@@ -94,7 +94,7 @@ FAULTS = [
     Fault(NATIVE, 'shift_right: _of_kind("lshr", INT)', 'shift_right: _of_kind("ashr", INT)',
           "backends/native/test_operations.py"),
     Fault("passes/backends/xla/lower.py", "values[x]]) if node.target is count", "values[x]]) if node.target is None",
-          "passes/test_instrument.py"),
+          "passes/test_instrument_pass.py"),
     Fault(LEGALIZE, "if len(types) == 1 else", "if False else", ALL_MAGNITUDES),
     Fault(LEGALIZE, "self.rounded.add(node)", "pass", ALL_MAGNITUDES),
     Fault(LEGALIZE, "return self._rounded(args[0], storage_named(args[1]).nki, node.name)", "return args[0]",

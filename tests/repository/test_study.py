@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ import torch
 from gpt import GPT, Shape
 from study import command, grid, jobs, language, page
 from study.claims import CLAIMS
-from study.ensemble import Ensemble, Group, schedule
+from study.ensemble import Ensemble, Group
 from study.figures import COLOURS
 from study.jobs import Job, MissingResult, Store
-from study.readings import diverged, usable
 from study.variants import RELEASED, TRAINED, VARIANTS, adamw
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,26 +47,6 @@ def test_the_runs_of_an_ensemble_are_runs_of_the_model() -> None:
             assert stacked is not None
             assert p.grad is not None
             torch.testing.assert_close(stacked[i % 2], p.grad, rtol=2**-12, atol=2**-20)
-
-
-def test_an_ensemble_in_a_short_format_is_another_function() -> None:
-    tokens = batch_of(Ensemble(TINY, GROUPS))[:, :, 1:]
-    exact, short = (Ensemble(TINY, GROUPS, fmt).logits(tokens) for fmt in (None, (1, "truncation")))
-    assert ((exact - short).flatten(1).norm(dim=1) > 2**-3 * exact.flatten(1).norm(dim=1)).all()
-
-
-def test_runs_with_a_seed_see_the_same_batches_at_every_learning_rate() -> None:
-    text = torch.arange(4000, dtype=torch.int64).remainder(256).to(torch.uint8)
-    batch = next(Ensemble(TINY, GROUPS).feed(text))
-    assert torch.equal(batch[1], batch[2])
-    assert not torch.equal(batch[0], batch[1])
-
-
-def test_the_schedule_rises_and_falls_to_a_tenth() -> None:
-    factors = [schedule(100)(step) for step in range(101)]
-    assert factors[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
-    assert factors[5:] == sorted(factors[5:], reverse=True)
-    assert factors[100] == pytest.approx(0.1)
 
 
 def trained(variant: str, steps: int) -> float:
@@ -113,23 +91,6 @@ def test_a_job_is_kept_with_what_repeats_it_and_not_run_again(
     assert jobs.run_all([JOB], Store(tmp_path), pool, "") == first
 
 
-def test_a_job_that_fails_is_named_and_the_rest_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-
-    def run(settings: dict[str, Any]) -> dict[str, Any]:
-        begun.append(settings)
-        sleep(0.05)  # so that not all have run before the first failure is seen
-        return {"quotient": 1 / 0}
-
-    monkeypatch.setattr(language, "run", run)
-    many = [language.job("language", f"plus {i}", "plus", 0.99, 1.0, quick=True) for i in range(50)]
-    named = pytest.raises(RuntimeError, match=r"the job language/plus 0 0\.99 failed: division")
-    with ThreadPoolExecutor(1) as pool, named:
-        jobs.run_all(many, Store(tmp_path), pool, "")
-    assert len(begun) < 50
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("key", "value"), [("versions", {}), ("code", "older"), ("settings", {"steps": 51})])
 def test_a_job_of_another_study_does_not_count(
     key: str, value: Any, pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,23 +111,6 @@ def test_a_part_that_needs_another_says_so(tmp_path: Path, capsys: pytest.Captur
         jobs.needed({}, "second_moment", "bf16")
 
 
-@pytest.mark.parametrize(("only", "words"), [("seconds", "choose one of second_moment"), ("weights/x", "the jobs of")])
-def test_a_part_or_job_that_is_none_is_named_with_those_that_are(
-    only: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--quick", "--only", only, "--out", str(tmp_path)])
-    assert words in capsys.readouterr().err
-
-
-def test_usable_and_diverged_runs_are_counted() -> None:
-    found = {"validation": [[2.0, 2.2], [2.0, 2.05], [9.0, float("nan")]], "training": [[2.0, 2.2], [2.0, 2.05]]}
-    record: dict[str, Any] = {"settings": {"lrs": [1, 2, 4]}, "result": found | {"entropy": 3.0}}
-    assert usable(record, 2.1) == [2]
-    record["result"]["training"] = [[3.1, 2.0], [float("nan"), float("inf")]]
-    assert diverged(record) == 3
-
-
 OF_THE_DEFAULT = [claim for claim in CLAIMS if DEFAULT in claim.text]
 
 
@@ -185,9 +129,3 @@ def test_what_is_claimed_of_the_default_fails_for_plain_bf16(claim: Any) -> None
             records[name.replace("bf16", DEFAULT)] = records[name]
     holds, _ = claim.test(results)
     assert not holds
-
-
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text[:40])
-def test_a_claim_without_its_runs_is_left_open(claim: Any) -> None:
-    with pytest.raises(LookupError):
-        claim.test({part: {} for part in command.PARTS})

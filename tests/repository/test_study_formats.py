@@ -13,7 +13,7 @@ from study.sharpness import EPSILON, sharpness
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-MANTISSAS = (1, 3, 4, 5, 6, 7)
+MANTISSAS = (1, 4, 7)
 
 
 def numbers() -> Tensor:
@@ -55,18 +55,6 @@ def test_a_shortened_number_is_the_one_that_rationals_say(rounding: str, mantiss
         assert math.copysign(1, rounded) == math.copysign(1, number)
 
 
-def test_nearest_with_seven_bits_is_bf16() -> None:
-    x = numbers()
-    assert torch.equal(reduce_mantissa(x, 7, "nearest"), x.bfloat16().float())
-
-
-@pytest.mark.parametrize("rounding", ["truncation", "nearest", "stochastic"])
-def test_what_is_representable_stays_and_so_do_infinities(rounding: str) -> None:
-    x = torch.tensor([1.0, -1.75, 0.0, 2.0**100, torch.inf, -torch.inf])
-    assert torch.equal(reduce_mantissa(x, 2, rounding), x)
-    assert reduce_mantissa(torch.tensor([torch.nan]), 2, rounding).isnan().all()
-
-
 @pytest.mark.parametrize("mantissa", MANTISSAS)
 def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased(mantissa: int) -> None:
     torch.manual_seed(0)
@@ -79,13 +67,6 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased(mantissa: int) 
         share = (x.double().abs() - below) / (above - below)
         deviation = (share * (1 - share) / draws).sqrt()  # of the share that went up, binomially
         assert abs((found == above).double().mean() - share) < 5 * deviation
-
-
-def test_truncation_is_biased_toward_zero() -> None:
-    """So the three differ: the mean loss is half an ulp, not zero."""
-    x = torch.linspace(1, 2, 10_001)[:-1]
-    assert (x - reduce_mantissa(x, 3, "truncation")).mean().item() == pytest.approx(2**-4, rel=0.01)
-    assert abs((x - reduce_mantissa(x, 3, "nearest")).mean().item()) < 2**-10
 
 
 def test_every_matrix_multiplication_of_a_reduced_layer_reads_rounded_numbers() -> None:
@@ -125,17 +106,3 @@ def test_the_closed_form_is_the_highest_corner_of_the_box(scale: float, epsilon:
         # Losses are differences of numbers up to some 2**6, off by a few 2**-53 of that, and brute is 100 times theirs.
         assert sharpness(z, torch.tensor(y), epsilon).item() == pytest.approx(brute.item(), abs=100 * 2**-44)
         assert (cross_entropy(z + inside * reach, y) <= loss + brute / 100 * (1 + loss) + 2**-44).all()
-
-
-def test_sharpness_of_a_batch_is_that_of_each() -> None:
-    z, y = torch.randn(2, 3, 11), torch.randint(11, (2, 3))
-    each = [[sharpness(z[i, j], y[i, j]) for j in range(3)] for i in range(2)]
-    assert torch.equal(sharpness(z, y), torch.tensor(each, dtype=torch.float64))
-
-
-def test_the_sign_of_the_target_matters() -> None:
-    """The check can fail: with the target's logit raised too, the corner is not the highest."""
-    z = torch.tensor([2.0, 1.0, 0.0])
-    reach = EPSILON * (z.abs() + 1)
-    wrong = F.cross_entropy(z + reach, torch.tensor(0)) - F.cross_entropy(z, torch.tensor(0))
-    assert 100 * wrong / (1 + F.cross_entropy(z, torch.tensor(0))) < sharpness(z, torch.tensor(0)) / 2

@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import choice
-import migration
 import pytest
 import runs
 import tables
-import torch
-from accuracy.conditions import CONDITIONS
 from built import build
-from contenders import COPY, FUSED, Contender, contenders
+from contenders import COPY, FUSED, Contender
 from report import Spread
-from workloads import gpt2_small, one_tensor
+from workloads import one_tensor
 
 from collage_neuron.numerics.strategies import BY_ACCURACY, DEFAULT, bytes_with_adam
 
@@ -30,20 +27,6 @@ def test_the_pages_have_the_stored_numbers() -> None:
     """If this fails: `python benchmarks/tables.py`."""
     for path, text in tables.pages().items():
         assert path.read_text() == text
-
-
-def test_the_command_finds_its_modules() -> None:
-    """Without the paths that pytest sets."""
-    command = [sys.executable, "-c", "import tables; tables.pages()"]
-    assert subprocess.run(command, cwd=ROOT / "benchmarks", check=False).returncode == 0
-
-
-def test_a_table_that_has_no_place_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no place, or several, for the table 'growth'"):
-        tables.replaced("<!-- growth -->", "growth", "")
-    assert (
-        tables.replaced("a\n<!-- growth -->\nb<!-- end -->", "growth", "c") == "a\n<!-- growth -->\n\nc\n\n<!-- end -->"
-    )
 
 
 def row(name: str, kept: float, ratio: float) -> dict[str, Any]:
@@ -77,36 +60,6 @@ def test_bytes_takes_what_the_decision_table_says() -> None:
     for memory, always, large, _ in zip(choice.MEMORY, *rows, strict=True):
         first = next(name for name in BY_ACCURACY if bytes_with_adam(name) <= memory)
         assert first == (large if always == "none" else always), memory
-
-
-def test_the_decision_table_names_no_strategy_that_loses_the_way() -> None:
-    worst = choice.largest(CONDITIONS)
-    assert choice.safest(8, worst) == ""
-    assert choice.safest(16, worst) == "fp32"
-    assert choice.safest(8, dict.fromkeys(worst, 1.0) | {"light": 0.2, "bf16": 0.3}) == "bf16"  # light has ten bytes
-
-
-def test_on_trainium_it_names_the_quickest_of_those_that_are_accurate_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = dict.fromkeys(BY_ACCURACY, 9.0) | {"light": 1.0, "full": 2.0, "plus": 3.0}
-    monkeypatch.setattr(choice, "estimates", lambda: costs)
-    errors = dict.fromkeys(BY_ACCURACY, 1e-3) | {"light": 0.1, "split312": 0.2}
-    assert choice.quickest(14, errors) == "full"
-    assert choice.quickest(12, errors) == "plus"
-    assert choice.quickest(8, dict.fromkeys(BY_ACCURACY, 0.3) | {"split312": 0.2}) == "split312"
-
-
-def test_a_table_of_the_page_about_migration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors and bytes of the records, and times of the runs: none of a port, nor of what has not run."""
-    few = [row("split322, native", 9, 3.0)]
-    many = [row("split322, native", 9, 12.25)]
-    found = [{"workload": "w", "parameters": 9, "tensors": 1, "threads": 1, "rows": rows} for rows in (many, few)]
-    monkeypatch.setattr(migration, "stored", lambda name: {"results": found})
-    lines = dict(line[2:].split(" | ", 1) for line in migration.table("from FlashOptim").splitlines()[2:])
-    assert list(lines) == ["FlashAdamW bf16", "`split322`", "`split412`", "FlashAdamW 8-bit", "`split311`"]
-    errors, small = runs.accuracy(), runs.accuracy("1e-6")
-    assert lines["`split322`"] == f"9 | {errors['split322']} | {small['split322']} | 3.00 to 12 |"
-    assert lines["`split412`"] == f"9 | {errors['split412']} | {small['split412']} | - |"
-    assert lines["FlashAdamW bf16"].endswith(" | - |")
 
 
 def test_errors_and_bytes_are_those_of_the_page_about_accuracy() -> None:
@@ -159,9 +112,3 @@ def test_one_small_run(tmp_path: Path) -> None:
     assert own.kernel
     assert 0 < own.kernel.median < own.to_fused.median
     assert f"{DEFAULT}, reference" in done.stdout
-
-
-def test_the_names_of_contenders_tell_them_apart() -> None:
-    found = contenders()
-    assert len({c.name for c in found}) == len(found)
-    assert sum(torch.Size(s).numel() for s in gpt2_small(1).shapes) == 124_439_808

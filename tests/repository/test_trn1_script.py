@@ -22,8 +22,8 @@ NEEDED = ("torch_xla", "matplotlib", "tqdm")
 
 SMALL = ("--quick", "--steps", "3", "--strategies", "plus", "--data", str(ROOT / "CHANGELOG.md"))
 """Options for pretrain.py: validation at the first two steps, and a third one that is watched."""
-PROBE = "--only rounding_stochastic aliasing"
-"""Groups of questions, each in a process of its own; all others are asked in test_device_probe.py."""
+PROBE = "--only rounding_stochastic"
+"""A group of questions, in a process of its own; all others are asked in test_device_probe.py."""
 
 
 def played(folder: Path, dialect: str) -> dict[str, str]:
@@ -64,7 +64,6 @@ def test_it_runs_to_its_end(dialect: str, tmp_path: Path) -> None:
     assert (probe["evidence"], probe["nki"]["dialect"]) == ("stand-in", dialect)
     answers = {name: x["answer"] for group in probe["answers"].values() for name, x in group.items()}
     assert answers["rounding_vector"] == "to either neighbour: stochastic?"
-    assert answers["aliasing"].startswith("x + y is returned")
 
     results = {r["strategy"]: r for r in json.loads((tmp_path / "out" / "pretrain.json").read_text())}
     assert {name: len(r["train"]) for name, r in results.items()} == {"plus": 3}

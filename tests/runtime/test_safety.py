@@ -64,26 +64,6 @@ def test_nothing_in_the_package_unpickles_or_evaluates(path: Path) -> None:
     assert set(unsafe_calls(path.read_text())) == ALLOWED.get(str(path.relative_to(ROOT)), set())
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import pickle; pickle.loads(x)",
-        "from pickle import loads; loads(x)",
-        "import torch; torch.load(p)",
-        "import torch; torch.load(p, weights_only=False)",
-        "eval(text)",
-        "exec(text)",
-        "import marshal; marshal.load(f)",
-    ],
-)
-def test_the_audit_sees_it(line: str) -> None:
-    assert len(list(unsafe_calls(line))) == 1
-
-
-def test_the_audit_lets_safe_loading_through() -> None:
-    assert list(unsafe_calls("import torch, ast; torch.load(p, weights_only=True); ast.literal_eval(t)")) == []
-
-
 # --- the folder of generated kernels ----------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
+import collage_neuron
+
 Make = Callable[[list[Parameter]], Any]
 
 LAUNCHED: dict[str, Make] = {}
@@ -186,3 +188,22 @@ def run(name: str, optimizer: Any, params: list[Parameter], steps: int, first: i
 
         closure()
         optimizer.step(*([closure] if name in TAKE_CLOSURES else []))
+
+
+def compiled(make: Make, strategy: str = "fp32", **options: Any) -> tuple[Any, list[Parameter]]:
+    params = initial()
+    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **options), params
+
+
+def plain(make: Make) -> tuple[Any, list[Parameter]]:
+    params = initial()
+    return make(params), params
+
+
+def error(optimizer: Any, params: list[Parameter], exact: list[Parameter]) -> float:
+    found = zip(params, exact, strict=True)
+    return max(float((collage_neuron.exact_value(optimizer, p) - q.detach()).abs().max()) for p, q in found)
+
+
+NEAR = {"fp32": 1e-5, "plus": 2**-7, "split433": 2**-12}
+"""Of plus: 20 steps of .01, and more of momentum, of which the first moment is off by 2**-9."""

@@ -9,7 +9,6 @@ from exact import (
     from_bits,
     to_bits,
     update_of,
-    without_rounding,
 )
 
 from collage_neuron.numerics.eft import (
@@ -46,37 +45,6 @@ A, B = all_pairs()
 
 def sum_update(algorithm: Callable[[Value, Value], Expansion]) -> Update:
     return update_of(("a", "b"), algorithm)
-
-
-# Once the first rounding has fixed s, a + b - s is a bf16 number, and fp32 has bits enough to find it without rounding
-# on the way: with any of the later roundings gone the words are the same. fast_two_sum's z and lo and two_prod's lo are
-# exact even without fp32 (Dekker 1971). They all stay in the graph: a backend that computes in narrower values rounds
-# there anyway, and verify and the HLO show where a value is narrow.
-HARMLESS = {
-    "two_sum": ("bb", "aa", "db", "da", "lo"),
-    "fast_two_sum": ("z", "lo"),
-    "two_prod": ("lo",),
-    "split": (),
-    "grow": ("z", "v", "z'", "lo"),
-    "scale": ("q", "z", "lo"),
-}
-
-
-WORDS = {
-    "two_sum": ("s", "bb", "aa", "db", "da", "lo"),
-    "fast_two_sum": ("s", "z", "lo"),
-    "two_prod": ("p", "lo"),
-    "split": ("hi", "lo"),
-    "grow": ("u", "z", "v", "lo + v", "hi", "z'", "lo"),
-    "scale": ("p", "q", "hi * clo", "lo * chi", "cross", "q + cross", "hi", "z", "lo"),
-}
-"""What each `round_to` of an algorithm rounds, in order."""
-
-
-def harmless(name: str, update: Update, mismatches: Callable[[Update], int]) -> tuple[str, ...]:
-    """The roundings of the algorithm `name` without which nothing is wrong."""
-    broken = [b for _, b in without_rounding(update)]
-    return tuple(word for word, b in zip(WORDS[name], broken, strict=True) if mismatches(b) == 0)
 
 
 ROUNDING = update_of(("x",), lambda x: [round_to(x, "bf16")])

@@ -7,14 +7,12 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import torch.fx as fx
 import torch_cases
 from exact import on_reference
 from planned import capture
 from torch import Tensor
 from updates import OPTIMIZERS, rewritten
 
-from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.analysis.accumulators import slow_states
 from collage_neuron.passes.analysis.roles import roles_of
@@ -142,16 +140,3 @@ def hundredth_step(name: str) -> Recording:
 
 def updates(name: str, strategy: str, arithmetic: str) -> Updates:
     return updates_of(hundredth_step(name), strategy, arithmetic)
-
-
-# XLA ---------------------------------------------------------------------------------------------------------------
-
-
-def terms(update: Update) -> Update:
-    """`update` returning, in place of its sums and counts, what is added up and counted."""
-    graph = fx.Graph()
-    results = graph.graph_copy(update.graph.graph, {})
-    assert isinstance(results, tuple)
-    graph.output(tuple(n.args[0] if n.target in REDUCTIONS else n for n in results))
-    graph.eliminate_dead_code()
-    return update.with_body(graph)

@@ -10,11 +10,11 @@ os.environ["USE_TORCH_XLA"] = "0"  # read when accelerate is imported: these run
 
 import torch
 import torch.distributed as dist
-from sharded_runs import Whole, adamw, model_of, whole
+from sharded_runs import Whole, adamw, model_of, refusal, whole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from wrapped_runs import STEPS, batch, by_hand
+from wrapped_runs import FORMS, STEPS, batch, by_hand
 
 import collage_neuron
 from collage_neuron import UnsupportedUpdate
@@ -48,46 +48,29 @@ def fabric(model: nn.Module, optimizer: Optimizer) -> Prepared:
     return *made.setup(model, optimizer), made.backward
 
 
-def the_optimizer(model: Any, raw: Optimizer, prepared: Any) -> None:
-    collage_neuron.compile(model, raw, strategy="full")
-
-
-def the_one_inside(model: Any, raw: Optimizer, prepared: Any) -> None:
-    collage_neuron.compile(model, prepared.optimizer, strategy="full")
-
-
-def optimizer_alone(model: Any, raw: Optimizer, prepared: Any) -> None:
-    collage_neuron.compile(raw, strategy="full")
-
-
-def model_alone(model: Any, raw: Optimizer, prepared: Any) -> None:
-    collage_neuron.compile(model, strategy="full")
-
-
-FORMS = {f.__name__: f for f in (the_optimizer, the_one_inside, optimizer_alone, model_alone)}
-LIBRARIES: dict[str, Callable[[nn.Module, Optimizer], Prepared]] = {f.__name__: f for f in (accelerate, fabric)}
-
-
 def message(model: Any, prepared: Any) -> str:
-    try:
-        collage_neuron.compile(model, prepared)
-    except UnsupportedUpdate as error:
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-        return str(error)
-    return "no refusal"
+    """What is said of the wrapper itself, beside a model that it changes nothing of."""
+    said = refusal(lambda: collage_neuron.compile(model, prepared), UnsupportedUpdate)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    return said
+
+
+LIBRARIES: dict[str, Callable[[nn.Module, Optimizer], Prepared]] = {f.__name__: f for f in (accelerate, fabric)}
 
 
 def every_form(library: str) -> tuple[dict[str, Whole], str]:
     """All bits by form of the call, and of replicas that nothing wraps; the message for the wrapper itself."""
     environment()
-    found = {"by hand": by_hand()}
-    said = ""
-    for name, line in FORMS.items():
+    found, said = {"by hand": by_hand()}, ""
+    for name in (*FORMS, "the one inside"):
         raw = adamw(start := model_of(0))
         model, optimizer, backward = LIBRARIES[library](start, raw)
         assert any(isinstance(m, DistributedDataParallel) for m in model.modules())
         said = message(model, optimizer)
-        line(model, raw, optimizer)
+        if name in FORMS:
+            FORMS[name](start, model, raw)
+        else:
+            collage_neuron.compile(model, optimizer.optimizer, strategy="full")
         for step in range(STEPS):
             optimizer.zero_grad()
             backward(model(batch(step, dist.get_rank()).bfloat16()).float().square().mean())

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from integer_words import BF16_INT8
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -28,8 +27,8 @@ from worlds import traffic
 import collage_neuron
 from collage_neuron import set_exact_value
 from collage_neuron.checkpoint.fp32 import get_fp32_state_dict, set_fp32_state_dict
-from collage_neuron.numerics.formats import FORMATS, format_named
-from collage_neuron.numerics.strategies import STRATEGIES, Strategy
+from collage_neuron.numerics.formats import format_named
+from collage_neuron.numerics.strategies import STRATEGIES
 
 Whole = dict[str, torch.Tensor]
 """Every tensor of parameters and states, by name, unsharded, as integers: bits are compared."""
@@ -385,20 +384,6 @@ def refusals(strategy: str) -> list[str]:
             said.append(str(error))
         assert different(whole(into[1]), before) == []
     return said
-
-
-INTEGERS = BF16_INT8.name
-"""A strategy that keeps everything in the outside format with an integer word; `with_integers` registers it."""
-
-
-def with_integers(function: Callable[..., Any], *args: Any) -> Any:
-    """A function of this file, in a process that knows INTEGERS."""
-    FORMATS[INTEGERS] = BF16_INT8
-    STRATEGIES[INTEGERS] = Strategy(INTEGERS, INTEGERS, INTEGERS, INTEGERS)
-    try:
-        return function(*args)
-    finally:
-        del FORMATS[INTEGERS], STRATEGIES[INTEGERS]
 
 
 def leg(kind: str, strategies: Sequence[str], steps: range, folder: Path, flat: bool = False) -> dict[str, Any]:

@@ -54,6 +54,11 @@ def run_world(size: int, folder: Path, body: Body, *arguments: Any) -> list[Any]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
+def in_turn(calls: Mapping[Any, tuple[Any, ...]]) -> dict[Any, Any]:
+    """A body for `run_world` that makes several calls, each a function and its arguments: one world for all of them."""
+    return {name: body(*arguments) for name, (body, *arguments) in calls.items()}
+
+
 def _server() -> mp.context.ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

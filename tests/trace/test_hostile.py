@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import cases_of_loops
+import cases_of_classes
+import cases_of_gradients  # noqa: F401  # its cases are in `hostile.CASES`
+import cases_of_loops  # noqa: F401  # the same
+import cases_of_rejections
 import hostile
 import pytest
 import torch
@@ -65,7 +68,7 @@ def test_it_is_near_under_other_strategies(name: str, strategy: str) -> None:
 
 # --- loops ------------------------------------------------------------------------------------------------------------
 
-LOOPS = [name for name in hostile.CASES if name not in cases_of_loops.REJECTED.keys() | cases_of_loops.WARNED]
+LOOPS = [name for name in hostile.CASES if name not in cases_of_rejections.REJECTED.keys() | cases_of_rejections.WARNED]
 
 
 @pytest.mark.sampled(of=2)
@@ -80,17 +83,17 @@ def test_a_loop_is_right(name: str, strategy: str) -> None:
     assert notes == plain_notes
 
 
-@pytest.mark.parametrize("name", cases_of_loops.REJECTED)
+@pytest.mark.parametrize("name", cases_of_rejections.REJECTED)
 def test_what_cannot_be_had_is_rejected_and_nothing_changed(name: str) -> None:
     world = hostile.World("plus")
     before = [p.detach().clone() for p in world.params]
-    with pytest.raises(hostile.REJECTIONS, match=cases_of_loops.REJECTED[name]):
+    with pytest.raises(hostile.REJECTIONS, match=cases_of_rejections.REJECTED[name]):
         hostile.CASES[name](world)
     for p, x in zip(world.params[:2], before, strict=False):  # the third is exchanged by a case
         assert torch.equal(p.float(), x)
 
 
-@pytest.mark.parametrize("name", sorted(cases_of_loops.WARNED))
+@pytest.mark.parametrize("name", sorted(cases_of_rejections.WARNED))
 def test_what_loses_bits_is_told(name: str) -> None:
     outcome = hostile.play(hostile.CASES[name], "plus")
     assert re.search("are written between steps", " ".join(outcome.warned))
@@ -161,7 +164,7 @@ def test_it_is_said_why_parameters_of_another_class_are_not_traced() -> None:
     world = hostile.World("plus")
     with pytest.warns(RunsAsWritten, match=r": step\(\), or a function that it uses, asks for exact types"):
         hostile.CASES["ByExactClass"](world)
-    world.optimizer = hostile.Ball([cases_of_loops.ByExactClass.Own(torch.ones(3))])
+    world.optimizer = hostile.Ball([cases_of_classes.ByExactClass.Own(torch.ones(3))])
     world.params = world.optimizer.param_groups[0]["params"]
     world.compile(world.optimizer)
     with pytest.warns(RunsAsWritten, match=r"the values of a Own of torch.bfloat16 on cpu cannot wait"):

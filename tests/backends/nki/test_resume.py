@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from integer_words import BF16_INT8
 from models import MODES, differences, parameters, set_gradients, snapshot
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import skipped_steps
-from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.numerics.strategies import StrategyLike
 
 DRAWN = {"stochastic", "stochastic_states", "split422", "split412", "split322", "split312", "split311"}
 """Strategies of which kernels draw other bits than the other backends."""
-KEPT = [*((s, a) for s, a in MODES if s not in DRAWN), ({"*": BF16_INT8.name}, "fp32")]
+KEPT = [(s, a) for s, a in MODES if s not in DRAWN]
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.parametrize("kernels", ["nki"], indirect=True)]
 
@@ -39,10 +36,7 @@ def go_on(params: list[nn.Parameter], optimizer: Optimizer, steps: range) -> dic
 
 @pytest.mark.sampled(of=3, each=False)  # what is saved and loaded is no matter of kernels
 @pytest.mark.parametrize(("strategy", "arithmetic"), KEPT)
-def test_a_run_on_kernels_goes_on_bit_for_bit(
-    strategy: StrategyLike, arithmetic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FORMATS, BF16_INT8.name, BF16_INT8)
+def test_a_run_on_kernels_goes_on_bit_for_bit(strategy: str, arithmetic: str) -> None:
     params, optimizer = start(0, strategy=strategy, arithmetic=arithmetic)
     go_on(params, optimizer, range(2))
     saved = copy.deepcopy((params, optimizer.state_dict()))

@@ -1,0 +1,273 @@
+"""Classes that are more than an update: hooks, code that is exchanged, threads, modes, methods of their own."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import logging
+import threading
+import types
+from typing import Any
+
+import torch
+from hostile import Ball, Base, World, case, hostile, of_both
+from torch.nn import Parameter
+from torch.optim import Adam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+# --- hooks and code that is exchanged ---------------------------------------------------------------------------------
+
+
+@case
+def hooks(world: World) -> None:
+    """Some change the rate, gradients, arguments or weights; one sees the steps of every optimizer."""
+    optimizer, counts = Ball(world.params), collections.Counter[int]()
+
+    def before(o: Any, args: Any, kwargs: Any) -> None:
+        o.param_groups[0]["lr"] = 0.01 / (1 + world.taken % 3)
+
+    def everywhere(o: Any, args: Any, kwargs: Any) -> None:
+        counts[id(o)] += 1
+        o.param_groups[0]["lr"] /= sum(counts.values())
+
+    def arguments(o: Any, args: Any, kwargs: Any) -> Any:
+        for p in world.params:
+            p.grad = p.grad * 0.5 if p.grad is not None else None
+        return args, kwargs
+
+    def after(o: Any, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for p in world.params:
+                p[:2] = 0.0
+
+    optimizer.register_step_pre_hook(before)
+    world.compile(optimizer)
+    world.optimizer.register_step_pre_hook(arguments)
+    handle = world.optimizer.register_step_post_hook(after)
+    of_all = register_optimizer_step_pre_hook(everywhere)
+    try:
+        world.step(10)
+    finally:
+        of_all.remove()
+    handle.remove()
+    world.step(10)
+    world.notes.append(list(counts.values()))
+
+
+@case
+def code_is_exchanged(world: World) -> None:
+    """A rule that is an attribute of the class, then the method, then the step of the object, which takes two."""
+
+    class Ruled(Base):
+        rule: Any = functools.partial(lambda p, g, rate: p.sub_(g, alpha=rate), rate=0.01)
+
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            type(self).rule(p, g)
+
+    optimizer = Ruled(world.params)
+    world.compile(optimizer)
+    world.step(5)
+    Ruled.rule = functools.partial(lambda p, g, rate: p.sub_(g, alpha=rate), rate=0.03)
+    world.step(5)
+    Ruled.rule = lambda p, g: p.sub_(g.sign(), alpha=0.01)
+    world.step(5)
+    Ruled.update = lambda self, p, g, state, group: p.add_(g, alpha=0.002)  # type: ignore[method-assign]
+    world.step(5)
+    world.optimizer.update = types.MethodType(lambda self, p, g, state, group: p.mul_(0.9), world.optimizer)
+    world.step(5)
+    step = world.optimizer.step
+    world.optimizer.step = lambda: (step(), step())
+    world.step(5)
+    del world.optimizer.step
+
+
+@of_both
+def steps_in_other_threads_and_modes(world: World, cls: Any) -> None:
+    world.compile(cls(world.params, lr=1e-2))
+    thread = threading.Thread(target=world.step, args=(5,))
+    thread.start()
+    thread.join()
+    with torch.no_grad():
+        world.step(5)
+    with torch.inference_mode():
+        world.step(5)
+    world.step(5)
+
+
+@case
+def an_error_before_the_first_parameter(world: World) -> None:
+    """The loop goes on with the next step: what the host has counted stays counted."""
+
+    class Raises(Ball):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            self.n = getattr(self, "n", 0) + 1
+            for group in self.param_groups:
+                group["n"] = group.get("n", 0) + 1
+            if self.n % 4 == 0:
+                raise KeyError("a batch is missing")
+            return super().step(closure)
+
+    world.compile(Raises(world.params))
+    for _ in range(12):
+        with contextlib.suppress(KeyError):
+            world.step(1)
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+
+@case
+def modes_and_methods_of_its_own(world: World) -> None:
+    """Switched from outside; groups, checkpoints and gradients go through methods that are overridden."""
+
+    class Own(Base):
+        training = True
+
+        def eval(self) -> None:
+            self.training = False
+
+        def train(self) -> None:
+            self.training = True
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            param_group.setdefault("gain", 0.5 + len(self.param_groups))
+            super().add_param_group(param_group)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "more": 1}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict({k: v for k, v in state_dict.items() if k != "more"})
+
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            average = state.setdefault("average", p.detach().clone())
+            if self.training:
+                p.sub_(g, alpha=group["lr"] * group["gain"])
+            else:
+                p.lerp_(average, 0.5)
+            average.lerp_(p, 0.1)
+
+    optimizer = world.compile(Own(world.params))
+    for _ in range(3):
+        world.step(5)
+        optimizer.eval()
+        world.step(2)
+        optimizer.train()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    world.step(5)
+    optimizer.training = False
+    world.step(3)
+
+
+@case
+def a_list_of_its_own(world: World) -> None:
+    """The step goes over the parameters of a model that the optimizer holds, and over a list, not over its groups."""
+
+    class OfModel(Ball):
+        def __init__(self, model: Any) -> None:
+            self.mine = list(model.parameters())
+            super().__init__(self.mine)
+            self.model = model
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for p, q in zip(self.model.parameters(), self.mine, strict=True):
+                self.update(p, q.grad, self.state[q], self.param_groups[0])
+
+    world.compile(OfModel(torch.nn.ParameterList(world.params)))
+    world.step(20)
+
+
+class Decays:
+    """A mixin that decays after whatever comes next."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)  # type: ignore[misc]
+        for group in self.param_groups:  # type: ignore[attr-defined]
+            for p in group["params"]:
+                p.mul_(1 - 0.5 * group["lr"])
+        return result
+
+
+class Clips:
+    """One that clips gradients, in place, and sets the rate for the time of a step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups  # type: ignore[attr-defined]
+        kept = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] /= 2
+            for p in group["params"]:
+                p.grad.clamp_(-1, 1)
+        try:
+            return super().step(closure)  # type: ignore[misc]
+        finally:
+            for group, lr in zip(groups, kept, strict=True):
+                group["lr"] = lr
+
+
+class Mixed(Decays, Clips, Adam):
+    """Three steps in one."""
+
+
+@case
+def a_step_around_torchs_own(world: World) -> None:
+    world.compile(Mixed(world.params, lr=1e-2))
+    world.step(20)
+
+
+@hostile
+class ByExactClass(Base):
+    """Goes by the exact class of parameters, and by a class of their own."""
+
+    class Own(Parameter):
+        rate = 0.1
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        params[2] = self.Own(params[2].detach())
+        super().__init__(params, lr)
+
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        p.sub_(g, alpha=group["lr"] * (1 if type(p) is Parameter else p.rate))
+
+
+@hostile
+class ByExactClassOfTorch(Base):
+    """The same where all parameters are torch's."""
+
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        p.sub_(g, alpha=group["lr"] * (1 if type(p) is Parameter else 0.1))
+
+
+LOG = logging.getLogger(__name__)
+
+
+@case
+def records_of_a_log_are_counted(world: World) -> None:
+    class Counts(logging.Handler):
+        seen = 0
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.seen += 1
+
+    class Logs(Base):
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            LOG.critical("an update")
+            p.sub_(g, alpha=group["lr"] / handler.seen)
+
+    handler, disabled = Counts(), logging.root.manager.disable
+    LOG.addHandler(handler)
+    LOG.propagate = False
+    logging.disable(logging.NOTSET)
+    try:
+        world.compile(Logs(world.params))
+        world.step(10)
+    finally:
+        LOG.removeHandler(handler)
+        logging.disable(disabled)
+    world.notes.append(handler.seen)
