@@ -11,7 +11,7 @@ import torch
 def user_computation(name: str, tensors: Sequence[torch.Tensor], computation: Any) -> Sequence[torch.Tensor]:
     """One node of the lazy graph that runs an HLO module: torch_xla has no public way to enter one.
 
-    Noticed by `tests/backends/test_reference_and_xla.py::test_shapes_and_gradients_of_every_kind`.
+    Noticed by `tests/backends/test_reference_and_xla.py::test_results_have_the_shapes_of_the_words`.
     """
     from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
 
