@@ -213,6 +213,15 @@ class Call(NamedTuple):
         """How many numbers it has."""
         return _numbers_in([*self.args, *self.kwargs.values()])
 
+    def is_written(self, args: Written, kwargs: Mapping[str, Any]) -> bool:
+        """Returns True if a method has the call's arguments, in their order, which numbers have too; by name or not."""
+        if args == self.args and list(kwargs.items()) == list(self.kwargs.items()):
+            return True
+        if self.kwargs or not torch_privates.is_operation(self.func):
+            return False
+        names = [x.name for x in schema(self.func).arguments[len(args) : len(args) + len(kwargs)]]
+        return list(kwargs) == names and [*args, *kwargs.values()] == self.args
+
     def quick(self) -> Quick | None:
         """How it is looked at; of lists, and where torch has to make a view anew, in full."""
         if self.rule.is_list or self.rule.kind == "view":

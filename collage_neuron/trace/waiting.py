@@ -183,8 +183,7 @@ class Waiting:
         with suppress(Uncompiled):
             own = self.written_of(args, found, call.rule.is_constant)
             named = dict(zip(kwargs, self.written_of(list(kwargs.values()), found, call.rule.is_constant), strict=True))
-            is_call = own == call.args and list(named.items()) == list(call.kwargs.items())  # numbers are in this order
-            if (numbers or found) and not (is_call and repr(found) == repr(numbers)):
+            if (numbers or found) and not (call.is_written(own, named) and repr(found) == repr(numbers)):
                 return
             if place is not None:
                 method = quick(name, own, named, place, self._course.at - at)

@@ -88,6 +88,7 @@ CHANGED: dict[str, Callable[[Any, Any, int], Any]] = {
     "numbers of where": lambda p, g, t: torch.where(g > 0, g, 1.0 if t < 4 else 2.0).mul(torch.where(p > 0, 2.0, 3.0)),
     "two numbers": lambda p, g, t: g.add(2.0 * t, alpha=0.5).sub(p, alpha=0.25).add(1, alpha=2 if t < 4 else 3),
     "a named limit": lambda p, g, t: g.clamp(min=-1.0, max=0.5 if t < 4 else 1.0),
+    "positions by name": lambda p, g, t: g.lerp(end=p, weight=0.1 * t).lerp(weight=0.5, end=g if t < 4 else p),
     "a dimension": lambda p, g, t: g * g.sum(dim=0 if t < 4 else 1, keepdim=True),
     "a view": lambda p, g, t: g.t().t() * (p.data if t < 4 else p.detach()),
     "a part": lambda p, g, t: g * g.view(-1)[:4] if t < 4 else g * g.view(-1)[4:8],
