@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -218,9 +219,11 @@ def formats_for(
 
 def tells_roles(strategy: StrategyLike) -> bool:
     """Returns True if the strategy tells roles apart that depend on the numbers of a step."""
-    if not isinstance(strategy, str):
-        return False
-    s = strategy_named(strategy)
+    return isinstance(strategy, str) and _tells_roles(strategy_named(strategy))
+
+
+@cache
+def _tells_roles(s: Strategy) -> bool:
     return any(len({s.of(role) for role in roles}) > 1 for roles in _BY_NUMBERS)
 
 

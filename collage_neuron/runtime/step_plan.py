@@ -84,7 +84,7 @@ def _places(group: int, params: Sequence[torch.Tensor]) -> Iterator[str]:
 
 def _parts(group: dict[str, Any], params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
     """Parameters that share their formats: in blocks, 0-d ones have others."""
-    if all(p.dim() for p in params) or not has_blocks(Settings.of(group).strategy):
+    if all(map(torch.Tensor.dim, params)) or not has_blocks(Settings.of(group).strategy):
         return [params]
     return [part for part in ([p for p in params if p.dim()], [p for p in params if not p.dim()]) if part]
 
