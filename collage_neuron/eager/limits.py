@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import check_codec, converter
-from collage_neuron.eager.memory import is_alone
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
@@ -153,20 +152,6 @@ def check_states(optimizer: Optimizer) -> None:
         raise UnsupportedUpdate(
             f"{type(optimizer).__name__} cannot be compiled: {first} and {second} share memory, and each would have "
             "words of its own; clone() it"
-        )
-
-
-def check_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Raises UnsupportedUpdate for gradients in the memory of a parameter, or of one another: each has its own now."""
-    grads = [p.grad for p in params if p.grad is not None]
-    if all(map(is_alone, grads)):
-        return
-    found = first_shared([*grads, *params])
-    if found is not None and found[0] < len(grads):
-        other = "another gradient" if found[1] < len(grads) else "a parameter"
-        raise UnsupportedUpdate(
-            f"a gradient and {other} share memory, and each has fp32 memory of its own during the step, so that what "
-            "is written to the one would not be seen in the other; clone() it; nothing was updated"
         )
 
 

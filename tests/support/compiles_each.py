@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 
 import collage_neuron
+from collage_neuron import UnsupportedUpdate
 
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -92,6 +93,8 @@ class CompilesEach:
             return
         try:
             collage_neuron.compile(one, verbose=False)
+        except UnsupportedUpdate:  # a RuntimeError, as optimizers themselves raise for sparse gradients
+            raise
         except Exception as error:
             self.error = error
             raise
