@@ -21,7 +21,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 
 import collage_neuron
-from collage_neuron import UnsupportedUpdate
 
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -93,8 +92,6 @@ class CompilesEach:
             return
         try:
             collage_neuron.compile(one, verbose=False)
-        except UnsupportedUpdate:  # a RuntimeError, as optimizers themselves raise for sparse gradients
-            raise
         except Exception as error:
             self.error = error
             raise
@@ -110,8 +107,9 @@ class CompilesEach:
         own = list(module.parameters(recurse=False))
         if not any(p.dtype == torch.bfloat16 for p in own):
             return None
-        for p in own:  # those that no optimizer has
-            p.data = _cast(p.data, torch.float32, torch.bfloat16)
+        for p in own:
+            if p.dtype == torch.float32:  # no optimizer has it
+                p.data = p.data.bfloat16()
         return tuple(_cast(x, torch.float32, torch.bfloat16) for x in given)
 
 

@@ -109,7 +109,8 @@ class Problem:
         start = [p.float() for p in Problem().params]
         rows = zip(self.values(optimizer), exact.params, start, strict=True)
         off, way, size = (
-            torch.cat([x.detach().flatten() for x in xs]).norm() for xs in zip(*((v - p, p - s, p) for v, p, s in rows))
+            torch.cat([x.detach().flatten() for x in xs]).norm()
+            for xs in zip(*((v - p, p - s, p) for v, p, s in rows), strict=True)
         )
         return float(off / (way * 2**-16 + size * 2**-17))
 
