@@ -2,8 +2,8 @@
 
 The folder is the suite's own, from a checkout, and is not changed; it is run from its parent::
 
-    python -m pip install --no-deps --target /tmp/package pytorch_optimizer==3.10.0
-    PYTHONPATH=/tmp/package python benchmarks/public_suites.py /tmp/pytorch_optimizer/tests
+    python -m pip install --no-deps --target ../package pytorch_optimizer==3.10.0
+    PYTHONPATH=$PWD/../package python benchmarks/public_suites.py ../pytorch_optimizer/tests
 
 Of each test that passes in plain torch it says whether it passes when `tests/support/compiles_each.py` compiles what it
 constructs. A failure belongs to the first class whose pattern its message has; what has none is ours until it is known

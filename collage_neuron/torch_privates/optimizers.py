@@ -85,7 +85,10 @@ def let_have_hooks(optimizer: Optimizer) -> None:
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Noticed by `tests/trace/test_inner.py::test_twenty_steps_are_those_of_plain_torch`."""
+"""Where torch keeps the hooks of steps, which it makes in its constructor and nowhere else.
+
+Noticed by `tests/trace/test_inner.py::test_twenty_steps_are_those_of_plain_torch`.
+"""
 
 
 def is_of_torch(name: str) -> bool:
