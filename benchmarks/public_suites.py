@@ -1,9 +1,8 @@
 """Runs a public suite of tests twice, as it is and with each optimizer compiled, and prints what became of its tests.
 
-The folder is the suite's own, from a checkout, and is not changed; it is run from its parent::
+The folder is the suite's own, and is not changed; it is run from its parent (benchmarks/README.md)::
 
-    python -m pip install --no-deps --target ../package pytorch_optimizer==3.10.0
-    PYTHONPATH=$PWD/../package python benchmarks/public_suites.py ../pytorch_optimizer/tests
+    PYTHONPATH=$PWD/../package python benchmarks/public_suites.py ../suite/tests
 
 Of each test that passes in plain torch it says whether it passes when `tests/support/compiles_each.py` compiles what it
 constructs. A failure belongs to the first class whose pattern its message has; what has none is ours until it is known

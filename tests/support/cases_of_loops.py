@@ -84,10 +84,10 @@ def gradients_with_graphs(world: World, cls: Any) -> None:
     """As `create_graph=True` leaves them: the objects and their graphs stay."""
     world.compile(cls(world.params))
     for _ in range(20):
-        world.backward()
-        for p in world.params:
-            p.grad = p.grad * torch.ones_like(p).requires_grad_()
-        grads = [p.grad for p in world.params]
+        ones = [torch.ones_like(p).requires_grad_() for p in world.params]
+        grads = [world.gradient(i, world.taken) * one for i, one in enumerate(ones)]
+        for p, g in zip(world.params, grads, strict=True):
+            p.grad = g
         world.taken += 1
         world.optimizer.step()
         world.notes.append([p.grad is g and g.requires_grad for p, g in zip(world.params, grads, strict=True)])
