@@ -110,6 +110,8 @@ strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/eager/test_pack
 
 {meaning}
 
+[pytorch_optimizer's own tests](public_suites.md), with each optimizer compiled, are run now and then.
+
 Two more packages are tried without being installed by the tests:
 `python docs/measure_packages.py heavyball timm.optim` (stored in `docs/coverage/packages.json`). Under the strategy
 `fp32` those that run as written equal plain fp32 bit for bit after {package_steps} steps, and compiled ones differ by

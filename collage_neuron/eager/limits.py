@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -11,16 +12,17 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import check_codec, converter
-from collage_neuron.eager.memory import is_alone
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.cross_rank_check import why_not_summed
 from collage_neuron.settings import Settings
 from collage_neuron.states import inner
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
 from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.state_keys import is_value
+from collage_neuron.trace.own_code import looks_at_graphs
 
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
 """What torch says where a step differentiates gradients that have no graph."""
@@ -43,7 +45,8 @@ def check(
     """
     may_compile = may_compile or isinstance(refusal, UnknownUpdate)
     check_class(base, optimizer, refusal)
-    for reason in (*_of_groups(optimizer, settings, may_compile), *_of_params(optimizer, may_compile or not is_known)):
+    of_params = _of_params(base, optimizer, may_compile or not is_known)
+    for reason in (*_of_groups(optimizer, settings, may_compile), *of_params):
         raise _neither(refusal, reason) from refusal
 
 
@@ -73,7 +76,7 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings], may_compile: bo
                 yield f"param_groups[{i}]: {missing}"
 
 
-def _of_params(optimizer: Optimizer, may_compile: bool) -> Iterator[str]:
+def _of_params(base: type[Optimizer], optimizer: Optimizer, may_compile: bool) -> Iterator[str]:
     parts = not may_compile and wrappers.gives_parts(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         if _are_usual(group["params"]) and not parts:  # most are: one question for all of them is cheap
@@ -84,7 +87,7 @@ def _of_params(optimizer: Optimizer, may_compile: bool) -> Iterator[str]:
             where = f"param_groups[{i}]['params'][{j}]"
             if is_sharded(p):
                 yield from (f"{where} is a shard, and {why}" for why in _of_shard(p))
-            if p.grad is not None and p.grad.requires_grad:
+            if _with_graphs([p]) and looks_at_graphs(base, optimizer):
                 yield f"the gradient of {where} has a graph (create_graph=True), which its fp32 value has not"
             if p.device.type not in TRIED:
                 yield f"{where} is on {p.device}, and steps as written are tried on {', '.join(TRIED)} only"
@@ -107,11 +110,33 @@ def _are_usual(params: Sequence[torch.Tensor]) -> bool:
     """Returns True for parameters without attributes of their own: nothing is to be said about most."""
     if not ORDINARY.issuperset(map(type, params)) or any(map(vars, params)):
         return False
-    grads = [g for g in map(_grad, params) if g is not None]
-    return not any(map(_requires_grad, grads)) and all(p.is_cpu or p.device.type in TRIED for p in params)
+    return not _with_graphs(params) and all(p.is_cpu or p.device.type in TRIED for p in params)
 
 
-_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
+def _with_graphs(params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters whose gradients were computed with `create_graph=True`, and these."""
+    return [(p, g) for p, g in zip(params, map(_grad, params), strict=True) if g is not None and g.requires_grad]
+
+
+_grad = attrgetter("grad")
+
+
+@contextmanager
+def graphs_left_out(base: type[Optimizer], optimizer: Optimizer) -> Iterator[None]:
+    """A context in which gradients have no graphs, unless code of the class asks for these: fp32 values have none."""
+    found = _with_graphs(params_of(optimizer))
+    if not found or looks_at_graphs(base, optimizer):
+        yield
+        return
+    without = [g.detach() for _, g in found]
+    for (p, _), x in zip(found, without, strict=True):
+        p.grad = x
+    try:
+        yield
+    finally:
+        for (p, g), x in zip(found, without, strict=True):
+            if p.grad is x:
+                p.grad = g
 
 
 def check_states(optimizer: Optimizer) -> None:
@@ -127,20 +152,6 @@ def check_states(optimizer: Optimizer) -> None:
         raise UnsupportedUpdate(
             f"{type(optimizer).__name__} cannot be compiled: {first} and {second} share memory, and each would have "
             "words of its own; clone() it"
-        )
-
-
-def check_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Raises UnsupportedUpdate for gradients in the memory of a parameter, or of one another: each has its own now."""
-    grads = [p.grad for p in params if p.grad is not None]
-    if all(map(is_alone, grads)):
-        return
-    found = first_shared([*grads, *params])
-    if found is not None and found[0] < len(grads):
-        other = "another gradient" if found[1] < len(grads) else "a parameter"
-        raise UnsupportedUpdate(
-            f"a gradient and {other} share memory, and each has fp32 memory of its own during the step, so that what "
-            "is written to the one would not be seen in the other; clone() it; nothing was updated"
         )
 
 

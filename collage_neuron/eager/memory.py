@@ -110,7 +110,8 @@ def without_graph(t: torch.Tensor) -> torch.Tensor:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """To compare NaN with itself."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+    x = x.detach() if x.layout is torch.strided else x.detach().to_dense()  # a method runs beside sparse gradients
+    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 class Shell(NamedTuple):

@@ -117,8 +117,6 @@ def take(
         params = [p for p in group["params"] if p.grad is not None]
         check_stepped(params, _places(group, i), structure_guard.of(optimizer))
         replaced_params.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
-    if trace is None:
-        limits.check_gradients([p for group in optimizer.param_groups for p in group["params"]])
     external_writes.drop_stale(optimizer)
     mask = finite()
     if mask is not None and not bool(mask):
@@ -216,9 +214,10 @@ class Context:
         if trace is not None and not self.presentation.can_wait():
             trace.check_as_written("a gradient, a parameter or a state shares its memory")
             self.presentation.plan()
-            limits.check_gradients(self.presentation.params())
             self.presentation.alias(self._held.tensors)
             trace = None
+        if trace is None and self.is_step:
+            self.presentation.gradients.check_apart(self.presentation.params())
         if trace is None and self.is_step and not self._has_agreed and self.presentation.has_shards:
             self.presentation.agreed(cross_rank_check.AS_WRITTEN)
             self._has_agreed = True

@@ -45,6 +45,7 @@ def watch(optimizer: Optimizer) -> None:
 
     Optimizers inside it have hooks too: outside of its step their states are not there.
     """
+    torch_privates.let_have_hooks(optimizer)
     torch_privates.put_last(optimizer, _take_over)
     for each in inner_of(optimizer):
         _watch_inside(each.optimizer, optimizer)
@@ -55,6 +56,7 @@ def _watch_inside(inside: Optimizer, outer: Optimizer) -> None:
     if any(hook.is_of(outer) for hook in inside_hooks(inside)):
         return
     hook = Inside(inside, outer)
+    torch_privates.let_have_hooks(inside)
     with suppress(AttributeError):  # of a class whose constructor does not call torch's: it asks another one
         inside.register_step_pre_hook(hook)
         Optimizer.register_state_dict_pre_hook(inside, hook)

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.eager import limits
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.optimizer import continued, first_step_report, group_settings, load_checks, other_averages
@@ -99,9 +100,8 @@ def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> 
 
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a recorded step, a traced one, or one as written, and measures it if that is `due`."""
-    tracing, why = _tracing(base, optimizer, call, ours, due)
-    refusal = UnsupportedUpdate(call.problem or ours.as_written or why)
-    if tracing is None and not call.problem and may_be_recorded(base, optimizer, call):
+    refusal = None
+    if not call.problem and may_be_recorded(base, optimizer, call):
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
         except UnsupportedUpdate as error:
@@ -109,7 +109,10 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
         else:
             ours.as_written = ""
             return eager_step.Taken(measured, call.loss)
-    return eager_step.take(base, optimizer, refusal, call, partial(nonfinite.decision, optimizer), due, tracing)
+    with limits.graphs_left_out(base, optimizer):
+        tracing, why = _tracing(base, optimizer, call, ours, due)
+        refusal = refusal or UnsupportedUpdate(call.problem or ours.as_written or why)
+        return eager_step.take(base, optimizer, refusal, call, partial(nonfinite.decision, optimizer), due, tracing)
 
 
 def _tracing(

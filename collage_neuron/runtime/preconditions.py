@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import UnsafeEnvironment
+from collage_neuron.errors import UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.states.shared_memory import overlaps_itself
 from collage_neuron.states.structure_guard import Seen
 
@@ -134,7 +134,7 @@ def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen
     guard call says whether these are like them.
 
     Raises:
-        TypeError: what `check_param` and `check_gradient` raise.
+        TypeError, UnsupportedUpdate: what `check_param` and `check_gradient` raise.
         ValueError: the same.
     """
     if not params:
@@ -197,7 +197,9 @@ def check_gradient(p: torch.Tensor, where: object) -> None:
     grad = p.grad
     assert grad is not None
     if grad.layout is not torch.strided:
-        raise TypeError(f"the gradient of {where} is sparse ({grad.layout}); use sparse=False in the embedding")
+        raise UnsupportedUpdate(  # a RuntimeError, as torch's own optimizers raise
+            f"the gradient of {where} is sparse ({grad.layout}); use sparse=False in the embedding"
+        )
     if grad.dtype not in FLOATS:
         raise TypeError(f"the gradient of {where} is {grad.dtype}; only bfloat16 and float32 gradients are supported")
     if grad.shape != p.shape:  # torch compares them when a gradient is set, but not when `p.data` is

@@ -101,17 +101,17 @@ def _prefix(path: str, taken: Collection[str]) -> str:
 def check(optimizer: Optimizer) -> None:
     """Raises UnsupportedUpdate for inner optimizers that cannot be compiled with the outer one."""
     name, found = type(optimizer).__name__, inner_of(optimizer)
+    if not found and not torch_privates.has_hooks(optimizer):  # a step kept from before could not be taken over
+        raise UnsupportedUpdate(
+            f"{name} cannot be compiled: its constructor does not call that of torch.optim.Optimizer, and makes no "
+            "hooks as it does; let it call super().__init__()"
+        )
     if not found:
         return
     if optimizer.state is not optimizer.state:
         raise UnsupportedUpdate(
             f"{name} cannot be compiled: its `state` is made anew each time it is asked for, so that nothing can be "
             "stored there; keep one dictionary, or compile the optimizers that it steps"
-        )
-    if not torch_privates.has_hooks(optimizer):
-        raise UnsupportedUpdate(
-            f"{name} cannot be compiled: its constructor calls none of torch.optim.Optimizer, and makes no hooks; let "
-            "it call super().__init__()"
         )
     own = set(map(id, params_of(optimizer)))
     for each in found:

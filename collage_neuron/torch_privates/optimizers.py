@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from types import CellType
 from typing import Any
@@ -49,7 +50,7 @@ def put_last(optimizer: Optimizer, hook: Any) -> None:
     Noticed by
     `tests/conversion/test_compile_classes.py::test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses`.
     """
-    hooks: Any = optimizer._optimizer_step_pre_hooks  # an ordered dictionary by the ids of handles
+    hooks: Any = optimizer._optimizer_step_pre_hooks  # by the ids of handles
     ours = next((key for key, other in hooks.items() if other is hook), None)
     if ours is None:
         Optimizer.register_step_pre_hook(optimizer, hook)
@@ -67,11 +68,27 @@ def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Returns True if hooks can be added: a constructor that does not call torch's may have left them out.
+    """Returns True if hooks can be added: a constructor that does not call torch's may make none, or a plain `dict`.
 
     Noticed by `tests/trace/test_inner.py::test_what_cannot_be_compiled_with_its_inner_one_is_rejected`.
     """
-    return "_optimizer_step_pre_hooks" in vars(optimizer)
+    return all(isinstance(vars(optimizer).get(name), OrderedDict) for name in _HOOKS)
+
+
+def let_have_hooks(optimizer: Optimizer) -> None:
+    """Gives an optimizer what its constructor did not: handles of hooks refer weakly to ordered dictionaries.
+
+    Noticed by `tests/trace/test_inner.py::test_twenty_steps_are_those_of_plain_torch`.
+    """
+    if not has_hooks(optimizer):
+        vars(optimizer).update({name: OrderedDict(vars(optimizer).get(name, {})) for name in _HOOKS})
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where torch keeps the hooks of steps, which it makes in its constructor and nowhere else.
+
+Noticed by `tests/trace/test_inner.py::test_twenty_steps_are_those_of_plain_torch`.
+"""
 
 
 def is_of_torch(name: str) -> bool:

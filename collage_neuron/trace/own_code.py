@@ -59,6 +59,11 @@ def asks(base: Any, held: Iterable[Any]) -> bool:
     return any(_asks(code) for function in _reached(base, held) for code in _codes(function.__code__))
 
 
+def looks_at_graphs(base: Any, optimizer: Optimizer) -> bool:
+    """Returns True if `step`, or a function that it uses, may ask how a gradient was computed, or differentiate it."""
+    return any(map(_looks, _reached(base, held_by(optimizer))))
+
+
 def held_by(optimizer: Optimizer) -> list[Any]:
     """What an optimizer and its groups hold that may be, or have, a function."""
     inside = [each.optimizer for each in inner_of(optimizer)]
@@ -137,8 +142,18 @@ def _asks(code: CodeType) -> bool:
     return not named.isdisjoint(_OF_TYPES)
 
 
+def _looks(function: FunctionType) -> bool:
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    variables = [*map(function.__globals__.get, names), *cells_of(function)]
+    modules = (str(getattr(x, "__module__", None) or getattr(x, "__name__", "")) for x in variables)
+    return not names.isdisjoint(_OF_GRAPHS) or any(module.startswith(_AUTOGRAD) for module in modules)
+
+
 _DIFFERENTIATES = {"autograd", "backward", "FloatTensor"}
 """Autograd notes what is inside a placeholder before it has its value; and a type of old."""
+
+_OF_GRAPHS = _DIFFERENTIATES | {"grad_fn", "is_leaf", "func", "functional", "jvp", "vjp", "hessian"}
+_AUTOGRAD = ("torch.autograd", "torch.func", "torch._functorch")
 
 _OF_TYPES = {("LOAD_GLOBAL", "type"), ("LOAD_NAME", "type"), ("LOAD_ATTR", "__class__")}
 """How code asks: not the attribute `type` of a device."""

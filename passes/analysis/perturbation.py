@@ -8,8 +8,9 @@ Parker, "Monte Carlo Arithmetic", 1997.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ NARROW = 2.0**-7
 TINY = 2.0**-125
 """Below this a device may flush to zero, and another order of products may leave fp32's normal range earlier."""
 
+CANCELLED = 4
+"""A sum below so many perturbations of its first operand may be 0: no perturbed copy would have just that by chance."""
+
+_SUMS = {"add", "sub", "addcmul", "addcdiv"}
 _FUNCTIONS = {"exp", "log", "pow", "sigmoid", "softplus", "atan2"}
 _COPIES = {"clone", "copy", "_to_copy", "lift_fresh", "_foreach_copy"}
 _EXACT = {"where", "masked_fill", "index_put", "sign", "sgn", "abs", "neg", "maximum", "minimum", "clamp", "clamp_min",
@@ -39,7 +44,8 @@ class Perturbation(DispatchMode):
     With `stacked` the first dimension counts the copies, and copy 0 is not perturbed; else a tensor is one copy, and
     may have its elements in another shape. `amount` is the relative change of a result, `fills` that of a tensor filled
     with a number. With `to_bf16` every other copy is rounded to bf16 besides: there, values that are close become
-    equal, and their difference 0.
+    equal, and their difference 0. Without it, half of the differences of numbers that are equal but for what is
+    perturbed become 0: code may divide by the norm of such a difference, and only 0 gives another result then.
     """
 
     def __init__(
@@ -81,18 +87,32 @@ class Perturbation(DispatchMode):
         kwargs = kwargs or {}
         finite = self._finite(args)
         written = self._written(func, args)
-        within = _within(func, args, kwargs)
+        within, first = _within(func, args, kwargs), self._cancelled(func, args)
         out = func(*args, **kwargs)
         for name, x, before in written:
             self.added[name] += (x.detach() - before).abs().reshape(self.added[name].shape)
         self._note_overflow(finite, out)
         amount = self._amount_of(func, out)
         if amount:
-            for x in _tensors(args[0] if out is None else out):
+            for x, bound in zip(_tensors(args[0] if out is None else out), first, strict=False):
                 if self._is_whole(x) and x.is_floating_point():
                     self.overflowed |= finite & ~x.isfinite().reshape(self._shape)
                     self._move(x, NARROW if x.dtype in (torch.bfloat16, torch.float16) else amount, within)
+                    self._cancel(x, bound)
         return out
+
+    def _cancelled(self, func: Any, args: Sequence[Any]) -> Iterator[Tensor | None]:
+        """Bounds below which the sums that an operation computes may be 0; None for what is not a sum."""
+        is_sum = _name(func).removeprefix("_foreach_") in _SUMS and not self._to_bf16
+        given = [x for x in _tensors(args[:1]) if is_sum and x.is_floating_point()]
+        return chain([CANCELLED * self._amount * x.abs() for x in given], repeat(None))
+
+    def _cancel(self, x: Tensor, bound: Tensor | None) -> None:
+        """Makes about half of the elements of `x` that are within a bound 0, in all copies but the first."""
+        if bound is None or not (near := x.detach().abs() <= bound).any():
+            return
+        near &= torch.rand(x.shape, generator=self._generator, dtype=torch.float32, device="cpu") < 0.5
+        self._change(x, torch.where(self._copies(near), -self._copies(x), 0.0))
 
     def _is_whole(self, x: Tensor) -> bool:
         """Returns True for a tensor of `shape`, or one of its elements in another shape."""
@@ -120,7 +140,7 @@ class Perturbation(DispatchMode):
         return [(n, x, x.detach().clone()) for n, x in found if n is not None and self._is_whole(x)]
 
     def _amount_of(self, func: Any, out: Any) -> float:
-        name = schema(func).name.removeprefix("aten::").rstrip("_")
+        name = _name(func)
         narrowed = isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16)
         if is_view(func) or (name in _COPIES and not narrowed) or (name in _EXACT and not self._to_bf16):
             return 0.0
@@ -135,22 +155,33 @@ class Perturbation(DispatchMode):
         """
         if not self._amount:
             return
-        copies = x.detach()[1:] if self._stacked else x.detach()
+        copies = self._copies(x)
         up = torch.rand(copies.shape, generator=self._generator, dtype=torch.float32, device="cpu") < 0.5
         change = torch.where(up, amount, -amount).to(x.dtype)
-        change = change * (copies if within is None else copies.abs() + (within[1:] if self._stacked else within))
+        change = change * (copies if within is None else copies.abs() + self._copies(within))
         if (copies.abs() < TINY).any():
             change = torch.where((copies.abs() < TINY) & up, -copies, change)
         if self._to_bf16:
             every = copies[::2] if self._stacked else copies
             part = change[::2] if self._stacked else change
             part.copy_((every + part).bfloat16().to(x.dtype) - every)
-        change = torch.where(change.isfinite(), change, 0.0)
-        copies += change
+        self._change(x, torch.where(change.isfinite(), change, 0.0))
+
+    def _copies(self, x: Tensor) -> Tensor:
+        """All copies of `x` but the one that is not changed."""
+        return x.detach()[1:] if self._stacked else x.detach()
+
+    def _change(self, x: Tensor, change: Tensor) -> None:
+        """Adds to the copies of `x`."""
+        self._copies(x).add_(change)
         name = self._followed.get(storage_id(x.untyped_storage()))
         if name is not None:
-            moved = self.moved[name][1:] if self._stacked else self.moved[name]
+            moved = self._copies(self.moved[name])
             moved.add_(change.reshape(moved.shape))
+
+
+def _name(func: Any) -> str:
+    return str(schema(func).name.removeprefix("aten::").rstrip("_"))
 
 
 @cache

@@ -376,17 +376,30 @@ def test_a_gradient_in_the_memory_of_its_parameter_is_rejected(share: Callable[.
     assert all(map(torch.equal, params, before))
 
 
-def test_gradients_may_share_one_buffer_with_each_other_but_no_elements() -> None:
-    optimizer, params = compiled(lambda ps: Normed(ps), "plus")
-    flat = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16)
-    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
-        p.grad = part.view(p.shape)
-    optimizer.step()
-    flat = torch.ones(2 * params[0].numel(), dtype=torch.bfloat16)
-    params[0].grad = flat[: params[0].numel()].view(params[0].shape)
-    params[1].grad = flat[1 : 1 + params[1].numel()].view(params[1].shape)
-    with pytest.raises(UnsupportedUpdate, match="a gradient and another gradient share memory"):
+def test_gradients_may_share_one_buffer_and_elements() -> None:
+    """What is written to one is in the other; the third is the second one."""
+
+    def decayed(o: Any, p: Any, g: Tensor, s: Any) -> None:
+        s.setdefault("m", torch.zeros_like(g)).add_(g.add_(0.5))
+
+    def step(dtype: torch.dtype) -> tuple[Any, list[Parameter]]:
+        params = [Parameter(torch.full((4, 5), 0.5, dtype=dtype)) for _ in range(3)]
+        optimizer = Normed(params, use=decayed)
+        if dtype == torch.bfloat16:
+            collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+        flat = torch.arange(21, dtype=torch.float32).to(dtype)
+        params[0].grad = flat[:20].view(4, 5)
+        params[1].grad = params[2].grad = flat[1:].view(4, 5)
         optimizer.step()
+        return optimizer, params
+
+    (optimizer, params), (_, exact) = step(torch.bfloat16), step(torch.float32)
+    for p, q in zip(params, exact, strict=True):
+        assert torch.equal(collage_neuron.exact_value(optimizer, p), q)
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad.bfloat16())
+    assert params[1].grad is params[2].grad
 
 
 # --- names, lists of parameters and attributes ------------------------------------------------------------------------

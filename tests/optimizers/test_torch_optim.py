@@ -31,7 +31,7 @@ STEPS = 12
 SHAPE = (16, 16)
 
 PLAIN = {name: case for name, case in CASES.items() if not name.endswith(SWITCHES)}
-"""Cases whose update is one of its own, not that of another case asked to run in another way."""
+"""Cases whose update is one of its own, not that of another case asked to run in another way (`test_optim_db.py`)."""
 
 AT_COMPILE = [name for name in REFUSED if name != "LBFGS"]
 """What a closure is for is seen in a step only."""
@@ -133,16 +133,6 @@ def describe(update: Update) -> str:
 @pytest.mark.parametrize("name", PLAIN)
 def test_golden_text(name: str, golden: Callable[[str, str], None]) -> None:
     golden(f"torch_{name}.txt", text(CASES[name]))
-
-
-@pytest.mark.sampled(of=2)
-@pytest.mark.parametrize("name", [name for name in CASES if name not in PLAIN])
-def test_a_way_to_run_does_not_change_the_update(name: str) -> None:
-    """foreach, fused and capturable ask for the same update on other hardware."""
-    case = CASES[name]
-    options = {key: value for key, value in case.options.items() if key not in SWITCHES}
-    assert options != case.options
-    assert text(case) == text(case._replace(options=options))
 
 
 # --- against float64 -----------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ WRITTEN |= {
     "ortho": lambda ps: published("OrthoGrad", adam(ps)),
     "trac": lambda ps: published("TRAC", adam(ps)),
     "ortho around lookahead": lambda ps: published("OrthoGrad", published("Lookahead", adam(ps), k=3)),
+    "ortho around bare": lambda ps: published("OrthoGrad", Bare(adam(ps))),
     "lookahead around ortho": lambda ps: published("Lookahead", published("OrthoGrad", adam(ps)), k=3),
 }
 TAKE_CLOSURES = {"sam", "adaptive sam"}
@@ -89,6 +90,17 @@ class Timm(Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         self._base_optimizer.load_state_dict(state_dict)
         self.param_groups = self._base_optimizer.param_groups
+
+
+class Bare(Timm):
+    """Makes no hooks, or a plain `dict` of them, as the wrappers of pytorch_optimizer 3.10 do."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._optimizer_step_pre_hooks: Any = {}
+        self._base_optimizer, self.alpha, self.k, self.state = inner, 0.5, 3, defaultdict(dict)
+        self.param_groups, self.defaults = inner.param_groups, {}
+        for group in self.param_groups:
+            group.setdefault("lookahead_step", 0)
 
 
 class Listed(Optimizer):
@@ -144,6 +156,7 @@ class Holding(Optimizer):
 
 LAUNCHED |= {
     "timm": lambda ps: Timm(adam(ps)),
+    "bare": lambda ps: Bare(adam(ps)),
     "listed": lambda ps: Listed(adam(ps[:1]), sgd(ps[1:])),
     "anchored": lambda ps: Anchored(adam(ps)),
     "holding": lambda ps: Holding(adam(ps)),

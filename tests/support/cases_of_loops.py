@@ -73,6 +73,34 @@ def moments_are_written(world: World) -> None:
     world.step(10)
 
 
+class Product(Base):
+    """Runs as written."""
+
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        p.sub_(g.reshape(len(g), -1) @ g.reshape(len(g), -1).T @ g, alpha=0.1 * group["lr"])
+
+
+def gradients_with_graphs(world: World, cls: Any) -> None:
+    """As `create_graph=True` leaves them: the objects and their graphs stay."""
+    world.compile(cls(world.params))
+    for _ in range(20):
+        ones = [torch.ones_like(p).requires_grad_() for p in world.params]
+        grads = [world.gradient(i, world.taken) * one for i, one in enumerate(ones)]
+        for p, g in zip(world.params, grads, strict=True):
+            p.grad = g
+        world.taken += 1
+        world.optimizer.step()
+        world.notes.append([p.grad is g and g.requires_grad for p, g in zip(world.params, grads, strict=True)])
+
+
+of_both(gradients_with_graphs)
+
+
+@case
+def gradients_with_graphs_as_written(world: World) -> None:
+    gradients_with_graphs(world, Product)
+
+
 @of_both
 def states_are_cleared(world: World, cls: Any) -> None:
     """A warm restart: moments go, weights must not."""

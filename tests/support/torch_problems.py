@@ -64,9 +64,12 @@ class Problem:
         return loss
 
     def compiled(self, name: str, options: Options, groups: Any = None) -> Optimizer:
+        return collage_neuron.compile(self.plain(name, options, groups))
+
+    def plain(self, name: str, options: Options, groups: Any = None) -> Optimizer:
         own = copy.deepcopy(options)  # a scheduler writes into a learning rate that is a tensor
         optimizer: Optimizer = INFOS[name].optim_cls(self.params if groups is None else groups, **own)
-        return collage_neuron.compile(optimizer)
+        return optimizer
 
     def exact_loss(self, optimizer: Optimizer) -> float:
         """The loss at hi + lo: twenty steps of a small learning rate may not change a single high word."""
@@ -75,6 +78,14 @@ class Problem:
     def train(self, optimizer: Optimizer, steps: int) -> None:
         for _ in range(steps):
             self.backward()
+            optimizer.step()
+
+    def follow(self, optimizer: Optimizer, steps: int) -> None:
+        """Steps with gradients that do not depend on the weights: numbers of bf16, as large as the problem's."""
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            for p in self.params:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
             optimizer.step()
 
     def goes_right(self, optimizer: Optimizer, options: Options, schedulers: list[Any] | None = None) -> None:
@@ -89,6 +100,19 @@ class Problem:
                     scheduler.step()
         final = self.exact_loss(optimizer)
         assert final > initial if options.get("maximize") else final < initial
+
+    def error(self, optimizer: Optimizer, exact: Problem) -> float:
+        """The distance to plain fp32, relative to its way, in multiples of what one step may round.
+
+        A step rounds each state in three bytes by 2**-16 of itself at most, and the weight in four by 2**-17.
+        """
+        start = [p.float() for p in Problem().params]
+        rows = zip(self.values(optimizer), exact.params, start, strict=True)
+        off, way, size = (
+            torch.cat([x.detach().flatten() for x in xs]).norm()
+            for xs in zip(*((v - p, p - s, p) for v, p, s in rows), strict=True)
+        )
+        return float(off / (way * 2**-16 + size * 2**-17))
 
     def values(self, optimizer: Optimizer) -> list[Tensor]:
         return [exact_value(optimizer, p).clone() for p in self.params]

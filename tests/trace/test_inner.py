@@ -325,16 +325,20 @@ class Named(cases.Listed):
                 self.state[p]["many_0__exp_avg"] = p.clone()
 
 
-class WithoutHooks(cases.Timm):
-    """Has a constructor that neither calls torch's nor makes what that makes."""
+class Alone(torch.optim.Optimizer):
+    """Has a constructor that neither calls torch's nor makes what that makes, and steps no other optimizer."""
 
-    def __init__(self, inner: Any) -> None:
-        self._base_optimizer, self.k, self.state = inner, 3, defaultdict(dict)
-        self.param_groups, self.defaults = inner.param_groups, {}
+    def __init__(self, params: list[Parameter]) -> None:
+        self.state, self.defaults, self.param_groups = defaultdict(dict), {}, [{"params": params}]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad)
 
 
 WRONG: dict[cases.Make, str] = {
-    lambda ps: WithoutHooks(adam(ps)): "its constructor calls none of torch.optim.Optimizer",
+    Alone: "its constructor does not call that of torch.optim.Optimizer",
     around_compiled: "Listed steps an optimizer that is compiled already: compile the outermost one alone",
     over_more: "it steps a SGD over parameters that are in none of its own groups",
     lambda ps: Anew(adam(ps)): "its `state` is made anew each time it is asked for",

@@ -277,6 +277,20 @@ def test_fp32_parameters_and_gradients_of_all_sizes_pass(every_step: None) -> No
         optimizer.step()
 
 
+def orthogonal(s: dict[str, Any], p: torch.Tensor, g: torch.Tensor) -> None:
+    """OrthoGrad's: of a gradient of one element nothing is left but rounding, which gets the size of the gradient."""
+    rest = g.clone().sub_(p, alpha=(p * g).sum().div_((p * p).sum().add_(1e-30)))  # type: ignore[arg-type]
+    s.setdefault("square", torch.zeros_like(p)).lerp_((rest * (g.norm() / rest.norm().add(1e-30))).square(), 0.1)
+    p.sub_(g, alpha=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["fp32", "split433"])
+def test_what_cancels_but_for_rounding_passes(strategy: str, every_step: None) -> None:
+    optimizer = collage_neuron.compile(Spelled(parameters(shapes=((1,),) * 8), orthogonal), strategy=strategy)
+    train(optimizer, 8)
+    assert validate.history_of(optimizer).left_out
+
+
 def test_steps_that_are_skipped_are_validated_as_such(every_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = collage_neuron.compile(AdamW(parameters()), nonfinite="skip")
     train(optimizer, 2)
