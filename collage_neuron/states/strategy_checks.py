@@ -36,8 +36,8 @@ from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 
-Names = frozenset[str]
-Group = dict[str, Any]
+Shown = Iterable[tuple[dict[str, Any], Collection[str]]]
+"""Groups, each with the names of states of an update, or of a parameter, of it."""
 
 
 def check_names_as_written(optimizer: Optimizer, shown: Mapping[torch.Tensor, Collection[str]]) -> None:
@@ -48,26 +48,18 @@ def check_names_as_written(optimizer: Optimizer, shown: Mapping[torch.Tensor, Co
     Raises:
         ValueError: a mapping names a state that no parameter of the groups with that mapping has.
     """
-    for names, groups in _unchecked(optimizer, [Settings.of(group).strategy for group in optimizer.param_groups]):
-        params = [p for group in groups for p in group["params"]]
-        states = dict.fromkeys(name for p in params for name in shown[p])
-        if not names <= states.keys():
-            if not any(p.requires_grad and p.grad is None and not shown[p] for p in params):
-                raise ValueError(_wrong_name(names, states))
-            if all(p.grad is None for p in params):
-                continue
-            text = _wrong_name(names, states)
-            warnings.warn(f"{text}. Some parameters had no gradient so far: if none of them has it, it is misspelt",
-                          stacklevel=2)  # fmt: skip
-        bookkeeping(optimizer).named.add(names)
+    strategies = [Settings.of(group).strategy for group in optimizer.param_groups]
+    of_groups = ((group, shown.get(p, ())) for group in optimizer.param_groups for p in group["params"])
+    for names, params, text in _misspelt(optimizer, strategies, of_groups):
+        if not any(p.requires_grad and p.grad is None and not shown[p] for p in params):
+            raise ValueError(text)
+        if any(p.grad is not None for p in params):
+            said = f"{text}. Some parameters had no gradient so far: if none of them has it, it is misspelt"
+            warnings.warn(said, stacklevel=2)
+            bookkeeping(optimizer).named.add(names)
 
 
-def check_names(
-    optimizer: Optimizer,
-    strategies: Sequence[StrategyLike],
-    shown: Iterable[tuple[Group, Collection[str]]],
-    in_step: bool = True,
-) -> None:
+def check_names(optimizer: Optimizer, strategies: Sequence[StrategyLike], shown: Shown, in_step: bool = True) -> None:
     """Checks the strategies of the groups, each mapping once, against the states of updates, with their groups.
 
     In a step parameters without a gradient may have other states, and nothing is said yet.
@@ -75,32 +67,35 @@ def check_names(
     Raises:
         ValueError: a mapping names a state that no parameter of the groups with that mapping has.
     """
-    there = list(shown)
-    for names, groups in _unchecked(optimizer, strategies):
-        ids = set(map(id, groups))
-        states = dict.fromkeys(name for group, own in there if id(group) in ids for name in own)
-        if not names <= states.keys():
-            params = [p for group in groups for p in group["params"]]
-            if in_step and any(p.requires_grad and p.grad is None for p in params):
-                continue
-            raise ValueError(_wrong_name(names, states))
-        bookkeeping(optimizer).named.add(names)
+    for _, params, text in _misspelt(optimizer, strategies, shown):
+        if not (in_step and any(p.requires_grad and p.grad is None for p in params)):
+            raise ValueError(text)
 
 
-def _unchecked(optimizer: Optimizer, strategies: Sequence[StrategyLike]) -> Iterator[tuple[Names, list[Group]]]:
-    """The names of states in mappings that were not checked before, with the groups that have these mappings."""
-    found: dict[Names, list[Group]] = {}
+def _misspelt(
+    optimizer: Optimizer, strategies: Sequence[StrategyLike], shown: Shown
+) -> Iterator[tuple[frozenset[str], list[torch.Tensor], str]]:
+    """The names in mappings that are not all states, the parameters that have this mapping, and what is wrong.
+
+    Each mapping whose names are states is noted, and not looked at again.
+    """
+    found: dict[frozenset[str], list[dict[str, Any]]] = {}
     for group, strategy in zip(optimizer.param_groups, strategies, strict=True):
         if isinstance(strategy, Mapping) and group["params"]:
             found.setdefault(frozenset(strategy.keys() - {"param", "*"}), []).append(group)
     known = bookkeeping(optimizer).named
-    return ((names, groups) for names, groups in found.items() if names and names not in known)
-
-
-def _wrong_name(names: Names, states: Collection[str]) -> str:
-    """What is wrong with a mapping of these names."""
-    known = ", ".join(["param", *states])
-    return f"the strategy names {min(names.difference(states))!r}; this update has {known} (and `*`: the rest)"
+    there = list(shown) if found else []
+    for names, groups in found.items():
+        if not names or names in known:
+            continue
+        ids = set(map(id, groups))
+        states = dict.fromkeys(name for group, own in there if id(group) in ids for name in own)
+        if names <= states.keys():
+            known.add(names)
+            continue
+        first, every = min(names.difference(states)), ", ".join(["param", *states])
+        text = f"the strategy names {first!r}; this update has {every} (and `*`: the rest)"
+        yield names, [p for group in groups for p in group["params"]], text
 
 
 # --- states in too few bits -------------------------------------------------------------------------------------------
