@@ -21,7 +21,7 @@ from collage_neuron.numerics.blocks import spread
 from collage_neuron.numerics.eft import Value, capped, narrow, round_to, sqrt, widen
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.reference import ReferenceUpdate, numbers
-from collage_neuron.passes.backends.xla.lower import XlaUpdate
+from collage_neuron.passes.backends.xla.stages import XlaUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
