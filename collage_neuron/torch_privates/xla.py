@@ -34,7 +34,7 @@ def xla_address(t: torch.Tensor) -> int:
     """The address of a tensor's values on torch_xla's CPU device; RuntimeError while they are not computed.
 
     The public `to_dlpack` ends the process in that case, and costs more.
-    Noticed by `tests/backends/test_lent.py::test_memory_is_taken_back_where_nobody_else_refers_to_it`.
+    Noticed by `tests/backends/test_buffer_donation.py::test_memory_is_taken_back_where_nobody_else_refers_to_it`.
     """
     from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
@@ -16,8 +15,8 @@ from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.protocol import AUTO, Launch, Measure
 from collage_neuron.passes.backends.xla.compilers import BY_KIND, XLA, Compiler
-from collage_neuron.passes.backends.xla.lower import Own, XlaUpdate
-from collage_neuron.passes.backends.xla.stages import XlaStages, stored
+from collage_neuron.passes.backends.xla.lower import Own
+from collage_neuron.passes.backends.xla.stages import XlaUpdate, stored
 from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
 
@@ -55,7 +54,7 @@ class Xla(ByParameter):
 
     def lower(self, update: Update) -> Lowered:
         """A function that compiles the update once per shape of a parameter."""
-        return XlaStages(update, self.compiler) if update.is_staged else XlaUpdate(update, self.compiler)
+        return XlaUpdate(update, self.compiler)
 
     def run_one(self, launch: Launch) -> list[Measure]:
         """The same for components in shapes of their own, and for an update in stages."""
@@ -64,7 +63,8 @@ class Xla(ByParameter):
         states = launch.small or [{}] * len(launch.reads)
         measured = []
         for reads, writes, small in zip(launch.reads, launch.writes, states, strict=True):
-            results = _called(call, masked(launch, reads), scalars, small, Own.of(launch.update, reads, writes))
+            more = (small, Own.of(launch.update, reads, writes)) if isinstance(call, XlaUpdate) else ()
+            results = call(masked(launch, reads), scalars, *more)
             first, last = len(writes), len(results) - len(names)
             write(launch, [*writes, *(small[name] for name in names)], [*results[:first], *results[last:]])
             measured += [Measure(*results[first:last])] if launch.update.sums else []
@@ -81,14 +81,6 @@ class Xla(ByParameter):
         """Torch_xla's device, where that is installed."""
         if importlib.util.find_spec("torch_xla") is not None:
             yield open_device
-
-
-def _called(
-    call: Lowered, components: Sequence[Tensor], scalars: Tensor, small: Mapping[str, Tensor], own: Own | None
-) -> Sequence[Tensor]:
-    if isinstance(call, XlaStages):
-        return call(components, scalars, small, own)
-    return call(components, scalars, own) if isinstance(call, XlaUpdate) else call(components, scalars)
 
 
 def _adds_up(update: Update) -> bool:

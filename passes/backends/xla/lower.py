@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -113,25 +113,6 @@ def _term(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction]
     (x,) = node.args
     assert isinstance(x, fx.Node)
     return hlo.add("convert", Shape("s32", dims), [values[x]]) if node.target is count else values[x]
-
-
-class XlaUpdate:
-    """Callable form of an update on torch_xla devices; compiles once per parameter shape."""
-
-    def __init__(self, update: Update, compiler: Compiler = XLA) -> None:
-        self._update, self._compiler = update, compiler
-        self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
-        self._calls: dict[Any, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = {}
-
-    def __call__(
-        self, components: Sequence[torch.Tensor], scalars: torch.Tensor, own: Own | None = None
-    ) -> Sequence[torch.Tensor]:
-        """New components from the old ones (parameter-shaped or `own`) and the fp32 scalar vector: lazy tensors."""
-        dims = self._update.seen_as or tuple(components[self._whole].shape)
-        key = (dims, tuple(c.dtype for c in components), own)
-        if key not in self._calls:
-            self._calls[key] = user_computation(write_hlo(self._update, *key, self._compiler)[1])
-        return self._calls[key]([*components, scalars])
 
 
 def user_computation(module: bytes) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:

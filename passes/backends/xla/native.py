@@ -1,4 +1,4 @@
-"""Native code on torch_xla's CPU device: a step is one pass over memory that XLA borrows (`lent`), and not HLO.
+"""Native code on torch_xla's CPU device: a step is one pass over memory that XLA borrows, and not HLO.
 
 The step waits for the gradients, and so ends the graph of forward and backward. What native code cannot run, or memory
 cannot be exchanged for, is run as HLO.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
-from collage_neuron.passes.backends.xla.lent import Lender, values
+from collage_neuron.passes.backends.xla.buffer_donation import Lender, values
 from collage_neuron.passes.ir.update import Update
 
 CPU = torch.device("cpu")

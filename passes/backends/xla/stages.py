@@ -28,7 +28,7 @@ from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends.xla.blocks import gather
 from collage_neuron.passes.backends.xla.compilers import XLA, Compiler, begin
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
-from collage_neuron.passes.backends.xla.lower import Dims, Own, components, measured, user_computation
+from collage_neuron.passes.backends.xla.lower import Dims, Own, components, measured, user_computation, write_hlo
 from collage_neuron.passes.backends.xla.nodes import lower_node
 from collage_neuron.passes.backends.xla.sums import Adder
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
@@ -142,11 +142,11 @@ class _Writer:
         return components + measured(self.hlo, measures, terms, self.view)
 
 
-class XlaStages:
-    """Callable form of an update in stages on torch_xla devices; compiles once per parameter shape."""
+class XlaUpdate:
+    """Callable form of an update on torch_xla devices; compiles once per parameter shape."""
 
     def __init__(self, update: Update, compiler: Compiler = XLA) -> None:
-        self.update, self._compiler = update, compiler
+        self._update, self._compiler = update, compiler
         self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
         self._calls: dict[Any, Callable[[list[Tensor]], Sequence[Tensor]]] = {}
         self._zeros: dict[torch.device, Tensor] = {}
@@ -158,14 +158,23 @@ class XlaStages:
         small: Mapping[str, Tensor] | None = None,
         own: Own | None = None,
     ) -> Sequence[Tensor]:
-        """As `XlaUpdate`, and then new values of the states of `stored`; `small` are all states of `update.small`."""
-        states = [(small or {})[name] for name in self.update.small]
-        shapes = [Shape(storage_of(x.dtype).hlo, tuple(x.shape)) for x in states]
-        dims = self.update.seen_as or tuple(components[self._whole].shape)
-        key = (dims, tuple(c.dtype for c in components), tuple(shapes), own)
+        """New components from the old ones (parameter-shaped or `own`) and the fp32 scalar vector: lazy tensors.
+
+        And then new values of the states of `stored`; `small` are all states of `update.small`.
+        """
+        states = [(small or {})[name] for name in self._update.small]
+        shapes = tuple(Shape(storage_of(x.dtype).hlo, tuple(x.shape)) for x in states)
+        dims = self._update.seen_as or tuple(components[self._whole].shape)
+        key = (dims, tuple(c.dtype for c in components), shapes, own)
         if key not in self._calls:
-            self._calls[key] = user_computation(write_stages(self.update, *key, self._compiler)[1])
-        return self._calls[key]([*components, scalars, self._zero(scalars.device), *states])
+            self._calls[key] = user_computation(self._module(*key))
+        more = [self._zero(scalars.device), *states] if self._update.is_staged else []
+        return self._calls[key]([*components, scalars, *more])
+
+    def _module(self, dims: Dims, dtypes: Sequence[torch.dtype], states: Sequence[Shape], own: Own | None) -> bytes:
+        if self._update.is_staged:
+            return write_stages(self._update, dims, dtypes, states, own, self._compiler)[1]
+        return write_hlo(self._update, dims, dtypes, own, self._compiler)[1]
 
     def _zero(self, device: torch.device) -> Tensor:
         """A zero as a vector, which torch_xla does not make a constant of."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import collage_neuron
 from collage_neuron.passes.backends.registry import choose, get
-from collage_neuron.passes.backends.xla.lent import Lender, address, lend, values
+from collage_neuron.passes.backends.xla.buffer_donation import Lender, address, lend, values
 
 torch_xla = pytest.importorskip("torch_xla")
 
