@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from collage_neuron.cli import doctor
 from collage_neuron.cli.doctor import Row, lines, main, verdict
@@ -117,28 +116,3 @@ def test_json_has_the_rows_and_the_verdict(monkeypatch: pytest.MonkeyPatch, caps
     assert found[0] == {"section": "packages", "what": "torch", "value": "2.9.0", "status": "ok"}
     assert (found[-1]["section"], found[-1]["status"]) == ("verdict", "ok")
     assert found[-1]["value"].startswith("ready on: reference")
-
-
-def test_names_of_packages_in_any_spelling_and_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an installation that was broken off leaves has no name."""
-    there = [SimpleNamespace(metadata={"Name": name}, version="1") for name in (None, "NeuronX.CC", "Torch_XLA")]
-    metadata = SimpleNamespace(distributions=lambda: there)
-    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(metadata=metadata))
-    rows = {item: found for item, found, _ in doctor.packages()}
-    assert (rows["neuronx-cc"], rows["torch_xla"], rows["extra xla"]) == ("1", "1", "complete")
-
-
-def test_a_gpu_is_named_with_what_updates_parameters_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ("cuda", "not available", "-") in list(doctor.backends()) or torch.cuda.is_available()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    monkeypatch.setattr(doctor, "choose", lambda name, device: SimpleNamespace(name="reference"))
-    monkeypatch.setattr(doctor, "passed_over", lambda taken, device: None)
-    assert ("cuda", "A GPU: backend reference", "ok") in list(doctor.backends())
-
-
-def test_packages_begin_with_this_one_and_name_the_extras() -> None:
-    rows = {item: (found, said) for item, found, said in doctor.packages()}
-    assert next(iter(rows)) == "collage_neuron"
-    assert rows["operating system"][0]
-    assert {f"extra {name}" for name in doctor.EXTRAS} <= rows.keys()

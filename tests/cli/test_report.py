@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
 import collage_neuron
-from collage_neuron.cli.charts import CHARTS, Lines, above_fp32, line_chart
+from collage_neuron.cli.charts import above_fp32
 from collage_neuron.cli.main import main
 from collage_neuron.cli.module_maps import COLUMNS, FLOOR, maps
 from collage_neuron.cli.report_page import page
@@ -71,26 +70,6 @@ def test_a_name_that_ends_a_script_is_data(write: Write) -> None:
     assert figures(page([log]))["chart0"]["data"][0]["name"] == log.name
 
 
-def traces(chart: Lines, write: Write, strategies: Sequence[str]) -> list[dict[str, Any]]:
-    logs = [read_log(write(f"{name}.jsonl", {"strategy": name}, line(1), line(2)), name) for name in strategies]
-    drawn = line_chart(chart, logs)
-    assert drawn is not None
-    return list(drawn["data"])
-
-
-def test_the_bf16_word_is_drawn_apart_only_where_it_differs(write: Write) -> None:
-    assert len(traces(CHARTS[1], write, ["bf16"])) == 1
-    low = line(1)
-    low["total"]["high"] = {"norm": 1.0, "edq": 0.25, "ratio": 0.25, "lost": 75.0}
-    drawn = line_chart(CHARTS[1], [read_log(write("p.jsonl", low), "p")])
-    assert drawn is not None
-    assert sorted((t["name"], t["y"], t["showlegend"]) for t in drawn["data"]) == [
-        ("p", [0.5], True),
-        ("p, bf16 word alone", [0.25], False),
-    ]
-    assert len({t["legendgroup"] for t in drawn["data"]}) == 1
-
-
 def test_a_map_averages_neighbours_and_names_what_bare_numbers_are(write: Write) -> None:
     kinds = {"module_kinds": {"body.0": "Linear"}}
     steps = [line(i, 1.0 if i % 2 else 0.5) for i in range(1, 2 * COLUMNS + 1)]
@@ -101,15 +80,6 @@ def test_a_map_averages_neighbours_and_names_what_bare_numbers_are(write: Write)
     assert found.cells[0][0] == (FLOOR + 0.5) / 2
     assert found.cells[1][0] == FLOOR
     assert figures(page([log]))["chart6"]["layout"]["yaxis"]["ticktext"] == ["head", "body.0 (Linear)"]
-
-
-@pytest.mark.parametrize(
-    ("memory", "charts"),
-    [(2**20, {"Memory"}), ({"gpu": {"peak": 2**20}}, {"Memory: gpu/peak"}), ({"peak": None}, set())],
-)
-def test_memory_is_drawn_however_it_was_logged(write: Write, memory: Any, charts: set[str]) -> None:
-    found = Page(page(read_logs([write("a.jsonl", line(1) | {"memory": memory})])))
-    assert {text for text in found.texts if text.startswith("Memory")} == charts
 
 
 @pytest.mark.parametrize(

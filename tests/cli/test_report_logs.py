@@ -32,11 +32,6 @@ def test_half_a_last_line_is_left_out(write: Write, cut: int) -> None:
     assert log.truncated
 
 
-def test_a_whole_last_line_without_its_end_counts(write: Write) -> None:
-    log = read_log(write("a.jsonl", line(1), line(2), end=""), "a")
-    assert (log.steps, log.truncated) == ([1, 2], False)
-
-
 def test_a_run_that_goes_back_goes_on_from_there(write: Write) -> None:
     """As after a resume: of the steps that are taken again nothing is left, nor of those that were to come again."""
     log = read_log(write("a.jsonl", ABOUT, line(1), line(2), line(3), ABOUT, line(2) | {"loss": 7.0}), "a")
@@ -99,10 +94,3 @@ def test_a_run_of_a_folder_that_has_no_step_yet_is_left_out_and_named(
     write("runs/a.jsonl", ABOUT)
     assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html")]) == 2
     assert "runs holds no log with a measured step" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_runs_are_named_by_what_tells_them_apart(write: Write, tmp_path: Path) -> None:
-    paths = [write(name, line(1)) for name in ("x/plus/log.jsonl", "x/bf16/log.jsonl")]
-    assert [log.name for log in read_logs(paths)] == ["plus/log", "bf16/log"]
-    assert [log.name for log in read_logs([tmp_path / "x"])] == ["bf16/log", "plus/log"]
-    assert len({log.name for log in read_logs([paths[0], paths[0]])}) == 2

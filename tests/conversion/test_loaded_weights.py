@@ -14,7 +14,6 @@ from models import mlp, train
 
 import collage_neuron
 from collage_neuron import RoundedWeights, checkpoint, exact_value
-from collage_neuron.conversion import loaded_weights
 
 KEPT = r"0\.weight and \d other weights of this state dict are rounded to bf16 .* low words start at zero. To keep them"
 
@@ -95,14 +94,6 @@ def test_set_fp32_state_dict_keeps_what_the_warning_says_is_lost() -> None:
         torch.testing.assert_close(exact_value(optimizer, p), q.detach(), rtol=2**-17, atol=0)
 
 
-def test_a_model_that_is_compiled_twice_has_one_hook() -> None:
-    model, optimizer = compiled("plus")
-    collage_neuron.compile(model, optimizer, strategy="plus")
-    loaded_weights.watch(model)
-    for module in model.modules():
-        assert len(module._load_state_dict_pre_hooks) == 1
-
-
 def loaded(model: torch.nn.Module) -> list[str]:
     """The warnings of weights in fp32 that are loaded into a model."""
     wide = {name: t.float() + 2**-20 for name, t in model.state_dict().items()}
@@ -110,22 +101,6 @@ def loaded(model: torch.nn.Module) -> list[str]:
         warnings.simplefilter("always")
         model.load_state_dict(wide)
     return [str(w.message) for w in told]
-
-
-@pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("form", ["alone", "together"])
-def test_models_inside_of_one_another_warn_once(form: str, backwards: bool) -> None:
-    """Two optimizers over one model, each compiled: the larger part speaks for the smaller, in either order."""
-    model = mlp()
-    of_head, of_rest = adamw(model[4]), torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()])
-    before, last = (of_rest, of_head) if backwards else (of_head, of_rest)
-    collage_neuron.compile(before)
-    if form == "together":
-        collage_neuron.compile(model, last)
-    else:
-        collage_neuron.compile(last)
-    assert len(loaded(model)) == 1
-    assert len(loaded(model[4])) == 1
 
 
 def test_only_the_part_that_the_optimizer_trains_is_watched() -> None:
@@ -136,15 +111,6 @@ def test_only_the_part_that_the_optimizer_trains_is_watched() -> None:
     assert loaded(both["other"]) == []
     (told,) = loaded(both)
     assert told.startswith("ours.0.weight and 5 other weights")
-
-
-def test_parameters_without_a_module_and_modules_that_are_being_built_are_no_trouble() -> None:
-    unbuilt = torch.nn.Linear.__new__(torch.nn.Linear)
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
-    assert collage_neuron.compile(optimizer) is optimizer
-    del unbuilt
-    scripted: Any = torch.jit.script(torch.nn.Linear(2, 2).bfloat16())
-    collage_neuron.compile(torch.optim.AdamW(scripted.parameters()))
 
 
 def test_the_hook_leaves_torch_compile_one_graph() -> None:

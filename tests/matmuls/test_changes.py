@@ -216,13 +216,6 @@ def test_many_shapes_are_warned_of_once() -> None:
     assert len(graphs(model)) == MANY + 3
 
 
-def test_a_model_in_two_modes_and_many_shapes() -> None:
-    model = compiled(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 8)).bfloat16(), keep=())
-    with pytest.warns(UserWarning, match="captured this Sequential 9 times"):
-        trained(model, range(2, 7), (True, False))
-    assert len(graphs(model)) == 10
-
-
 def trained(model: nn.Module, sizes: Iterable[int], modes: Iterable[bool] = (True,)) -> None:
     for rows in sizes:
         for mode in modes:

@@ -114,31 +114,6 @@ def test_predicted_sizes_are_within_a_binade(name: str) -> None:
     assert max(s.vanished for s in seen.values()) < 2.0**-6
 
 
-def used(name: str) -> list[Any]:
-    """The operations of a model that a scale depends on."""
-    waiting, found = list(graph(captured(name)[1]).plan.operands), set()
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    packets = {getattr(n.target, "overloadpacket", None) for n in found}
-    return sorted(packets & RULES.keys(), key=str)
-
-
-USED = [
-    *(aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward),
-    *(aten._to_copy, aten._unsafe_view, aten.add, aten.cat, aten.embedding, aten.gelu, aten.gelu_backward),
-    *(aten.mm, aten.native_layer_norm, aten.native_layer_norm_backward, aten.slice, aten.split, aten.t),
-    *(aten.transpose, aten.view),
-]
-
-
-def test_the_operations_of_the_gpt() -> None:
-    """`detach` is between the two halves of attention, where a rule does not look."""
-    assert set(USED) == set(used("gpt")) - {aten.detach}
-
-
 @pytest.mark.parametrize("operation", [aten.embedding, aten.gelu_backward, aten.t], ids=str)
 def test_reductions_instead_of_a_rule_give_nearly_the_same(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = small_gpt()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
 from fp8_models import by_layer, compiled, forward, gradients, graph, loss_of, reference, small_gpt, tokens
 from torch import nn
 
-from collage_neuron.matmuls.pace import Pace
-from collage_neuron.matmuls.scales import Scales, size_of, worst
+from collage_neuron.matmuls.scales import Scales
 
 
 def grown(model: nn.Module, factor: float, which: str = "layers.0.think") -> None:
@@ -19,16 +17,6 @@ def grown(model: nn.Module, factor: float, which: str = "layers.0.think") -> Non
     for n, p in model.named_parameters():
         if n.startswith(which):
             p.data.mul_(factor)
-
-
-def test_due_calls() -> None:
-    model = compiled(small_gpt(), rescale=10)
-    due = []
-    for i in range(1, 32):
-        loss_of(model, tokens(i)).backward()
-        due += [i] if graph(model).halves[0].due else []
-        assert graph(model).halves[1].due == graph(model).halves[0].due
-    assert due == [1, 2, 3, 4, 8, 11, 20, 31]
 
 
 def test_scales_follow_without_another_capture() -> None:
@@ -99,16 +87,6 @@ def test_shifts_of_zeros_and_of_values_that_are_not_finite_are_none() -> None:
     assert again.tolist() == [False, True]  # zeros say nothing new of what had a size before
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e-30, 1e30])
-def test_the_size_of_a_tensor(factor: float) -> None:
-    x = torch.tensor([3.0, -4.0, 0.0, 0.0]) * factor
-    assert size_of(x).log == pytest.approx(torch.tensor(2.5 * factor).double().log2().item(), abs=1e-6)
-    assert not size_of(x).positive
-    assert size_of(torch.zeros(3)).log == -torch.inf
-    assert size_of(torch.zeros(0)).log == -torch.inf
-    assert size_of(torch.tensor([torch.nan, 1.0])).log == torch.inf
-
-
 def measured_calls(model: nn.Module, calls: int, change: dict[int, float], which: str) -> list[int]:
     """The calls that measured, of a model whose weights are multiplied before some of them."""
     found: list[int] = []
@@ -132,38 +110,3 @@ def test_a_drift_beyond_two_binades_brings_the_next_measurement_sooner() -> None
 def test_a_drift_that_lost_much_makes_the_next_call_a_first_one() -> None:
     jumped = measured_calls(compiled(small_gpt(), rescale=20), 41, {17: 64.0}, "layers.0.think")
     assert jumped == [1, 2, 3, 4, 8, 16, 21, 22, 23, 24, 25, 29, 37, 40]
-
-
-@pytest.mark.parametrize("rescale", [2, 3, 4, 49, 50])
-def test_calls_of_either_parity_are_measured(rescale: int) -> None:
-    """Batches that come in turns are all met."""
-    pace, due = Pace(rescale), []
-    for call in range(1, 20 * rescale):
-        if pace.due(call):
-            due.append(call)
-            pace.measured(call, torch.zeros(1, 3))
-            pace.look_back()
-    late = [call % 2 for call in due if call > 4 * rescale]
-    assert {0, 1} == set(late)
-    assert max(b - a for a, b in pairwise(due)) <= rescale + 1
-
-
-def test_the_pace_follows_the_drift() -> None:
-    def of(*binades: float) -> torch.Tensor:
-        return torch.tensor([[2.0**b, 0, 0] for b in binades])
-
-    pace = Pace(40)
-    pace.measured(40, of(0, -3))
-    pace.look_back()
-    assert pace.distance == 20
-    assert pace.due(60)
-    assert not pace.due(59)
-    pace.measured(60, of(2, -2))
-    pace.look_back()
-    assert pace.distance == 40
-    for call in (61, 62):
-        pace.measured(call, of(9))
-        pace.look_back()
-    assert pace.distance == 1
-    assert pace.due(63)
-    assert worst(torch.tensor([[0.0, 0, 0], [torch.nan, 0, 0], [torch.inf, 0, 0]])) == 0

@@ -14,7 +14,7 @@ from torch.fx import Graph
 
 from collage_neuron.matmuls.scales import size_of
 from collage_neuron.passes.scaling.analyse import analyse, known, reason
-from collage_neuron.passes.scaling.registry import RULES, rule
+from collage_neuron.passes.scaling.registry import RULES
 from collage_neuron.passes.scaling.sizes import Size, added, multiplied, of_number, summed
 
 aten: Any = torch.ops.aten
@@ -219,8 +219,3 @@ def test_what_is_not_known_stays_so_and_says_why() -> None:
     bits = graph.call_function(aten.view.dtype, (x, torch.int32))
     assert bits not in analyse(graph, {x: Size(0.0)})
     assert "from zeros" in reason(bits, sizes)
-
-
-def test_an_operation_has_one_rule() -> None:
-    with pytest.raises(ValueError, match=r"aten\.mm already has the rule matmul"):
-        rule(aten.mm)(lambda x: Size(0.0))

@@ -138,18 +138,6 @@ def test_true_zero_updates_are_counted_apart_from_lost_ones() -> None:
     assert total.pair.ratio == pytest.approx(30 / 4 / total.raw_norm**2)
 
 
-def test_a_quotient_of_nothing_is_nan() -> None:
-    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    optimizer = collage_neuron.compile(torch.optim.Adagrad([p], lr=0.0))
-    monitor = collage_neuron.monitor(optimizer)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    total = last(monitor).total
-    assert total.zero == 100
-    assert all(map(math.isnan, (total.pair.edq, total.pair.ratio, total.pair.lost, total.stalled["sum"])))
-    assert total.pair.norm == 0
-
-
 def test_a_skipped_step_has_no_record() -> None:
     p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = collage_neuron.compile(torch.optim.AdamW([p]), nonfinite="skip")
@@ -291,11 +279,6 @@ def test_nothing_is_read_until_somebody_asks_and_never_more_waits_than_a_fixed_n
     assert [r.step for r in monitor.history] == list(range(1, UNREAD + 2))
 
 
-def test_history_keeps_as_many_records_as_asked_for() -> None:
-    _, _, monitor = trained(steps=5, keep=2)
-    assert [r.step for r in monitor.history] == [4, 5]
-
-
 def test_before_the_first_measured_step_there_is_no_record() -> None:
     _, _, monitor = trained(steps=1, every=2)
     assert monitor.latest() is None
@@ -346,14 +329,6 @@ def test_it_outlives_a_checkpoint_a_scheduler_and_a_new_group() -> None:
     optimizer.step()
     assert set(last(monitor).groups) == {0, 1}
     assert last(monitor).modules["1.0"].elements == 7
-
-
-def test_steps_are_counted_from_the_first_where_the_optimizer_does_not_count() -> None:
-    model = mlp()
-    model, optimizer = collage_neuron.compile(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    monitor = collage_neuron.monitor(optimizer, model, every=2)
-    train(model, optimizer, range(5))
-    assert [r.step for r in monitor.history] == [2, 4]
 
 
 def test_a_step_that_is_refused_counts_for_nothing() -> None:
@@ -435,12 +410,3 @@ def test_what_cannot_be_monitored_is_refused() -> None:
     with pytest.raises(TypeError, match="the model is a str"):
         collage_neuron.monitor(optimizer, "mlp")  # type: ignore[arg-type]
     assert bookkeeping(optimizer).watcher is None
-
-
-def test_an_optimizer_that_counts_no_steps_is_told_those_taken() -> None:
-    """Without that a resumed run would be measured, and logged, as from step 1."""
-    model = mlp().to(torch.bfloat16)
-    optimizer = collage_neuron.compile(torch.optim.SGD(model.parameters(), lr=0.1))
-    monitor = collage_neuron.monitor(optimizer, every=4, taken=9)
-    train(model, optimizer, range(4))
-    assert [record.step for record in monitor.history] == [12]

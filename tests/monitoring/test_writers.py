@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -236,22 +234,6 @@ def test_a_resumed_run_writes_on_and_half_a_line_is_cut_off(tmp_path: Path) -> N
     assert len(path.read_text().splitlines()) == 6
 
 
-def test_a_whole_line_without_its_end_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"step": 1, "loss": 2.0}')
-    JsonLog(path).close()
-    assert path.read_text() == '{"step": 1, "loss": 2.0}\n'
-
-
-def test_every_line_is_in_the_file_when_it_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    monitored = started(JsonLog(path), unread=1)
-    run(monitored, range(1))
-    assert len(path.read_text().splitlines()) == 1  # what is known of the run
-    run(monitored, range(1, 3))
-    assert read_log(path, "a").steps == [1, 2]
-
-
 def test_what_is_no_log_stays_and_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("loss 3.2\n")
     with pytest.raises(LogError, match=r"notes\.txt, line 1 .*name another file"):
@@ -266,15 +248,6 @@ def test_a_first_line_that_would_be_read_as_a_step_is_refused(name: str, tmp_pat
     with pytest.raises(ValueError, match=f"'{name}' is the monitor's own name for a part of its records"):
         JsonLog(tmp_path / "a.jsonl", **{name: 5})
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
-def test_a_full_disk_ends_the_log_and_nothing_else() -> None:
-    monitored = started(JsonLog("/dev/full"))
-    with pytest.warns(RuntimeWarning, match=r"JsonLog\('/dev/full'\) failed .*No space left on device"):
-        run(monitored, range(1))
-    run(monitored, range(1, 3))
-    assert len(monitored[2].history) == 3
 
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
@@ -313,17 +286,6 @@ def test_tensorboard_gets_a_curve_a_number_and_two_a_module() -> None:
     assert points.points["collage/edq"][-1] == (4, total.pair.ratio)
     assert points.points["collage/edq_hi"][-1] == (4, total.high.ratio)
     assert points.points["collage/memory/peak"] == [(2, 5), (4, 5)]
-
-
-def test_quotients_of_nothing_are_left_out_and_a_loss_of_nan_is_not() -> None:
-    p, points = nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), Points()
-    optimizer = collage_neuron.compile(torch.optim.AdamW([p], lr=0.0))
-    with collage_neuron.monitor(optimizer, to=TensorBoard(points, modules=False)) as monitor:
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        monitor.log(loss=math.nan)
-    assert {"collage/edq", "collage/lost"}.isdisjoint(points.points)
-    assert math.isnan(points.points["collage/loss"][0][1])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what tensorboard imports
@@ -375,19 +337,6 @@ def test_a_bar_a_function_or_stderr_shows_it(capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     run(started(Live()), range(2))
     assert [text[:7] for text in capsys.readouterr().err.splitlines()] == ["step 1 ", "step 2 "]
-
-
-def test_on_a_terminal_the_line_takes_the_place_of_the_last_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "30")
-    run(started(Live()), range(2))
-    first, second, end = capsys.readouterr().err.split("\033[K")
-    assert first.startswith("\rstep 1  loss ")
-    assert second.startswith("\rstep 2  ")
-    assert max(len(first), len(second)) <= 30
-    assert end == "\n"
 
 
 def test_the_optimizer_of_a_model_compiled_alone_has_its_log(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -119,19 +118,6 @@ def test_it_is_printed_where_logging_is_not_configured(
     step(*model_and_optimizer())
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", said)
-
-
-@pytest.mark.parametrize(("level", "said"), [(logging.WARNING, 1), (logging.ERROR, 0)])
-def test_it_is_printed_where_a_first_warning_made_the_only_handler(
-    level: int, said: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As importing torch_xla leaves it; a program that has set a level has configured something."""
-    root = logging.RootLogger(level)
-    root.addHandler(logging.StreamHandler(sys.stderr))
-    for owner, name, value in ((logging, "root", root), (log, "parent", root), (log, "_cache", {})):
-        monkeypatch.setattr(owner, name, value)
-    step(*model_and_optimizer())
-    assert [line[:7] for line in capsys.readouterr().err.splitlines()] == ["AdamW: "] * said
 
 
 def test_a_setting_that_is_none_is_rejected() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from foreign import Lion
 from models import (
     SHAPES,
     parameters,
@@ -20,27 +21,6 @@ UNIT = {"bf16": 2**-8, "bf16x2": 2**-17, "fp32": 2**-24, "bf16+fp32": 2**-24}
 STEPS = 20
 
 LR = 1e-3
-
-
-class Lion(Optimizer):
-    """Sign of an interpolated momentum, written with `.data` and Python floats, as many research codes are."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.95), decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as its author wrote it
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                grad, state = p.grad.data, self.state[p]
-                if len(state) == 0:
-                    state["momentum"] = torch.zeros_like(p.data)
-                m = state["momentum"]
-                p.data.mul_(1 - group["lr"] * group["decay"])
-                p.data.add_((m * beta1 + grad * (1 - beta1)).sign(), alpha=-group["lr"])
-                m.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
 class DecaysMatrices(Optimizer):

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -66,26 +65,6 @@ def test_real_without_the_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         nki_backend.backend()
 
 
-def test_an_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NKI_BACKEND", "simulator")
-    with pytest.raises(pytest.UsageError, match="NKI_BACKEND=simulator: choose auto, standin or real"):
-        nki_backend.backend()
-
-
-@pytest.mark.parametrize("missing", ["simulate", "jit"])
-def test_a_placeholder_is_not_the_package(missing: str, vendors: ModuleType) -> None:
-    delattr(vendors, missing)
-    assert nki_backend.backend() == "standin"
-
-
-def test_a_placeholder_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "nki.py").write_text("raise RuntimeError('install it from somewhere else')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "nki"]:
-        monkeypatch.delitem(sys.modules, name)
-    assert nki_backend.backend() == "standin"
-
-
 @pytest.mark.usefixtures("vendors")
 @pytest.mark.parametrize("choice", ["auto", "real"])
 def test_the_package_is_used_where_it_is(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +78,6 @@ def test_the_package_is_used_where_it_is(choice: str, monkeypatch: pytest.Monkey
         assert made == ("simulated", print)
         assert os.environ[TARGET] == "trn3"
     assert os.environ.get(TARGET) != "trn3"
-
-
-@pytest.mark.usefixtures("vendors")
-def test_the_stand_in_can_be_chosen_beside_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NKI_BACKEND", "standin")
-    assert nki_backend.backend() == "standin"
 
 
 @pytest.mark.usefixtures("vendors")
@@ -124,7 +97,3 @@ def test_with_the_package_a_kernel_runs_in_its_simulator_too(turns: int, monkeyp
     monkeypatch.setenv("NKI_BACKEND", "real")
     with pytest.raises(AssertionError, match=r"nki\.simulate and the stand-in differ") if turns > 1 else nullcontext():
         nki_runs.run(lower_to_nki(step.update), step.components, step.vector)
-
-
-def test_pytest_names_the_backend(pytestconfig: Any) -> None:
-    assert nki_backend.header() in pytestconfig.hook.pytest_report_header(config=pytestconfig, start_path=Path.cwd())

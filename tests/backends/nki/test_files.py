@@ -69,47 +69,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_program_writes_what_is_missing_and_says_what_is_stale(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = elsewhere / "trn1" / "sgd_momentum_light.py"
-    assert kernel_files.main(["--check"]) == 1
-    assert f"{file}: missing" in capsys.readouterr().out
-    assert not file.exists()
-    assert kernel_files.main([]) == 0
-    assert f"wrote {file}" in capsys.readouterr().out
-    file.write_text(file.read_text() + "\n")
-    (elsewhere / "trn1" / "old.py").write_text("")
-    assert kernel_files.main(["--check"]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        f"{elsewhere}/trn1/old.py: not a kernel that is kept",
-        f"{file}: out of date",
-    ]
-
-
-def test_without_an_option_nothing_is_written(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels"]) == 0
-    out = capsys.readouterr().out
-    assert "sgd_momentum_light  strategy light, fp32 arithmetic" in out
-    assert "Nothing was written. --write FOLDER" in out
-    assert list(elsewhere.iterdir()) == []
-
-
-def test_every_kernel_is_written_into_a_folder_that_is_named(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = elsewhere / "new" / "out"
-    assert main(["kernels", "--write", str(folder)]) == 0
-    wanted = [folder / target / "sgd_momentum_light.py" for target in ("trn1", "trn2")]
-    each = "1 for each of trn1, trn2"
-    said = f"wrote 2 kernels ({each}) to {folder}; each begins with its update as equations\n"
-    assert capsys.readouterr().out == said
-    assert [p for p in sorted(elsewhere.rglob("*")) if p.is_file()] == wanted
-    assert wanted[1].read_text() == source("trn2", "sgd_momentum_light")
-    assert main(["kernels", "--write", str(folder)]) == 0
-    assert capsys.readouterr().out == f"all 2 kernels in {folder} are up to date\n"
-
-
 def test_a_hash_stands_for_a_kernel_that_is_not_kept(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert kernel_files.main([]) == 0
     file = elsewhere / HASHES
@@ -137,18 +96,6 @@ def test_the_tables_are_those_in_the_documentation() -> None:
     rows += kernel_tables.steps(["split433"], ["trn1", "trn3"]).splitlines()[2:]
     assert len(rows) == 8
     assert set(rows) <= set(document.read_text().splitlines())
-
-
-def test_the_program_puts_the_costs_into_a_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "page.md"
-    monkeypatch.setattr(kernel_tables, "PAGE", path)
-    monkeypatch.setattr(kernel_tables, "COSTS", {"Title": lambda: "| a |"})
-    path.write_text(f"before\n{kernel_tables.BEGIN}\n| old |\n{kernel_tables.END}\nafter\n")
-    assert kernel_tables.main(["--write"]) == 0
-    assert path.read_text() == f"before\n{kernel_tables.BEGIN}\n**Title**\n\n| a |\n{kernel_tables.END}\nafter\n"
-    assert capsys.readouterr().out == f"wrote the costs into {path}\n"
 
 
 def test_the_summary_says_what_is_estimated_what_was_measured_and_what_follows(

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch_cases import CASES
 
 from collage_neuron.cli import kernels
-from collage_neuron.cli.kernel_costs import gpt2, llama_7b, shapes_of
-from collage_neuron.cli.main import main
+from collage_neuron.cli.kernel_costs import llama_7b
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
@@ -184,10 +183,6 @@ def test_what_is_traced_grows_with_tensors_not_with_parameters(dialect: str) -> 
     assert all(traced(dialect, [(n,)]) <= most for n in (10**9, 10**9 + 7, 2**30, 2**30 - 1))
 
 
-def test_the_parameters_of_gpt2() -> None:
-    assert sum(map(math.prod, gpt2())) == 124_439_808
-
-
 @pytest.mark.parametrize("strategy", ["plus", "split412"])
 def test_the_sizes_of_a_model(
     strategy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -202,16 +197,3 @@ def test_the_sizes_of_a_model(
         ["trn1", "nki", cores, n, "2"] for cores, n in (("1", "32,896"), ("8", "4,112"), ("32", "1,028"))
     ]
     assert [row[2] for row in rows] == ["nki"] * 3 + ["beta1"] * 3
-
-
-@pytest.mark.parametrize("model", ["llama", "4096x", "0x5", ""])
-def test_a_model_that_is_neither_known_nor_shapes(model: str) -> None:
-    with pytest.raises(ValueError, match=r"choose llama-7b, gpt2, or give shapes such as 4096x4096,4096"):
-        shapes_of(model)
-
-
-def test_a_strategy_goes_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--strategy", "plus"]) == 2
-    assert "kernels: --strategy goes with --model" in capsys.readouterr().err
-    assert main(["kernels", "--model", "x"]) == 2
-    assert "kernels: --model x: choose llama-7b" in capsys.readouterr().err
