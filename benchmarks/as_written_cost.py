@@ -27,7 +27,7 @@ from as_written import Adafactor, Lamb, Muon
 from torch.nn import Parameter
 
 import collage_neuron
-from collage_neuron.eager.sizes import bytes_by_name, bytes_of_values
+from collage_neuron.eager.memory_estimate import bytes_by_name, bytes_of_values
 
 MAKES: dict[str, Any] = {make.__name__: make for make in (Muon, Lamb, Adafactor)}
 

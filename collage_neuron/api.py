@@ -13,11 +13,11 @@ from collage_neuron.conversion.budget import check_budget
 from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
 from collage_neuron.conversion.class_check import check_class
 from collage_neuron.conversion.convert import compile_optimizer
-from collage_neuron.conversion.deferred import cast_beside, compile_model
 from collage_neuron.conversion.keep_fp32 import Choice, chosen
 from collage_neuron.conversion.loaded_weights import watch_models_of
-from collage_neuron.conversion.models import check_model, check_together
+from collage_neuron.conversion.model_casting import check_model, check_together
 from collage_neuron.conversion.override import overridden
+from collage_neuron.conversion.pending_optimizer import cast_beside, compile_model
 from collage_neuron.errors import warn_user
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
 from collage_neuron.numerics.strategies import StrategyLike, default_strategy

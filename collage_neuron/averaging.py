@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.conversion.models import check_together
+from collage_neuron.conversion.model_casting import check_together
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import external_writes, replaced_params

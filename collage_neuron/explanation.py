@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
-from collage_neuron.eager import sizes
+from collage_neuron.eager import memory_estimate
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
@@ -87,8 +87,8 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
     if reason:
         groups = optimizer.param_groups
         elements: int = sum(p.numel() for group in groups for p in group["params"])
-        each = (sum(sizes.bytes_by_name(optimizer, group).values()) for group in groups)
-        return (sum(each) + sizes.bytes_elsewhere(optimizer)) / max(1, elements)
+        each = (sum(memory_estimate.bytes_by_name(optimizer, group).values()) for group in groups)
+        return (sum(each) + memory_estimate.bytes_elsewhere(optimizer)) / max(1, elements)
     jobs = [job for _, job in found]
     total = sum(sum(first_step_report.sizes_of(optimizer, job).values()) for job in jobs)
     return total / max(1, first_step_report.elements_of(jobs))
@@ -241,9 +241,12 @@ def _explain_graphs(job: step_plan.Job) -> Iterator[str]:
 
 def _explain_as_written(optimizer: Optimizer, index: int, group: Mapping[str, Any], reason: str) -> str:
     """Describes a group whose steps run as written."""
-    found, elements = sizes.bytes_by_name(optimizer, dict(group)), max(1, sum(p.numel() for p in group["params"]))
-    formats = {**sizes.formats_by_name(optimizer, dict(group)), "grad": "as given"}
-    elsewhere = sizes.bytes_elsewhere(optimizer)
+    found, elements = (
+        memory_estimate.bytes_by_name(optimizer, dict(group)),
+        max(1, sum(p.numel() for p in group["params"])),
+    )
+    formats = {**memory_estimate.formats_by_name(optimizer, dict(group)), "grad": "as given"}
+    elsewhere = memory_estimate.bytes_elsewhere(optimizer)
     rows = [_row(name, fmt, found.get(name, 0), elements) for name, fmt in formats.items()]
     head = (
         f"param_groups[{index}]: strategy {Settings.of(group).strategy}, step() as written on fp32 values, "
@@ -255,7 +258,7 @@ def _explain_as_written(optimizer: Optimizer, index: int, group: Mapping[str, An
             *rows,
             _row("total", "", sum(found.values()), elements),
             *([f"in attributes and settings: {elsewhere / 1e6:.3g} MB of all groups"] if elsewhere else []),
-            f"during a step: {sizes.bytes_of_values(optimizer) / 1e6:.3g} MB of fp32 values of all groups",
+            f"during a step: {memory_estimate.bytes_of_values(optimizer) / 1e6:.3g} MB of fp32 values of all groups",
             f"why it is not captured: {reason}",
         ]
     )

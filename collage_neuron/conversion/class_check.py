@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.eager import limits
+from collage_neuron.eager import rejections
 from collage_neuron.errors import UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.pipeline import rewrite
@@ -16,7 +16,7 @@ from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.states import inner
 from collage_neuron.trace import dry_run
-from collage_neuron.trace.undone import undone
+from collage_neuron.trace.side_effects import undone
 
 
 def check_class(base: Any) -> None:
@@ -47,7 +47,7 @@ def _try(base: Any) -> None:
                 f"{base.__name__} takes sparse gradients only, and updates the rows that these have; only "
                 "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
             ) from refusal
-        limits.check_class(base, optimizer, refusal)
+        rejections.check_class(base, optimizer, refusal)
 
 
 def _made(base: Any) -> Optimizer | None:

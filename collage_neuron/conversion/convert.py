@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion import aliases, held, loaded_before
+from collage_neuron.conversion import aliased_memory, duplicates, loaded_before
 from collage_neuron.conversion.budget import within
-from collage_neuron.eager import limits
+from collage_neuron.eager import rejections
+from collage_neuron.eager.commit import formats_as_written
 from collage_neuron.eager.step import check_sound
-from collage_neuron.eager.storing import formats_as_written
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
@@ -99,7 +99,7 @@ def _compile(
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     if not compiled:
-        held.check(base, optimizer)
+        aliased_memory.check(base, optimizer)
     known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
@@ -179,7 +179,7 @@ def _plans(
     records = dry_run.records(base, optimizer, known)
     try:
         plans = [_plan(base, g, s, records) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-        aliases.check(optimizer)
+        duplicates.check(optimizer)
         firsts = [(g, recording) for g, (recording, _) in zip(optimizer.param_groups, plans, strict=True)]
         shown = list(known.of_groups(optimizer)) if known is not None else firsts
         states = [(g, recording.captured.states) for g, recording in shown if recording is not None]
@@ -187,9 +187,9 @@ def _plans(
     except UnsupportedUpdate as refusal:
         if known is not None and known.is_of_part:
             raise
-        limits.check(base, optimizer, refusal, chosen, is_known=known is None)
+        rejections.check(base, optimizer, refusal, chosen, is_known=known is None)
         check_sound(optimizer, chosen)
-        limits.check_states(optimizer)
+        rejections.check_states(optimizer)
         if shape_of_part(optimizer) is None:  # of parts it is not known yet
             fallback_warning.warn(base, optimizer, refusal)
         return [(None, {})] * len(chosen), refusal

@@ -21,7 +21,7 @@ from collage_neuron import torch_privates
 from collage_neuron.eager.codec import Conversions, Lookup
 from collage_neuron.eager.gradients import Gradients, MakesPlaceholders
 from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool, without_graph
-from collage_neuron.eager.outline import Outline, outlines
+from collage_neuron.eager.presented_layout import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend

@@ -15,14 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager import limits
+from collage_neuron.eager import rejections
 from collage_neuron.eager.codec import converter
+from collage_neuron.eager.commit import Storing
 from collage_neuron.eager.gradients import MakesPlaceholders
-from collage_neuron.eager.held import Held
-from collage_neuron.eager.measures import changes_of
 from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
-from collage_neuron.eager.storing import Storing
+from collage_neuron.eager.rollback import Held
+from collage_neuron.eager.step_metrics import changes_of
 from collage_neuron.errors import RunsAsWritten, StepInterrupted, UnsupportedUpdate
 from collage_neuron.runtime import cross_rank_check, fallback_warning
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
@@ -110,7 +110,7 @@ def take(
     """
     settings = [Settings.of(group) for group in optimizer.param_groups]
     settle_gradients(optimizer)
-    limits.check(base, optimizer, refusal, settings, may_compile=trace is not None)
+    rejections.check(base, optimizer, refusal, settings, may_compile=trace is not None)
     check_sound(optimizer, settings)
     for i, group in enumerate(optimizer.param_groups):
         check_settings(group, i)

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager import limits
+from collage_neuron.eager import rejections
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.optimizer import continued, first_step_report, group_settings, load_checks, other_averages
@@ -35,9 +35,9 @@ from collage_neuron.states import (
 )
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import settle_gradients
-from collage_neuron.trace import dry_run, repeated, validated
+from collage_neuron.trace import dry_run, replay_validation, replayed_steps
 from collage_neuron.trace.classes import is_traced
-from collage_neuron.trace.kinds import Kind, Traces
+from collage_neuron.trace.step_kinds import Kind, Traces
 from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
 from collage_neuron.validation import validate
 
@@ -109,7 +109,7 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
         else:
             ours.as_written = ""
             return eager_step.Taken(measured, call.loss)
-    with limits.graphs_left_out(base, optimizer):
+    with rejections.graphs_left_out(base, optimizer):
         tracing, why = _tracing(base, optimizer, call, ours, due)
         refusal = refusal or UnsupportedUpdate(call.problem or ours.as_written or why)
         return eager_step.take(base, optimizer, refusal, call, partial(nonfinite.decision, optimizer), due, tracing)
@@ -156,7 +156,7 @@ def _validate_traced(
     jobs: list[Job],
 ) -> None:
     """Validates a step that has been traced, by its calls."""
-    calls = validated.Calls(kind, numbers, params)
+    calls = replay_validation.Calls(kind, numbers, params)
     validate.check(base, optimizer, jobs, take, lambda job: calls, kind.validated)
 
 
@@ -183,14 +183,14 @@ def _interrupting(optimizer: Optimizer) -> Iterator[Written]:
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     step_counts.check_unshared(optimizer)
-    records, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
+    records, groups = replayed_steps.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)
     _warn_of_formats(base, optimizer, jobs)
     external_writes.drop_stale(optimizer)
     group_settings.warn_of_changes(base, optimizer, jobs)
     known = validate.history_of(optimizer).known
-    validate.check(base, optimizer, jobs, take, validated.of_recording, known)
+    validate.check(base, optimizer, jobs, take, replay_validation.of_recording, known)
     finite = nonfinite.decision(optimizer)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)

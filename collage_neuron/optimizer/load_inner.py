@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.eager.held import tensors_in
+from collage_neuron.eager.rollback import tensors_in
 from collage_neuron.numerics.formats import FORMATS, require_known
 from collage_neuron.optimizer.load_checks import begin_anew, refused, settle_settings
 from collage_neuron.settings import OURS

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.eager import limits
+from collage_neuron.eager import rejections
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import formats_of_shape, param_format
@@ -220,7 +220,7 @@ def _runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Saved) 
                 records(group, group["params"][0])
     except UnsupportedUpdate as refusal:
         with suppress(UnsupportedUpdate):
-            limits.check(base, optimizer, refusal, settings)
+            rejections.check(base, optimizer, refusal, settings)
             # One that has modes may have raised an error of its own because it is in evaluation mode.
             if refusal.__cause__ is None or not hasattr(optimizer, "train"):
                 note(base, optimizer, refusal)

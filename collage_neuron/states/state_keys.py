@@ -24,7 +24,7 @@ class Names:
     """The keys of one parameter's state, by kind."""
 
     own: tuple[Any, ...]
-    """Keys of the optimizer's own code, in its order; those that are not text hold no value (`eager/storing.py`)."""
+    """Keys of the optimizer's own code, in its order; those that are not text hold no value (`eager/commit.py`)."""
     split: tuple[str, ...]
     """Keys that have a low word (a further word of each element); a key that is one itself is not excluded."""
     coded: frozenset[str]

@@ -2,7 +2,7 @@
 
 Checkpoints of older libraries have `step` in bf16. A count of bf16 stands still at 256 and one of fp16 at 2048, since
 adding 1 to those rounds back. Counts are 0-d states; which of those of a 0-d parameter are counts is found out later
-(`trace/recorded.py`).
+(`trace/recorded_step.py`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def has_pre_hook(module: torch.nn.Module, hook: Any) -> bool:
 def has_load_hook(module: torch.nn.Module, hook: Any) -> bool:
     """The same for hooks before `load_state_dict`, which torch wraps.
 
-    Noticed by `tests/conversion/test_loaded_weights.py::test_a_model_that_is_compiled_twice_has_one_hook`.
+    Noticed by `tests/conversion/test_loaded_weights.py::test_the_warning_comes_through_wrappers_once`.
     """
     found: Any = module._load_state_dict_pre_hooks.values()
     return any(wrapped.hook is hook for wrapped in found)
@@ -37,7 +37,7 @@ def has_load_hook(module: torch.nn.Module, hook: Any) -> bool:
 def drop_load_hook(module: torch.nn.Module, hook: Any) -> None:
     """Takes such a hook away; torch does so only for who has the handle, and a copied or pickled model has none.
 
-    Noticed by `tests/conversion/test_loaded_weights.py::test_models_inside_of_one_another_warn_once`.
+    Noticed by `tests/conversion/test_loaded_weights.py::test_only_the_part_that_the_optimizer_trains_is_watched`.
     """
     found: Any = module._load_state_dict_pre_hooks
     for key in [key for key, wrapped in found.items() if wrapped.hook is hook]:

@@ -51,19 +51,19 @@ def without_modes() -> AbstractContextManager[object]:
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many modes see the operations of this thread.
 
-Noticed by `tests/trace/test_methods.py::test_what_changes_an_operation_is_seen`.
+Noticed by `tests/trace/test_method_cache.py::test_what_changes_an_operation_is_seen`.
 """
 
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 """How many modes see its functions and methods.
 
-Noticed by `tests/trace/test_methods.py::test_what_changes_an_operation_is_seen`.
+Noticed by `tests/trace/test_method_cache.py::test_what_changes_an_operation_is_seen`.
 """
 
 is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Returns True if autocast is on for some device.
 
-Noticed by `tests/trace/test_methods.py::test_what_changes_an_operation_is_seen`.
+Noticed by `tests/trace/test_method_cache.py::test_what_changes_an_operation_is_seen`.
 """
 
 

@@ -135,7 +135,7 @@ def exchange_shards(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def holders(t: torch.Tensor) -> int:
     """How many tensors, arrays and other objects refer to the memory of `t`, itself among them.
 
-    Noticed by `tests/eager/test_held.py::test_what_the_step_keeps_is_what_it_is_in_fp32`.
+    Noticed by `tests/eager/test_rollback.py::test_what_the_step_keeps_is_what_it_is_in_fp32`.
     """
     storage = torch.Tensor.untyped_storage(t)
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object `storage` is one

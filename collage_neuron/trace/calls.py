@@ -112,7 +112,7 @@ SETS = Rule("writes", True)
 """That of `t.data = x`."""
 
 MEETS = Rule("new", True)
-"""That of a tensor with a value which meets values that wait (`trace/met.py`)."""
+"""That of a tensor with a value which meets values that wait (`trace/adopted_tensors.py`)."""
 
 
 class Geometry(NamedTuple):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.states import structure_guard
 from collage_neuron.states.inner import inner_of
-from collage_neuron.trace.reachable import cells_of
+from collage_neuron.trace.reachable_code import cells_of
 
 TRACE = "COLLAGE_NEURON_TRACE"
 """The environment variable with which steps of torch's own classes are traced too, if it is "on"."""

@@ -31,11 +31,11 @@ from collage_neuron.states.sharding import TRIED
 from collage_neuron.trace import shards
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.classes import is_traced
-from collage_neuron.trace.copied import Copied, whole
-from collage_neuron.trace.kinds import Kind, Traces
-from collage_neuron.trace.own_code import ASKS, Asked
-from collage_neuron.trace.recorded import record
-from collage_neuron.trace.undone import undone
+from collage_neuron.trace.code_inspection import ASKS, Asked
+from collage_neuron.trace.meta_copy import Copied, whole
+from collage_neuron.trace.recorded_step import record
+from collage_neuron.trace.side_effects import undone
+from collage_neuron.trace.step_kinds import Kind, Traces
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Records

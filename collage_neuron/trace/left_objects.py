@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from collage_neuron import torch_privates
-from collage_neuron.trace.kinds import Kind
-from collage_neuron.trace.outliving import are_marked
+from collage_neuron.trace.deferred_calls import Waiting
+from collage_neuron.trace.escapes import are_marked
 from collage_neuron.trace.placeholders import has_value, wait
-from collage_neuron.trace.waiting import Waiting
+from collage_neuron.trace.step_kinds import Kind
 
 States = Mapping[int, dict[Any, Any]]
 """The states of parameters, by the numbers of these."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.trace import symbolic
+from collage_neuron.trace import symbolic_floats
 
 
 class Lost(UnsupportedUpdate):
@@ -150,7 +150,7 @@ class Program(NamedTuple):
         return values
 
 
-class Node(symbolic.Node):
+class Node(symbolic_floats.Node):
     """A place on a tape."""
 
     def __init__(self, tape: Tape, place: int) -> None:
@@ -177,7 +177,7 @@ def _reflected(function: Callable[..., Any]) -> Any:
     return method
 
 
-class Traced(symbolic.Symbolic):
+class Traced(symbolic_floats.Symbolic):
     """A float on a tape."""
 
 
@@ -190,5 +190,5 @@ for _name in (*_TWO, *_ONE, *_COMPARED):
     setattr(Traced, f"__{_name}__", _forward(getattr(operator, _name)))
 for _name in _TWO:
     setattr(Traced, f"__r{_name}__", _reflected(getattr(operator, _name)))
-symbolic.take_value_in(Traced, _NOT_FOLLOWED)
+symbolic_floats.take_value_in(Traced, _NOT_FOLLOWED)
 Traced.__bool__ = _forward(operator.truth)  # type: ignore[method-assign]

@@ -28,9 +28,13 @@ from collage_neuron.states import structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner import Inner, state_of
 from collage_neuron.states.sharding import ORDINARY, TRIED
-from collage_neuron.trace import left_objects, met, shards
+from collage_neuron.trace import adopted_tensors, left_objects, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
-from collage_neuron.trace.kinds import (
+from collage_neuron.trace.code_inspection import ASKS, Asked
+from collage_neuron.trace.deferred_calls import Exchanged, Waiting
+from collage_neuron.trace.escapes import References, are_marked, outliving
+from collage_neuron.trace.placeholders import give, withdraw
+from collage_neuron.trace.step_kinds import (
     Before,
     Kind,
     Left,
@@ -40,11 +44,7 @@ from collage_neuron.trace.kinds import (
     planned_of,
     with_states,
 )
-from collage_neuron.trace.outliving import References, are_marked, outliving
-from collage_neuron.trace.own_code import ASKS, Asked
-from collage_neuron.trace.placeholders import give, withdraw
 from collage_neuron.trace.torch_errors import is_of_torch, repeated
-from collage_neuron.trace.waiting import Exchanged, Waiting
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
@@ -151,7 +151,7 @@ class TracedStep:
         if not earlier or earlier[0] is not kinds[0]:
             spare = []
         cones, steady = [k.cones for k in earlier], kinds[0].quick if spare else ()
-        self._names: dict[int, met.Name] | None = None
+        self._names: dict[int, adopted_tensors.Name] | None = None
         self._inside = inside
         self._mode = Waiting(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
         if not presentation.has_shards and (not spare or kinds[0].fills):
@@ -199,7 +199,7 @@ class TracedStep:
             return shards.no_copy(x)
         return self._began.presentation.copy_of(x)
 
-    def _state_of(self, x: torch.Tensor) -> met.Name | None:
+    def _state_of(self, x: torch.Tensor) -> adopted_tensors.Name | None:
         """The parameter and the name of a state that is not in words; None for other tensors."""
         params = self._began.params
         if self._names is None:
@@ -375,7 +375,7 @@ class TracedStep:
         left = [(p, s, dict(s)) for p in params if (s := own.get(id(p))) is not None]
         self._withdraw()
         presentation.restore_words()
-        mode.exchange_states(met.exchange_back)
+        mode.exchange_states(adopted_tensors.exchange_back)
         left_objects.put_back(self._changed(kind), kind, self._began.references.objects or mode.tensors)
         jobs = self._checked_jobs(kind, mode, left)
         self._mode = None  # all is as it was between steps: what a backend raises does not come from placeholders
@@ -409,7 +409,7 @@ class TracedStep:
         except UnsupportedUpdate:
             structure_guard.changed(optimizer)
             self._began.presentation.enter()
-            mode.exchange_states(met.exchange)
+            mode.exchange_states(adopted_tensors.exchange)
             for p, state, values in left:
                 state.clear()
                 state.update(values)

@@ -24,7 +24,7 @@ from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.backends.xla import stages, sums
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.trace.waiting import Waiting
+from collage_neuron.trace.deferred_calls import Waiting
 from collage_neuron.validation import validate
 
 pytestmark = [

@@ -23,7 +23,7 @@ from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.states.store import read_exact
-from collage_neuron.trace.copied import SWITCHES
+from collage_neuron.trace.meta_copy import SWITCHES
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 

@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import collage_neuron
 from collage_neuron import exact_value, skipped_steps
-from collage_neuron.conversion import convert, deferred
+from collage_neuron.conversion import convert, pending_optimizer
 from collage_neuron.optimizer import pending_models
 from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import ATTRIBUTE
@@ -292,7 +292,7 @@ def test_nothing_waits_for_a_first_step_where_the_optimizer_is_at_hand(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "restore_low_words", lambda *_: pytest.fail("went through the deferred path"))
-    monkeypatch.setattr(deferred, "Pending", lambda *_: pytest.fail("a model waits"))
+    monkeypatch.setattr(pending_optimizer, "Pending", lambda *_: pytest.fail("a model waits"))
     models = dict(pending_models.models)
     stepped(ORDINARY[form])
     assert dict(pending_models.models) == models

@@ -19,7 +19,7 @@ import collage_neuron
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.passes.backends import reference
 from collage_neuron.runtime import step_plan
-from collage_neuron.trace.followed import Settings, follow
+from collage_neuron.trace.scalar_program import Settings, follow
 
 STEPS = 2000
 ELEMENTS = 4096 if WHOLE else 1024
@@ -141,7 +141,8 @@ def _plan(strategy: StrategyLike, arithmetic: str, setting: Setting, steps_taken
 def slots_of(setting: Setting, steps: range) -> list[list[float]]:
     """The numbers that AdamW's update uses in each of `steps` (counted from 1).
 
-    Its own code runs once; with other counts, what it has computed is computed again (tests/trace/test_followed.py).
+    Its own code runs once; with other counts, what it has computed is computed again
+    (tests/trace/test_scalar_program.py).
     """
     p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     p.grad = torch.zeros_like(p)

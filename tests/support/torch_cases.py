@@ -20,7 +20,7 @@ from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import update_formats
 from collage_neuron.settings import Settings
 from collage_neuron.states.store import read_exact
-from collage_neuron.trace.copied import SWITCHES
+from collage_neuron.trace.meta_copy import SWITCHES
 
 STRATEGIES = ("light", "plus", "full")
 """Strategies that keep parameters as hi + lo."""

@@ -20,13 +20,13 @@ from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import structure_guard
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.state_keys import is_component
-from collage_neuron.trace import met
+from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
-from collage_neuron.trace.cones import Cones
-from collage_neuron.trace.lanes import Lanes, Read
-from collage_neuron.trace.own_code import Asked
+from collage_neuron.trace.code_inspection import Asked
+from collage_neuron.trace.deferred_calls import Waiting
+from collage_neuron.trace.materialize import Cones
+from collage_neuron.trace.partition import Lanes, Read
 from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
-from collage_neuron.trace.waiting import Waiting
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
@@ -160,7 +160,7 @@ def with_states(named: Sequence[Named], calls: Sequence[Call]) -> list[Named]:
     """What waits before a step, with the states that calls have met later."""
     found = list(map(dict, named))
     for call in calls:
-        if call.func is met.state:
+        if call.func is adopted_tensors.state:
             number, name = call.args[0][1]
             found[number][name] = call.first
     return found

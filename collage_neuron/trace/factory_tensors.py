@@ -1,8 +1,9 @@
 """Memory that a step makes of a number (`torch.zeros(n)`), which waits, so that what is done with it alone is seen.
 
-On the host a tensor of one element has its value, and is looked at when it meets what waits (`trace/met.py`). On a
-device nobody can look without waiting for it, so it waits too. The mode sees those that torch makes itself as well: the
-number of `torch.where(mask, x, 1.0)`. On the host there is a mode in steps only that may make some: it costs time.
+On the host a tensor of one element has its value, and is looked at when it meets what waits
+(`trace/adopted_tensors.py`). On a device nobody can look without waiting for it, so it waits too. The mode sees those
+that torch makes itself as well: the number of `torch.where(mask, x, 1.0)`. On the host there is a mode in steps only
+that may make some: it costs time.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collage_neuron.passes.functionalize.elementwise import functional_overload
 from collage_neuron.passes.functionalize.one_shape import refs_in
 from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, Slot
 from collage_neuron.torch_privates import schema
-from collage_neuron.trace import met
+from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of, written_by
 from collage_neuron.trace.foreach import is_foreach, unrolled
 from collage_neuron.trace.placeholders import set_data
@@ -150,7 +150,7 @@ class Lanes:
                 op = Op(call.func, tuple(map(_constant, call.args)), (), (ref,), call.line)
                 self._loose[ref.storage] = {next(self._order): op}
                 self._note([call.first], i)
-            elif call.func not in (set_data, met.state):  # what a tensor is afterwards is its place
+            elif call.func not in (set_data, adopted_tensors.state):  # what a tensor is afterwards is its place
                 for part in _parts(call, list(range(at, at + count))):
                     self._add_part(*part, i)
             at += count

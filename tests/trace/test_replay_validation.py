@@ -19,7 +19,7 @@ from collage_neuron import TranslationError
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.rewrite.rules import RULES
-from collage_neuron.trace import calls, kinds, lanes, validated
+from collage_neuron.trace import calls, partition, replay_validation, step_kinds
 from collage_neuron.validation import validate
 
 aten = torch.ops.aten
@@ -115,8 +115,8 @@ def test_what_is_wrong_of_some_numbers_only_is_found_in_the_next_step_that_is_du
 
 
 def test_numbers_of_another_operation_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kinds._getter
-    monkeypatch.setattr(kinds, "_getter", lambda numbers: right(list(reversed(numbers))))
+    right = step_kinds._getter
+    monkeypatch.setattr(step_kinds, "_getter", lambda numbers: right(list(reversed(numbers))))
     assert steps_until_found(optimizer_of(torch.optim.AdamW)) == 1
 
 
@@ -132,8 +132,8 @@ def test_calls_of_another_parameter_are_found(monkeypatch: pytest.MonkeyPatch) -
         self._stacks[returns[0]] = self._stacks[call.args[0]]
         return True
 
-    right = lanes.Lanes._add_stack
-    monkeypatch.setattr(lanes.Lanes, "_add_stack", each)
+    right = partition.Lanes._add_stack
+    monkeypatch.setattr(partition.Lanes, "_add_stack", each)
     assert steps_until_found(optimizer_of(of_the_next, "fp32")) == 1
 
 
@@ -264,7 +264,7 @@ def test_samples_have_dimensions_where_the_step_names_some(whole: tuple[int, int
 def test_it_knows_which_calls_ask_for_shapes(func: Any, args: list[Any], kwargs: Any, asked: set[str]) -> None:
     rule = calls.rule_of(func)
     assert rule is not None
-    part = validated.Part([validated.Bound(func, args, kwargs, [1], rule.kind == "view")], {}, {})
+    part = replay_validation.Part([replay_validation.Bound(func, args, kwargs, [1], rule.kind == "view")], {}, {})
     assert part.asked == asked
 
 
@@ -273,10 +273,10 @@ def test_where_parameters_need_one_another_nothing_is_compared() -> None:
     optimizer = optimizer_of(lists)
     step(optimizer, 1)
     (kind,) = optimizer._collage_bookkeeping.traces.kinds
-    bound = validated.Calls(kind, [0.0] * 100, optimizer.param_groups[0]["params"])._bound
-    places = [validated.Place(named["grad"]) for named in kind.before.named]
-    adds = validated.Bound(aten.add_.Tensor, places[:2], {}, [], False)
-    assert [validated.part_of(kind, i, [*bound, adds]) is None for i in range(3)] == [True, False, False]
+    bound = replay_validation.Calls(kind, [0.0] * 100, optimizer.param_groups[0]["params"])._bound
+    places = [replay_validation.Place(named["grad"]) for named in kind.before.named]
+    adds = replay_validation.Bound(aten.add_.Tensor, places[:2], {}, [], False)
+    assert [replay_validation.part_of(kind, i, [*bound, adds]) is None for i in range(3)] == [True, False, False]
 
 
 # --- when it runs, and what it costs ----------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_a_steady_step_that_is_not_due_looks_at_nothing(monkeypatch: pytest.Monk
         step(optimizer, t)
     for name in ("chosen", "validate_job"):
         monkeypatch.setattr(validate, name, lambda *_: pytest.fail("ran"))
-    monkeypatch.setattr(validated, "arguments", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(replay_validation, "arguments", lambda *_: pytest.fail("ran"))
     for t in (5, 6, 7):
         step(optimizer, t)
     assert validate.history_of(optimizer).steps == 7

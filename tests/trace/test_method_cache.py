@@ -16,7 +16,7 @@ from traced_cases import Stepping
 
 import collage_neuron
 from collage_neuron import torch_privates
-from collage_neuron.trace.waiting import Waiting
+from collage_neuron.trace.deferred_calls import Waiting
 
 
 class Dispatched(TorchDispatchMode):

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from collage_neuron.states.sharding import local
 from collage_neuron.torch_privates import schema
-from collage_neuron.trace import met
+from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import arguments, memories_of
-from collage_neuron.trace.kinds import Kind
 from collage_neuron.trace.placeholders import set_data
+from collage_neuron.trace.step_kinds import Kind
 from collage_neuron.validation import synthetic
 from collage_neuron.validation.in_fp32 import InFp32, NoSample, Ran
 from collage_neuron.validation.sample import SEEN, block, indices
@@ -225,7 +225,7 @@ def _pieces(call: Bound) -> Iterator[Bound]:
 
     None of a state that is met, either: it is there before.
     """
-    if call.func in (set_data, met.state):
+    if call.func in (set_data, adopted_tensors.state):
         return
     if not str(schema(call.func).name).startswith("aten::_foreach_"):
         yield call

@@ -22,7 +22,7 @@ from collage_neuron.states.inner import Inner
 from collage_neuron.states.sharding import ORDINARY, version
 from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.states.store import States
-from collage_neuron.trace.reachable import ATOMS
+from collage_neuron.trace.reachable_code import ATOMS
 
 SMALL = 4096
 """Up to so many elements a tensor is copied before a step; of larger ones it is only noticed that they were written."""

@@ -14,10 +14,10 @@ import torch
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.trace import recorded as recording
-from collage_neuron.trace import repeated
+from collage_neuron.trace import recorded_step as recording
+from collage_neuron.trace import replayed_steps
 from collage_neuron.trace import tape as tapes
-from collage_neuron.trace.followed import Settings
+from collage_neuron.trace.scalar_program import Settings
 from collage_neuron.trace.tape import Tape
 
 FOLLOWED: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -49,7 +49,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(args[-1])
         return recording.record(*args)
 
-    monkeypatch.setattr(repeated, "record", record)
+    monkeypatch.setattr(replayed_steps, "record", record)
     return found
 
 
@@ -139,7 +139,7 @@ class Own(torch.optim.SGD):
 
 def test_code_that_is_not_torchs_runs_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer = _made(Own)
-    monkeypatch.setattr(repeated, "follow", None)
+    monkeypatch.setattr(replayed_steps, "follow", None)
     for _ in range(4):
         optimizer.step()
 
@@ -245,7 +245,7 @@ def test_parameters_of_other_shapes_share_what_was_followed(recorded: list[Any])
 
 
 def test_what_is_known_does_not_grow_with_settings_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated, "_KINDS", 8)
+    monkeypatch.setattr(replayed_steps, "_KINDS", 8)
     _, optimizer = _made(torch.optim.AdamW)
     for i in range(30):
         optimizer.param_groups[0]["iteration"] = i

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_neuron.eager.held import OURS, tensors_in
+from collage_neuron.eager.commit import formats_as_written, formats_of
 from collage_neuron.eager.memory import memory_of
-from collage_neuron.eager.storing import formats_as_written, formats_of
+from collage_neuron.eager.rollback import OURS, tensors_in
 from collage_neuron.settings import Settings
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from traced_cases import Stepping
 
 import collage_neuron
-from collage_neuron.trace import dry_run, undone
-from collage_neuron.trace.copies import Copies
+from collage_neuron.trace import dry_run, side_effects
+from collage_neuron.trace.sandbox import Copies
 
 CALLS: list[Any] = []
 TABLE: dict[str, Any] = {"inner": {"n": 0}}
@@ -166,7 +166,7 @@ def test_a_thread_that_draws_meanwhile_draws_the_numbers_of_plain_torch(draw: Ca
     thread = threading.Thread(target=loader)
     thread.start()
     for _ in range(6):
-        with undone.undone([lambda: None]):
+        with side_effects.undone([lambda: None]):
             asked.release()
             assert done.acquire(timeout=60)
     thread.join()
@@ -191,7 +191,7 @@ def test_what_cannot_be_put_back_is_said(tmp_path: Any) -> None:
 @pytest.mark.parametrize("thing", [[1], {1: 2}, {1}, collections.deque([1])])
 def test_a_container_that_changes_and_raises_is_put_back(thing: Any) -> None:
     def change() -> None:
-        with undone.undone([thing]):
+        with side_effects.undone([thing]):
             thing.clear()
             raise KeyError
 
@@ -208,7 +208,7 @@ def test_a_container_that_does_not_change_is_not_written() -> None:
         def clear(self) -> None:
             pytest.fail("written")
 
-    with undone.undone([Table({1: CALLS})]):
+    with side_effects.undone([Table({1: CALLS})]):
         pass
 
 

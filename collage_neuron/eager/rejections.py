@@ -22,7 +22,7 @@ from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
 from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.state_keys import is_value
-from collage_neuron.trace.own_code import looks_at_graphs
+from collage_neuron.trace.code_inspection import looks_at_graphs
 
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
 """What torch says where a step differentiates gradients that have no graph."""

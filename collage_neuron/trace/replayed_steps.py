@@ -19,8 +19,8 @@ from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.states import structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.visible_states import kind_in
-from collage_neuron.trace.followed import Followed, Settings, follow, is_same
-from collage_neuron.trace.recorded import record
+from collage_neuron.trace.recorded_step import record
+from collage_neuron.trace.scalar_program import Followed, Settings, follow, is_same
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Records

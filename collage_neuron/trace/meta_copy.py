@@ -23,14 +23,14 @@ from collage_neuron.states import inner
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.visible_states import ParamShaped, visible
-from collage_neuron.trace import met, shards
+from collage_neuron.trace import adopted_tensors, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.classes import attributes_of_torch
-from collage_neuron.trace.copies import Copies, Guard, without_value
-from collage_neuron.trace.kinds import Before, Kind, Left, check_states, planned_of, with_states
+from collage_neuron.trace.deferred_calls import SHARED, Waiting
 from collage_neuron.trace.placeholders import has_value, wait, waits
+from collage_neuron.trace.sandbox import Copies, Guard, without_value
 from collage_neuron.trace.source_location import raised_at
-from collage_neuron.trace.waiting import SHARED, Waiting
+from collage_neuron.trace.step_kinds import Before, Kind, Left, check_states, planned_of, with_states
 
 _READS = "step() reads a value, and before it none is known"
 
@@ -133,7 +133,7 @@ class Copied:
         for each in planned if self._has_parts else ():
             self._check_elementwise(each.recording)
         self._check_kept(mode, holders, before, left)
-        mode.exchange_states(met.exchange_back)
+        mode.exchange_states(adopted_tensors.exchange_back)
         return Stepped(Kind(before, named, mode.cones, left, left.named(), planned, reads, [], []), mode.numbers)
 
     def _check_elementwise(self, recording: Recording) -> None:
@@ -147,7 +147,7 @@ class Copied:
     def _read(self) -> None:
         raise (UnknownUpdate if self._mode.why == _READS else UnsupportedUpdate)(self._mode.why)
 
-    def _state_of(self, x: Tensor) -> met.Name | None:
+    def _state_of(self, x: Tensor) -> adopted_tensors.Name | None:
         states = ((i, inner.state_of(self.optimizer, p, self._inner)) for i, p in enumerate(self.params.values()))
         return next(((i, name) for i, own in states for name, t in dict.items(own) if t is x), None)
 

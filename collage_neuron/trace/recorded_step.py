@@ -18,7 +18,7 @@ from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.states.visible_states import ParamShaped, require_known, visible
 from collage_neuron.trace.calls import Uncompiled
-from collage_neuron.trace.copied import Copied, Stepped, alone, state_of
+from collage_neuron.trace.meta_copy import Copied, Stepped, alone, state_of
 from collage_neuron.trace.placeholders import waits
 
 

@@ -15,8 +15,8 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.trace.calls import Uncompiled, memories_of
-from collage_neuron.trace.kinds import Kind
-from collage_neuron.trace.waiting import SHARED, Waiting
+from collage_neuron.trace.deferred_calls import SHARED, Waiting
+from collage_neuron.trace.step_kinds import Kind
 
 HOLDERS = 6
 """References to a state that a step has replaced, but for marks: from what is restored if the step raises, its `Value`,

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.buffers import kept
-from collage_neuron.conversion.models import check_model, note_frozen, tell_rounded, to_bf16
+from collage_neuron.conversion.model_casting import check_model, note_frozen, tell_rounded, to_bf16
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.optimizer.continued import COMPILED

@@ -20,10 +20,10 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.states.visible_states import visible
 from collage_neuron.trace.calls import Uncompiled, Written
-from collage_neuron.trace.copied import alone, state_of
+from collage_neuron.trace.deferred_calls import Waiting
+from collage_neuron.trace.meta_copy import alone, state_of
 from collage_neuron.trace.placeholders import waits
 from collage_neuron.trace.tape import Program, Tape
-from collage_neuron.trace.waiting import Waiting
 
 
 @dataclass(frozen=True, eq=False)

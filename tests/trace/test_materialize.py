@@ -81,7 +81,7 @@ def test_numbers_are_those_of_then(update: Any) -> None:
 @pytest.mark.parametrize("update", CASES)
 def test_a_call_runs_once_more_at_most(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """But those about large tensors, of which nothing stays."""
-    monkeypatch.setattr("collage_neuron.trace.cones.SMALL", 10**6)
+    monkeypatch.setattr("collage_neuron.trace.materialize.SMALL", 10**6)
     optimizer, _ = run(update, "fp32")
     for kind in optimizer._collage_bookkeeping.traces.kinds:
         numbers = [run.number for cone in kind.cones.known if not cone.is_anew for run in cone.runs]

@@ -19,7 +19,7 @@ from torch import Tensor, device, dtype
 from torch.optim import Optimizer
 
 from collage_neuron.states.inner import inner_of
-from collage_neuron.trace.reachable import cells_of
+from collage_neuron.trace.reachable_code import cells_of
 
 ASKS = "step(), or a function that it uses, asks for exact types, differentiates or starts threads"
 """What is said then."""

@@ -21,7 +21,8 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.trace import fused, made, met, methods  # noqa: F401  # placeholders get methods
+from collage_neuron.trace import adopted_tensors, factory_tensors, fused_ops, method_cache  # noqa: F401  # placeholders get method_cache
+from collage_neuron.trace.call_sequence import Course
 from collage_neuron.trace.calls import (
     MEETS,
     NORMS,
@@ -46,8 +47,7 @@ from collage_neuron.trace.calls import (
     without_values,
     written_by,
 )
-from collage_neuron.trace.cones import Cones, Values
-from collage_neuron.trace.course import Course
+from collage_neuron.trace.materialize import Cones, Values
 from collage_neuron.trace.placeholders import (
     IN_PROGRESS,
     STEP,
@@ -92,7 +92,7 @@ class Waiting:
         spare: Sequence[torch.Tensor],
         steady: Sequence[tuple[Quick | None, Quick | None]],
         compute: Callable[[], None],
-        state_of: Callable[[torch.Tensor], met.Name | None],
+        state_of: Callable[[torch.Tensor], adopted_tensors.Name | None],
         copy_of: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self.tensors = [*values, *spare]
@@ -141,7 +141,7 @@ class Waiting:
     def see_made(self) -> None:
         """Tensors that the step makes of a number will wait too."""
         if self.tensors:
-            self.modes, self._making = 1, made.MadeOnDevice(self.tensors[0].device)
+            self.modes, self._making = 1, factory_tensors.MadeOnDevice(self.tensors[0].device)
 
     # --- one operation ----------------------------------------------------------------------------------------------
 
@@ -225,16 +225,16 @@ class Waiting:
             return NotImplemented
         rest = {k: x for k, x in kwargs.items() if k != "out"}
         try:
-            made = geometries(plain, args, rest)[0]
+            geometry = geometries(plain, args, rest)[0]
         except Uncompiled:
             return NotImplemented
-        if (made.shape, made.dtype) != (out.shape, out.dtype):
+        if (geometry.shape, geometry.dtype) != (out.shape, out.dtype):
             return NotImplemented
         return self.call(torch.ops.aten.copy_.default, (out, self.call(plain, args, rest)), None)
 
     def _compared(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (step := fused.step_of(func)) is not None:
-            return fused.run(step, args, dict(kwargs))
+        if (step := fused_ops.step_of(func)) is not None:
+            return fused_ops.run(step, args, dict(kwargs))
         if func in NORMS:
             return self.call(*vector_norm(*args, **kwargs))
         if "out" in kwargs and (done := self._into(func, args, kwargs)) is not NotImplemented:
@@ -301,16 +301,16 @@ class Waiting:
     def _copied(self, place: int) -> torch.Tensor:
         if torch_privates.inside(self.tensors[place]) != self._inside[place]:
             raise Exchanged(EXCHANGED)
-        return met.copied(self.met[place]) if place in self.met else self._copy_of(self.tensors[place])
+        return adopted_tensors.copied(self.met[place]) if place in self.met else self._copy_of(self.tensors[place])
 
     def _meet(self, x: torch.Tensor) -> int:
         """Makes a tensor wait that has a value; its place."""
         is_like_value = any(x.shape == t.shape for t in self.tensors[: self._first])
-        func, own, numbers = met.written(x, self._state_of(x), self.tensors[0].device, is_like_value)
+        func, own, numbers = adopted_tensors.written(x, self._state_of(x), self.tensors[0].device, is_like_value)
         makes = [Geometry(tuple(x.shape), x.stride(), torch.float32, 0)]
         call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._count())
         self._note(call, numbers)
-        self.met[call.first] = met.exchanged(x)
+        self.met[call.first] = adopted_tensors.exchanged(x)
         self._just_met.append(id(x))
         self.has_met = True
         self._put(call, [x])
@@ -319,11 +319,11 @@ class Waiting:
     def make(self, shape: Sequence[int], value: float) -> torch.Tensor:
         """A tensor on the device of the values, which waits, with one number in all elements."""
         device = self.tensors[0].device
-        args, kwargs, numbers = made.written(shape, value, device)
-        call = self._course.known(made.FULL, args, kwargs)
+        args, kwargs, numbers = factory_tensors.written(shape, value, device)
+        call = self._course.known(factory_tensors.FULL, args, kwargs)
         if call is None:
-            makes = geometries(made.FULL, [list(shape), value], {"dtype": torch.float32, "device": "meta"})
-            call = Call(made.FULL, made.RULE, args, kwargs, makes, self._count(), line=here())
+            makes = geometries(factory_tensors.FULL, [list(shape), value], {"dtype": torch.float32, "device": "meta"})
+            call = Call(factory_tensors.FULL, factory_tensors.RULE, args, kwargs, makes, self._count(), line=here())
         self._note(call, numbers)
         if not self._spare:
             self._put(call, [placeholder(x.shape, x.stride, x.dtype, device) for x in call.makes or ()])
@@ -463,13 +463,13 @@ class Waiting:
     def put_originals(self, states: Iterable[dict[Any, Any]]) -> None:
         """States have tensors themselves, and not what torch has returned for them."""
         for state in states:
-            found = {name: self.original(x) for name, x in dict.items(state) if met.stands_for_another(x)}
+            found = {name: self.original(x) for name, x in dict.items(state) if adopted_tensors.stands_for_another(x)}
             dict.update(state, {name: x for name, x in found.items() if x is not None})
 
     def give_back(self) -> None:
         """What has met values that wait has its own again: the step is undone."""
         for place, other in self.met.items():
-            met.exchange_back(self.tensors[place], other)
+            adopted_tensors.exchange_back(self.tensors[place], other)
         self.met = {}
 
     def exchange_states(self, exchange: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
@@ -477,12 +477,12 @@ class Waiting:
         for call in self._meeting():
             exchange(self.tensors[call.first], self.met[call.first])
 
-    def met_states(self) -> Iterator[tuple[met.Name, torch.Tensor]]:
+    def met_states(self) -> Iterator[tuple[adopted_tensors.Name, torch.Tensor]]:
         """Those states, with their names."""
         return ((call.args[0][1], self.tensors[call.first]) for call in self._meeting())
 
     def _meeting(self) -> list[Call]:
-        return [call for call in self.calls if call.func is met.state] if self.met else []
+        return [call for call in self.calls if call.func is adopted_tensors.state] if self.met else []
 
     def is_shared(self, first: int, users: Sequence[int]) -> bool:
         """Returns True if something in C++ has a placeholder, or something that is not known one from a place on.
@@ -523,7 +523,7 @@ class Waiting:
 
     def _run(self, call: Call, numbers: Iterator[float]) -> None:
         if call.rule is MEETS:
-            met.give_back(self.tensors[call.first], self.met.pop(call.first))
+            adopted_tensors.give_back(self.tensors[call.first], self.met.pop(call.first))
             deque(islice(numbers, call.numbers()), maxlen=0)  # it has its value
             return
         args = arguments(call.args, self.tensors, numbers)

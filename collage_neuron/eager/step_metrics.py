@@ -14,7 +14,7 @@ from collage_neuron.states import word_encoding
 from collage_neuron.states.sharding import local
 
 if TYPE_CHECKING:
-    from collage_neuron.eager.storing import Stored, Storing
+    from collage_neuron.eager.commit import Stored, Storing
 
 
 class Changing(NamedTuple):

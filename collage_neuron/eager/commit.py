@@ -9,9 +9,9 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.eager import codec
-from collage_neuron.eager.evident import averages, counts
+from collage_neuron.eager.average_detection import averages, counts
 from collage_neuron.eager.memory import bits, is_alone, pool, without_graph
-from collage_neuron.eager.outline import Outline
+from collage_neuron.eager.presented_layout import Outline
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape

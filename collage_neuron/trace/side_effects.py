@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.trace.generators import Generator, may_draw, of_object, of_process
-from collage_neuron.trace.reachable import is_filled, is_own, names_of, reachable
+from collage_neuron.trace.reachable_code import is_filled, is_own, names_of, reachable
 
 _MISSING = object()
 _ALONE = threading.RLock()
