@@ -25,8 +25,8 @@ parameter; `idle`: one that this update leaves as it is, or of which nothing is 
 parameter; `decaying`: an average, as a step as written shows by its first value (`eager/average_detection.py`), or an
 idle one by which the update divides (Sophia's); `maximum`: one without decay of what cannot be negative (AMSGrad's),
 which an error can only increase; `average`: a first moment, of which no error becomes larger on its way; `long`: one
-that decays by less than a hundredth a step, so that a hundred errors or more are in it (AdEMAMix's second); `counter`: a
-sum of whole numbers.
+that decays by less than a hundredth a step, so that a hundred errors or more are in it (AdEMAMix's second); `counter`:
+a sum of whole numbers.
 """
 
 NO_ROLES: Mapping[str, Role] = MappingProxyType({})

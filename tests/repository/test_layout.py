@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from own_modules import PACKAGE, Module, modules
+from own_modules import PACKAGE, Module, longest_chain, modules
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,15 +117,6 @@ def without_docstring(found: Mapping[str, Module]) -> Iterator[str]:
         first = module.tree.body[0] if module.tree.body else None
         if ast.get_docstring(module.tree) is None or first is None or first.lineno != 1:
             yield f"{name} does not begin with a docstring"
-
-
-def longest_chain(found: Mapping[str, Module]) -> list[str]:
-    counted = {name: module for name, module in found.items() if ".backends.nki" not in name}
-    chains: dict[str, list[str]] = {}
-    for name in TopologicalSorter({n: m.loads & counted.keys() for n, m in counted.items()}).static_order():
-        below = [chains[other] for other in counted[name].loads & counted.keys()]
-        chains[name] = [name, *max(below, key=len, default=[])]
-    return max(chains.values(), key=len)
 
 
 def too_deep(found: Mapping[str, Module]) -> Iterator[str]:

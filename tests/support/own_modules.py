@@ -1,8 +1,9 @@
 """The modules of this project as text: what each is called, and which others it imports, where."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "collage_neuron"
@@ -73,3 +74,13 @@ def _imported(node: ast.stmt, known: dict[str, Path]) -> Iterator[str]:
         for alias in node.names:
             whole = f"{node.module}.{alias.name}"
             yield from (name for name in (whole if whole in known else node.module,) if name in known)
+
+
+def longest_chain(found: Mapping[str, Module]) -> list[str]:
+    """The longest chain of imports, without the folder of NKI, which is imported when needed."""
+    counted = {name: module for name, module in found.items() if ".backends.nki" not in name}
+    chains: dict[str, list[str]] = {}
+    for name in TopologicalSorter({n: m.loads & counted.keys() for n, m in counted.items()}).static_order():
+        below = [chains[other] for other in counted[name].loads & counted.keys()]
+        chains[name] = [name, *max(below, key=len, default=[])]
+    return max(chains.values(), key=len)
