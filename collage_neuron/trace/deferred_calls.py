@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import Token
 from itertools import chain, islice
 from operator import gt
@@ -264,7 +264,7 @@ class Waiting:
 
     def _looked_at(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operation tells of values, which go on waiting."""
-        with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
+        with _unobserved():
             there = [self._value(self._places[id(x)]) if id(x) in self._places else x for x in args]
             return func(*there, **kwargs)
 
@@ -294,7 +294,7 @@ class Waiting:
 
     def add_values(self, reads: Iterable[tuple[int, int]]) -> None:
         """Adds the values of tensors of one element to the numbers: their places, and after how many calls."""
-        with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
+        with _unobserved():
             for place, before in reads:
                 self.numbers.append(float(self._value(place, before)))
 
@@ -504,7 +504,7 @@ class Waiting:
         self.is_filled, self.why, self._quick = True, why, ()
         try:
             self._check_inside()
-            with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
+            with _unobserved():
                 self._compute()
                 for call in calls:
                     self._run(call, numbers)
@@ -531,6 +531,16 @@ class Waiting:
         out = call.func(*args, **kwargs)
         for i, x in zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False):
             give(self.tensors[i], x.detach() if any(x is y for y in args) else x)
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """A context in which torch computes, and nothing else: most often it does already, and contexts cost 20 us."""
+    if not (torch_privates.dispatch_modes() or torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+        yield
+        return
+    with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _device(args: Iterable[Any]) -> torch.device:

@@ -9,7 +9,7 @@ runs each call once more, and not all calls for each number. Large tensors are l
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,18 @@ class Run(NamedTuple):
     """The memory that no later call of the cone needs."""
 
 
+class Prepared(NamedTuple):
+    """What is asked of a call each time it runs once more."""
+
+    call: Call
+    needs: tuple[int, ...]
+    """The places of its arguments."""
+    numbers: slice
+    """Where its numbers are."""
+    written: tuple[int, ...]
+    """The memory that it makes or writes."""
+
+
 class Cone(NamedTuple):
     """What runs for a value."""
 
@@ -52,36 +64,39 @@ class Cones:
         self.calls = calls
         self.known: list[Cone] = []
         """Those of the values that were asked for in the first step, in their order."""
-        self._firsts: list[int] = []
-        """For each call the position of its first number."""
+        self.prepared: list[Prepared] = []
+        """The calls that were looked at."""
         self._memories: dict[int, int] = {}
+        """Of views."""
+        self._views: dict[int, list[int]] = {}
         self._writers: dict[int, list[int]] = {}
         """By memory, which calls have made it, a view of it, or written it."""
         self._numbers = 0
 
     def grow(self, count: int) -> None:
         """Looks at the calls, up to so many."""
-        while len(self._firsts) < count:
-            self._add(self.calls[len(self._firsts)])
+        while len(self.prepared) < count:
+            self._add(self.calls[len(self.prepared)])
 
     def _add(self, call: Call) -> None:
-        number = len(self._firsts)
-        self._firsts.append(self._numbers)
+        number, first = len(self.prepared), self._numbers
         self._numbers += call.numbers()
-        if call.func is set_data:  # what a tensor is afterwards is its place
-            return
         for place in call.returns if call.rule.kind == "view" else ():
-            self._memories[place] = self.memory(call.args[0])
-        for memory in self.written(call):
+            memory = self._memories[place] = self.memory(call.args[0])
+            self._views.setdefault(memory, []).append(place)
+        written = () if call.func is set_data else self.written(call)  # what a tensor is afterwards is its place
+        needs = tuple(dict.fromkeys(call.places()))
+        self.prepared.append(Prepared(call, needs, slice(first, self._numbers), tuple(written)))
+        for memory in written:
             self._writers.setdefault(memory, []).append(number)
-
-    def first_number(self, i: int) -> int:
-        """The position of the first number of a call."""
-        return self._firsts[i]
 
     def memory(self, place: int) -> int:
         """The place whose memory a tensor has."""
         return self._memories.get(place, place)
+
+    def places(self, memory: int) -> list[int]:
+        """The places that have a memory: its own, and those of views."""
+        return [memory, *self._views.get(memory, ())]
 
     def written(self, call: Call) -> set[int]:
         """The memory that a call makes or writes."""
@@ -148,11 +163,14 @@ class Values:
             raise Uncompiled("values are read that depend on most of the step")
         there = _There() if cone.is_anew else self._there
         for i, lets_go in cone.runs:
-            _run(cones, i, there, numbers, read)
-            there.let_go(lets_go)
-        found = _tensor(cones, place, there, read)
+            _run(cones.prepared[i], i, there, numbers, read)
+            if lets_go:
+                there.let_go(cones, lets_go)
+        found = there.tensors.get(place)
+        if found is None:
+            found = there.tensors[place] = read(place)
         if found.numel() > SMALL:
-            there.let_go([cones.memory(place)])
+            there.let_go(cones, [cones.memory(place)])
         return found
 
     def _cone(self, cones: Cones, place: int, before: int) -> Cone:
@@ -170,50 +188,35 @@ class Values:
 
 
 class _There:
-    """Tensors by their memory and their places, and after how many calls they are there."""
+    """Tensors by their places, and after how many calls what has their memory is there."""
 
     def __init__(self) -> None:
-        self.tensors: dict[int, dict[int, torch.Tensor]] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
         self.done: dict[int, int] = {}
 
-    def put(self, memory: int, place: int, x: torch.Tensor) -> None:
-        """What a call has made."""
-        self.tensors.setdefault(memory, {})[place] = x
-
-    def let_go(self, memories: Sequence[int]) -> None:
+    def let_go(self, cones: Cones, memories: Sequence[int]) -> None:
         """Nothing needs what has this memory any more; what is small stays."""
         for memory in memories:
-            own = self.tensors.get(memory, {})
-            if any(x.numel() > SMALL for x in own.values()):
-                del self.tensors[memory]
+            own = [place for place in cones.places(memory) if place in self.tensors]
+            if any(self.tensors[place].numel() > SMALL for place in own):
+                for place in own:
+                    del self.tensors[place]
                 self.done.pop(memory, None)
 
 
-def _run(cones: Cones, i: int, there: _There, numbers: Sequence[float], read: Read) -> None:
-    call = cones.calls[i]
-    made = _made(cones, call, there, _from(numbers, cones.first_number(i)), read)
-    for place, x in zip(call.returns, made, strict=False):
-        there.put(cones.memory(place), place, x)
-    there.done.update(dict.fromkeys(cones.written(call), i + 1))
-
-
-def _made(cones: Cones, call: Call, there: _There, numbers: Iterator[float], read: Read) -> Sequence[torch.Tensor]:
-    """What a call makes; in place it returns its argument."""
+def _run(prepared: Prepared, number: int, there: _There, numbers: Sequence[float], read: Read) -> None:
+    call, tensors = prepared.call, there.tensors
     if call.rule is MEETS:
-        return [read(call.first)]
-    tensors = {place: _tensor(cones, place, there, read) for place in call.places()}
-    args = arguments(call.args, tensors, numbers)
-    kwargs = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), tensors, numbers), strict=True))
-    out: Any = call.func(*args, **kwargs)
-    return [x.detach() if any(x is y for y in args) else x for x in (out if isinstance(out, (list, tuple)) else [out])]
-
-
-def _tensor(cones: Cones, place: int, there: _There, read: Read) -> torch.Tensor:
-    own = there.tensors.setdefault(cones.memory(place), {})
-    if place not in own:
-        own[place] = read(place)
-    return own[place]
-
-
-def _from(numbers: Sequence[float], first: int) -> Iterator[float]:
-    return (numbers[k] for k in range(first, len(numbers)))
+        tensors[call.first] = read(call.first)
+    else:
+        for place in prepared.needs:
+            if place not in tensors:
+                tensors[place] = read(place)
+        given = iter(numbers[prepared.numbers])
+        args = arguments(call.args, tensors, given)
+        named = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), tensors, given), strict=True))
+        out: Any = call.func(*args, **named)
+        for place, x in zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False):
+            tensors[place] = x.detach() if any(x is y for y in args) else x
+    for memory in prepared.written:
+        there.done[memory] = number + 1
