@@ -16,6 +16,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.trace.calls import Uncompiled, memories_of
 from collage_neuron.trace.deferred_calls import SHARED, Waiting
+from collage_neuron.trace.placeholders import placeholder
 from collage_neuron.trace.step_kinds import Kind
 
 HOLDERS = 6
@@ -68,10 +69,17 @@ def outliving(kind: Kind, mode: Waiting, began: References, marked: Collection[i
     returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
     if is_shared or more or returned or are_parts_kept or not _are_numbers(kept, first, stays, mode):
         raise Uncompiled(SHARED)
-    are_kept = kept or any(i is not None and i >= first for i in kind.left.params)
-    if are_kept or are_marked([t for i, t in enumerate(made, first) if i not in stays]):
+    numbers, are_params = set(kept), any(i is not None and i >= first for i in kind.left.params)
+    if are_params or are_marked([t for i, t in enumerate(made, first) if i not in stays and i not in numbers]):
         return Outliving(kept, [])
-    return Outliving(kept, [mode.met.get(i, t) if i in stays else t for i, t in enumerate(made, first)])
+    own = {
+        i: _alike(t) if i in numbers else t for i, t in enumerate(made, first)
+    }  # a number that is kept is the code's
+    return Outliving(kept, [mode.met.get(i, t) if i in stays else t for i, t in own.items()])
+
+
+def _alike(t: torch.Tensor) -> torch.Tensor:
+    return placeholder(t.shape, t.stride(), t.dtype, t.device, int(t.storage_offset()))
 
 
 _requires_grad = attrgetter("requires_grad")

@@ -89,7 +89,7 @@ def test_followed_steps_have_the_bits_of_recorded_ones(
     else:
         assert len(recorded) == 2 * 12
     monkeypatch.setattr(
-        "collage_neuron.optimizer.compiled_step.repeated.of_step", lambda *args: partial(recording.record, *args)
+        "collage_neuron.optimizer.compiled_step.replayed_steps.of_step", lambda *args: partial(recording.record, *args)
     )
     assert all(map(torch.equal, found, _trained(make)))
 
