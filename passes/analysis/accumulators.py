@@ -29,6 +29,7 @@ from collage_neuron.passes.analysis.parameter_path import spine
 from collage_neuron.passes.analysis.parity import Parity
 from collage_neuron.passes.analysis.polynomials import Sum
 from collage_neuron.passes.analysis.value_numbering import Values
+from collage_neuron.passes.ir.stage import returned
 
 LERPS = (torch.ops.aten.lerp.Scalar, torch.ops.aten.lerp.Tensor)
 
@@ -76,7 +77,7 @@ def _roles(graph: fx.Graph) -> _Roles:
 
 
 def _outputs(graph: fx.Graph) -> dict[str, Any]:
-    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    outputs = returned(graph)
     assert isinstance(outputs, dict)
     return outputs
 

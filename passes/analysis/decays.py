@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch.fx as fx
 
 from collage_neuron.passes.analysis.value_numbering import Values
+from collage_neuron.passes.ir.stage import returned
 
 
 def decays(graph: fx.Graph, slots: Sequence[float]) -> Mapping[str, float]:
@@ -21,7 +22,7 @@ def decays(graph: fx.Graph, slots: Sequence[float]) -> Mapping[str, float]:
 
     Of a value that a mask decides about, it is the largest. `slots` are the numbers of the step.
     """
-    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    outputs = returned(graph)
     assert isinstance(outputs, dict)
     values = Values(graph, numbers={f"s{i}": x for i, x in enumerate(slots)})
     named = {name: max(_of(values, node, name), default=0.0) for name, node in outputs.items() if name != "grad"}

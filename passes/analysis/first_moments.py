@@ -29,6 +29,7 @@ import torch.fx as fx
 from collage_neuron.passes.analysis.gains import Gains
 from collage_neuron.passes.analysis.polynomials import TERMS, Product, Sum, plus
 from collage_neuron.passes.analysis.value_numbering import Values, is_slot
+from collage_neuron.passes.ir.stage import returned
 
 
 def first_moments(new: Mapping[str, Sum], among: Collection[str], gains: Gains) -> frozenset[str]:
@@ -59,7 +60,7 @@ def is_long(values: Values, x: Sum, name: str) -> bool:
 @lru_cache(maxsize=256)  # asked again in each step, for the same few graphs
 def unread_states(graph: fx.Graph) -> frozenset[str]:
     """Names of the states that a captured update makes of the gradient and the parameter, without reading them."""
-    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    outputs = returned(graph)
     assert isinstance(outputs, dict)
     read = {str(n.target) for n in graph.nodes if n.op == "placeholder" and n.users}
     return frozenset(n for n, x in outputs.items() if n not in (*_NO_STATES, *read) and _is_of_gradient(x))

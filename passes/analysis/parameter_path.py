@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from collage_neuron.passes.ir.stage import returned
+
 aten = torch.ops.aten
 
 _FIRST = {
@@ -26,7 +28,7 @@ _BOTH = {aten.mul.Tensor, aten.maximum.default, aten.minimum.default}
 
 def spine(graph: fx.Graph) -> frozenset[fx.Node]:
     """The nodes of the shortest path from the placeholder `param` to the output `param` of a captured update."""
-    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    outputs = returned(graph)
     assert isinstance(outputs, dict)
     if "param" not in outputs:  # a part of an update
         return frozenset()

@@ -17,6 +17,7 @@ from collage_neuron.passes.analysis.polynomials import Sum
 from collage_neuron.passes.analysis.sensitive import sensitive
 from collage_neuron.passes.analysis.signs import nonnegative
 from collage_neuron.passes.analysis.value_numbering import Values
+from collage_neuron.passes.ir.stage import returned
 from collage_neuron.passes.ir.update import Captured
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def roles_of(captured: Captured, slots: Sequence[float], following: Recording | 
     """The roles of the states that have one; `slots` are the numbers of a step, `following` is the step after it."""
     graph = captured.graph
     idle, sums, slow = idle_states(graph), sum_states(graph), slow_states(graph)
-    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    outputs = returned(graph)
     below = {name for name, fill in captured.fresh.items() if fill < 0}
     values = Values(graph, numbers={f"s{i}": x for i, x in enumerate(slots)})
     new = {name: values.of[node] for name, node in outputs.items() if name != "grad"}

@@ -31,6 +31,7 @@ from collage_neuron.numerics.matrix_sums import (
     view_of,
 )
 from collage_neuron.passes.backends.protocol import Found, Launch
+from collage_neuron.passes.backends.staged import driven
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
@@ -67,9 +68,7 @@ class Reduced(NamedTuple):
 
 def results_of(stage: Stage) -> list[Reduced]:
     """What each result of a reduction stage is."""
-    (results,) = next(n for n in reversed(stage.body.nodes) if n.op == "output").args
-    assert isinstance(results, tuple)
-    return [Reduced(node.target, node.args[1]) for node in results]
+    return [Reduced(node.target, str(node.args[1])) for node in stage.results]
 
 
 def find(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], Found]:
@@ -79,16 +78,12 @@ def find(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], Found]:
     """
     view = seen_view(launch)
     components = [dict(zip(launch.update.inputs, reads, strict=True)) for reads in launch.reads]
-    search = searching(launch)
-    try:
-        part, values = next(search)
-        while True:
-            runs = sum_runs(part, [[of_one[key] for key in part.inputs] for of_one in components], values)
-            results = results_of(part.stages[0])
-            part, values = search.send([_finished(r, x, view) for r, x in zip(results, runs, strict=True)])
-    except StopIteration as end:
-        found: tuple[dict[str, Tensor], Found] = end.value
-        return found
+
+    def results(part: Update, values: Values) -> list[Tensor]:
+        runs = sum_runs(part, [[of_one[key] for key in part.inputs] for of_one in components], values)
+        return [_finished(r, x, view) for r, x in zip(results_of(part.stages[0]), runs, strict=True)]
+
+    return driven(searching(launch), results)
 
 
 def searching(launch: Launch, compute: Compute | None = None) -> Search:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.fx as fx
 
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.blocks import first_of_each, spread
@@ -22,7 +20,7 @@ from collage_neuron.passes.backends import on_host
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.inline import inlined
 from collage_neuron.passes.backends.protocol import EveryDevice, Found, Launch, Measure
-from collage_neuron.passes.backends.reference_rows import ReferenceRows
+from collage_neuron.passes.backends.reference_rows import ReferenceRows, numbers, operands_of
 from collage_neuron.passes.backends.staged import find, reductions_of, store_small
 from collage_neuron.passes.backends.torch_neuron import narrows
 from collage_neuron.passes.ir.stage import REDUCTION
@@ -60,11 +58,7 @@ class GroupSums:
 
     def __init__(self, part: Update) -> None:
         (stage,) = part.stages
-        body = fx.Graph()
-        results: Any = body.graph_copy(stage.body, {})
-        body.output(tuple(node.args[0] for node in results))
-        self._reductions = reductions_of(stage)
-        self._forward = inlined(fx.GraphModule(torch.nn.Module(), body)).forward
+        self._reductions, self._forward = reductions_of(stage), operands_of(stage)
         self._reads = [part.blocks.get(key, 0) for key in part.inputs]
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> list[torch.Tensor]:
@@ -137,12 +131,6 @@ class ReferenceUpdate:
         # the caller writes one result after the other, and must not find it overwritten.
         given = {id(c) for c in components}
         return [r.clone() if id(r) in given else r for r in results]
-
-
-def numbers(like: torch.Tensor, start: int) -> torch.Tensor:
-    """The indices of the elements of `like` in row-major order, from `start`, as int32 (modulo 2**32)."""
-    every = torch.arange(start, start + like.numel(), dtype=torch.int64, device=like.device)
-    return every.to(torch.int32).view(like.shape)
 
 
 class Reference(ByParameter):

@@ -13,7 +13,7 @@ from collage_neuron.numerics.matrix_sums import DOWN, ENDINGS, along_rows, down_
 from collage_neuron.passes.backends.by_rows import Reduced, Values, find, results_of
 from collage_neuron.passes.backends.inline import inlined
 from collage_neuron.passes.backends.protocol import Found, Launch
-from collage_neuron.passes.ir.stage import REDUCTION
+from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 
@@ -43,6 +43,14 @@ def pieces_of(components: Sequence[Tensor], values: Sequence[Tensor], most: int)
             yield Piece(b * size + r * columns, r > 0, [c[at] for c in shaped], own)
 
 
+def operands_of(stage: Stage) -> Callable[..., Sequence[Tensor]]:
+    """Computes what the results of a reduction add up, from what its body is given."""
+    body = fx.Graph()
+    results: Any = body.graph_copy(stage.body, {})
+    body.output(tuple(node.args[0] for node in results))
+    return inlined(fx.GraphModule(torch.nn.Module(), body)).forward
+
+
 def _joined(pieces: Sequence[Tensor], are_next: Sequence[bool]) -> Tensor:
     """Results of pieces as one tensor: of rows of the same matrix one under another, of others one after another."""
     matrices: list[list[Tensor]] = []
@@ -58,11 +66,8 @@ class RowSums:
 
     def __init__(self, part: Update, most: int) -> None:
         (stage,) = part.stages
-        body = fx.Graph()
-        results: Any = body.graph_copy(stage.body, {})
-        body.output(tuple(node.args[0] for node in results))
         self._results, self._most, self._stage = results_of(stage), most, stage
-        self._forward = inlined(fx.GraphModule(torch.nn.Module(), body)).forward
+        self._forward = operands_of(stage)
 
     def __call__(self, components: Sequence[Tensor], scalars: Tensor, values: Values) -> list[Tensor]:
         """For each result the sums of the runs of its terms."""
@@ -114,11 +119,12 @@ class ReferenceRows:
 
     def _of_piece(self, piece: Piece, scalars: Tensor) -> Sequence[Tensor]:
         like = piece.components[0]
-        index = [_numbers(like, piece.first)] if self._update.draws else []
+        index = [numbers(like, piece.first)] if self._update.draws else []
         found: Sequence[Tensor] = self._forward(*piece.components, *index, *scalars.unbind(), *piece.values)
         return [x.expand(like.shape) if i < self._stored else x for i, x in enumerate(found)]
 
 
-def _numbers(like: Tensor, first: int) -> Tensor:
+def numbers(like: Tensor, first: int) -> Tensor:
+    """The indices of the elements of `like` in row-major order, from `first`, as int32 (modulo 2**32)."""
     every = torch.arange(first, first + like.numel(), dtype=torch.int64, device=like.device)
     return every.to(torch.int32).view(like.shape)

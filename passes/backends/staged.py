@@ -14,7 +14,7 @@ are numbers too: read before the first stage, and stored when the last one has b
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from collage_neuron.numerics.tensor_sums import OF_TENSOR, Reduction, finished
 from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
+
+T = TypeVar("T")
 
 Reduce = Callable[[Launch, Tensor], Sequence[Tensor]]
 """Runs a reduction. It is given a launch of a part (`Update.parts`) and the scalar vectors of its parameters, one in
@@ -38,9 +40,7 @@ vectors of its parameters, one in each row; it returns for each parameter a 1-D 
 
 def kinds_of(stage: Stage) -> list[Any]:
     """The operation of each result of a reduction: `sum_of`, `mean_of` or `norm_of`."""
-    (results,) = next(n for n in reversed(stage.body.nodes) if n.op == "output").args
-    assert isinstance(results, tuple)
-    return [result.target for result in results]
+    return [result.target for result in stage.results]
 
 
 def reductions_of(stage: Stage) -> list[Reduction]:
@@ -57,13 +57,17 @@ def find_by(
     launch: Launch, reduce: Reduce, compute: Callable[[Stage, Tensor], Sequence[Tensor]] | None = None
 ) -> Found:
     """The same for a backend that finishes sums itself, and computes with numbers (`compute`) if torch's must not."""
-    search = searching(launch, compute or computed)
+    return driven(searching(launch, compute or computed), reduce)
+
+
+def driven(search: Generator[Any, Any, T], answer: Callable[..., Any]) -> T:
+    """What a search returns, whose questions are answered so."""
     try:
         asked = next(search)
         while True:
-            asked = search.send(reduce(*asked))
+            asked = search.send(answer(*asked))
     except StopIteration as end:
-        found: Found = end.value
+        found: T = end.value
         return found
 
 

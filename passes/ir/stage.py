@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -30,6 +30,11 @@ KINDS: Mapping[str, str] = {
     OPAQUE: "operations as they are written, in fp32: nothing is promised about their roundings",
 }
 """The kinds of stages: what each does, and what is guaranteed for its results."""
+
+
+def returned(graph: fx.Graph) -> Any:
+    """What a graph returns."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
 
 
 class Reduced(NamedTuple):
@@ -66,6 +71,11 @@ class Stage:
     def graph(self) -> fx.GraphModule:
         """The body as a module that can be called; made when first asked for."""
         return fx.GraphModule(torch.nn.Module(), self.body)
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes that it returns, in the order of what it gives."""
+        return tuple(returned(self.body))
 
     @property
     def gives(self) -> tuple[str, ...]:

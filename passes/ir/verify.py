@@ -43,7 +43,7 @@ def _verify_blocks(update: Update) -> None:
     blocks = update.blocks
     for stage in update.stages:
         uniform: dict[int, set[fx.Node]] = {}
-        (results,) = next(n for n in reversed(stage.body.nodes) if n.op == "output").args
+        results = stage.results
         for key, result in zip(stage.outputs, results, strict=False):
             if key not in blocks:
                 continue

@@ -13,7 +13,7 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import DIMENSIONS, ELEMENT, ENDINGS, NUMBER, joined
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
-from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage
+from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage, returned
 from collage_neuron.passes.ir.update import Update
 
 _TRUTHS = frozenset(
@@ -124,8 +124,7 @@ class _Cutting:
         self.known: dict[fx.Node, str] = {n: str(n.target) for n in inputs if n.target in update.reads_small}
         """The names of numbers that earlier stages give, and of states of one number."""
         self.scalars = [n for n in inputs if self.places[n].extent == NUMBER and n not in self.known]
-        (results,) = next(n for n in reversed(self.graph.nodes) if n.op == "output").args
-        assert isinstance(results, tuple)
+        results = returned(self.graph)
         first, last = len(update.outputs), len(update.outputs) + len(update.small)
         self.kept: dict[str, fx.Node] = dict(zip(update.small, results[first:last], strict=True))
         """The new values of the states of one number."""

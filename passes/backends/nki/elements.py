@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch.fx as fx
 
@@ -43,7 +42,7 @@ def elements_of(part: Update) -> Update:
     """
     (stage,) = part.stages
     if stage.kind != REDUCTION:
-        return _with(part, stage.body, _results(stage), part.outputs)
+        return _with(part, stage.body, stage.results, part.outputs)
     added = list(dict.fromkeys(_added(stage)))
     kept = [node for node in added if direct(node) is None]
     return _with(part, stage.body, kept, tuple(f"{OPERAND}{added.index(node)}" for node in kept))
@@ -64,12 +63,7 @@ def direct(node: fx.Node) -> str | None:
 
 
 def _added(stage: Stage) -> list[fx.Node]:
-    return [result.all_input_nodes[0] for result in _results(stage)]
-
-
-def _results(stage: Stage) -> Sequence[fx.Node]:
-    results: Any = next(n for n in reversed(stage.body.nodes) if n.op == "output").args[0]
-    return tuple(results)
+    return [result.all_input_nodes[0] for result in stage.results]
 
 
 def _with(part: Update, body: fx.Graph, results: Sequence[fx.Node], outputs: tuple[str, ...]) -> Update:

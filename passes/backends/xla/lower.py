@@ -58,8 +58,7 @@ def write_hlo(
     for node in update.graph.graph.nodes:
         if node.op == "call_function" and node.target not in REDUCTIONS:
             values[node] = lower_node(hlo, node, values, dims)
-    (results,) = next(n for n in update.graph.graph.nodes if n.op == "output").args
-    assert isinstance(results, tuple)
+    results = update.only_stage.results
     measures = [r for r in results if r not in values]
     stored = [values[r] for r in results if r in values]
     for i, key in enumerate(update.outputs):

@@ -112,9 +112,7 @@ class _Writer:
         for node in stage.body.nodes:
             if node.op == "call_function" and node.target not in REDUCTIONS:
                 found[node] = self._node(node, found, stage.kind == REDUCTION)
-        (results,) = next(n for n in reversed(stage.body.nodes) if n.op == "output").args
-        assert isinstance(results, tuple)
-        return found, results
+        return found, stage.results
 
     def _node(self, node: fx.Node, found: Mapping[fx.Node, Instruction], of_elements: bool) -> Instruction:
         if node.target in OF_TENSOR:
