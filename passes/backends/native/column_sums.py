@@ -56,11 +56,10 @@ class TileWriter(RunWriter):
 
     def text(self) -> str:
         """The whole function, and the declarations of what it calls."""
-        for i in range(len(self.slots) + len(self.results)):
-            self.host.put(f"%p{i} = load ptr, ptr {self._place(i)}")
         count = len(self.slots) + len(self.results)
-        self.host.put(f"%columns = load i64, ptr {self._place(count)}")
-        self.host.put(f"%many = load i64, ptr {self._place(count + 1)}")
+        self.load_addresses(range(count))
+        self.host.put(f"%columns = load i64, ptr {self.place(count)}")
+        self.host.put(f"%many = load i64, ptr {self.place(count + 1)}")
         self.row = Code(1, self.host.names, self.host.declared)
         self.before = Code(self.width, self.host.names, self.host.declared, self.row.lines)
         for i, node in enumerate(self.placeholders[len(self.update.inputs) :]):
@@ -77,9 +76,6 @@ class TileWriter(RunWriter):
                 else:
                     grown.setdefault(number, []).append(self._added_doubles(lanes, f"%lanes{number}_{part}", term))
         return self.whole([*self._function(grown)])
-
-    def _place(self, number: int) -> str:
-        return self.host.op("ptr", f"getelementptr ptr, ptr %row, i64 {number}").text
 
     @staticmethod
     def is_of_columns(result: fx.Node) -> bool:

@@ -52,9 +52,7 @@ class RunWriter(FlatWriter):
     def text(self) -> str:
         """The whole function, and the declarations of what it calls."""
         self.head()
-        for number in range(len(self.slots), len(self.slots) + len(self.results)):
-            place = self.host.op("ptr", f"getelementptr ptr, ptr %row, i64 {number}").text
-            self.host.put(f"%p{number} = load ptr, ptr {place}")
+        self.load_addresses(range(len(self.slots), len(self.slots) + len(self.results)))
         parts = self._computed(self.pieces())
         valid = [self.valid(part) for part in (0, 1)]
         lanes = Code(HALF, self.host.names, self.host.declared, self.loop.lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -101,13 +101,20 @@ class Writer:
 
     def head(self) -> None:
         """Loads the addresses of tensors, and the scalars."""
-        for i in range(len(self.slots)):
-            place = self.host.op("ptr", f"getelementptr ptr, ptr %row, i64 {i}").text
-            self.host.put(f"%p{i} = load ptr, ptr {place}")
+        self.load_addresses(range(len(self.slots)))
         count = len(self.update.inputs) + self.update.draws
         for i, node in enumerate(self.placeholders[count:]):
             place = self.host.op("ptr", f"getelementptr float, ptr %scalars, i64 {i}").text
             self.found[node] = self.host.op(FLOAT, f"load float, ptr {place}")
+
+    def load_addresses(self, numbers: Iterable[int]) -> None:
+        """Loads those of the tensors with these numbers: slots, and behind them results."""
+        for i in numbers:
+            self.host.put(f"%p{i} = load ptr, ptr {self.place(i)}")
+
+    def place(self, number: int) -> str:
+        """Where what a job has for a kernel is: addresses of tensors, and further numbers."""
+        return self.host.op("ptr", f"getelementptr ptr, ptr %row, i64 {number}").text
 
     def pieces(self) -> Values:
         """Loads what is read of each element, in the loop."""
