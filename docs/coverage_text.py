@@ -28,7 +28,7 @@ is computed twice. Parameters never share a sum.
   machine). It needs 16 bytes per element during the step.
 * `nki` has kernels for sums, means and norms of whole tensors, rows and columns, without fp64: within 2^-36 of the
   exact ones before they are rounded to fp32, so that a result may be the neighbour of the reference's, 1 ulp off
-  ([Kernels](../kernels.md#sums-over-a-parameter); evidence: stand-in).
+  ([Kernels](../kernels.md#sums-over-a-parameter); evidence: stand-in and independent interpreter).
 * Over parameters in shards (FSDP2's `fully_shard`, DTensor) such steps run [as written](../as_written.md), on CPUs:
   sums are those of DTensor's own operations. Rejected, since the sum would be that of a part: shards that are no
   DTensors (FSDP1, `p.tensor_model_parallel`, torch_xla's ZeRO-1); and `arithmetic="bf16"`, with which nothing runs as

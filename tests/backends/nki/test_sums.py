@@ -1,6 +1,6 @@
 """Sums, means and norms by kernels, of tensors and of rows, columns and matrices: beside exact ones and those of fp64.
 
-Evidence level: stand-in.
+Evidence level: stand-in and independent interpreter.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.fx as fx
 from nki_runs import INFINITY, bits, count_of, run, search_less
+from second_reader import results
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -38,8 +39,12 @@ from collage_neuron.passes.backends.nki import calls
 from collage_neuron.passes.backends.nki.chunk_totals import of_values, sums_of, terms_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.row_sums import (
+    OF_ROW,
     Wanted,
+    X,
+    kernel_for,
     laid_out,
+    rows_of,
     sums_for,
 )
 from collage_neuron.passes.backends.nki.target import Machine
@@ -129,6 +134,8 @@ def test_the_order_of_additions_does_not_matter(dialect: str) -> None:
     k, x = kernel(dialect), torch.cat([values(128 * 512), 2 - torch.rand(128 * 512) * 2**-7])
     cut = Cut(512, 512)
     found = [measured(k, x, cut, device=replace(INFINITY, order=order)) for order in ("forward", "backward", "pairs")]
+    if dialect == "beta1":
+        found.append(results(k, {"x": x}, NOTHING, cut)["measures"])
     assert all(torch.equal(bits(found[0]), bits(other)) for other in found[1:])
     assert torch.equal(sums_of(k.plan.program, KINDS, found[0][None], x.numel())[0], defined(x))
 
@@ -308,6 +315,17 @@ def test_no_chunk_has_two_rows(columns: int) -> None:
         assert cut.columns <= columns
         lines = [part.lines for part in parts_of(padded.numel(), cut)]
         assert 1 not in lines or padded.numel() == cut.width
+
+
+def test_a_second_reader_of_the_kernel_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    search_less(monkeypatch, steps=20)
+    kernel = kernel_for(True, Machine("trn1", "beta1"), torch.float32)
+    calls.kernel_of.cache_clear()
+    x = values((1, 131, 600), 20)
+    rows, cut = laid_out(rows_of(ROW, x), kernel.tiling)
+    measured = results(kernel, {X: rows}, torch.zeros(0), cut)["measures"].view(131, -1)
+    found = sums_of(kernel.plan.program, [OF_ROW[norm_to]], measured, 600)
+    assert torch.equal(found.view(1, 131, 1), of_elements(norm_to, x, ROW))
 
 
 SMALLER: tuple[tuple[tuple[int, ...], str], ...] = (

@@ -1,7 +1,7 @@
 """One text of a kernel on logical cores of one and of two physical cores: the same bits, and every element once.
 
 Evidence level: stand-in, which runs the programs of both cores in both orders and fails where one uses what the other
-writes. Roots are exact here.
+writes; and independent interpreter (`nki_reading`), in which such a fault leaves wrong bits. Roots are exact here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from nki_lint import lint
 from nki_runs import INFINITY, Step, count_of, differing, narrowed, run, search_less, step_of
 from nki_standin import StandinError
+from second_reader import results
 from staged import Lamb
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,6 +37,7 @@ from collage_neuron.passes.backends.nki.words import seed_of
 pytestmark = pytest.mark.usefixtures("rejecting")
 
 CORES = (1, 2)
+ORDERS: dict[int, list[tuple[int, ...]]] = {1: [(0,)], 2: [(0, 1), (1, 0)]}
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +77,17 @@ MACHINES = [("trn1", "beta1", 1), ("trn1", "nki", 1), *((t, "nki", cores) for t 
 @pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("target", "dialect", "cores"), MACHINES)
-def test_one_text_has_the_bits_of_the_reference(target: str, dialect: str, cores: int, strategy: str) -> None:
+def test_both_readers_get_the_same_bits(target: str, dialect: str, cores: int, strategy: str) -> None:
     """Those of the reference, where nothing is drawn: `test_draws.py` has what is."""
     s, k = step(strategy), kernel(strategy, target, dialect)
     for shape, cut in cuts_of(k):
         components = dict(zip(s.update.inputs, random_inputs(s.update, shape), strict=True))
         found = run(k, components, s.vector, cut=cut, cores=cores)
         assert k.plan.draws or not differing(found.results, s._replace(components=components).expected())
+        for order in ORDERS[cores]:
+            of_core = len(found.machine.drawn) // cores
+            drawn = [x for core in order for x in found.machine.drawn[core * of_core :][:of_core]]
+            assert not differing(results(k, components, s.vector, cut, drawn, order=order), found.results)
         count = count_of(k, shape, cut, cores)
         once = 1 + 2 * k.plan.draws  # what loads the numbers, and the seed
         trace = found.machine.traces[-1]
