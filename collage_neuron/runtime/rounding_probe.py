@@ -49,17 +49,9 @@ def probe_update() -> Update:
     words = [*two_sum(a, b), bf16(total * a), *split(x), *two_prod(a, b)]
     outputs = [narrow(w, "bf16") for w in words] + [narrow(total * c, "fp32"), narrow(x + large, "fp32")]
     outputs.append(narrow(bf16(1.0 / (sqrt(x * x) * c + large)), "bf16"))  # 1 / large, whatever the root's last bits
-    names = [
-        "two_sum_hi",
-        "two_sum_lo",
-        "sum_mul",
-        "split_hi",
-        "split_lo",
-        "two_prod_hi",
-        "two_prod_lo",
-        "sum_float",
-        *CHECKS["a number is added"],
-    ]
+    last = ("sum is widened", "a number is added")  # whose outputs come last
+    order = [*(check for check in CHECKS if check not in (*last, INTEGERS)), *last]
+    names = [name for check in order for name in CHECKS[check]]
     graph.output(tuple(o.node for o in outputs))
     program = ScalarProgram([("fp32", Scalar("*", (3, 1))), ("fp32", Scalar("*", (2**16, 1)))])
     fp32 = ("x", "sum_float", "number_added")

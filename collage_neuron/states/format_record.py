@@ -58,8 +58,7 @@ def load(optimizer: Optimizer) -> None:
 
 def check_saved(group: Mapping[str, Any], index: int) -> None:
     """Raises ValueError for a group of a checkpoint with a format that is not registered, or a damaged record."""
-    count = len(group["params"])
-    if any(isinstance(column, list) and len(column) != count for column in _parsed(group, index).values()):
+    if any(len(column) != len(group["params"]) for column in _columns(group, index).values()):
         raise _damaged(group, index)
 
 
@@ -124,38 +123,31 @@ def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:
     """
     found: dict[torch.Tensor, dict[str, str]] = {}
     for i, group in enumerate(optimizer.param_groups):
-        params = group["params"]
-        for name, column in _parsed(group, i).items():
-            for p, fmt in zip(params, [column] * len(params) if isinstance(column, str) else column, strict=False):
+        for name, column in _columns(group, i).items():
+            for p, fmt in zip(group["params"], column, strict=False):
                 if fmt is not None:
                     found.setdefault(p, {})[name] = fmt
     return found
 
 
-def _parsed(group: Mapping[str, Any], index: int) -> dict[str, str | list[str | None]]:
-    columns = _columns(group, index)
-    names = {fmt for column in columns.values() for fmt in ([column] if isinstance(column, str) else column)}
-    for name in sorted(names - {None}, key=str):
-        formats.require_known(str(name), f"param_groups[{index}] has states that were")
-    return columns
+def _columns(group: Mapping[str, Any], index: int) -> dict[str, list[str | None]]:
+    """The record of a group: by state the names of the formats, one for each parameter.
 
-
-def _columns(group: Mapping[str, Any], index: int) -> dict[str, str | list[str | None]]:
-    """The record as it is written; ValueError if it is something else, as in a damaged checkpoint."""
-    text = group.get(FORMATS_KEPT, "{}")
+    Raises:
+        ValueError: it is something else, as in a damaged checkpoint, or a format is not registered.
+    """
     try:
-        columns = json.loads(text)
+        written = json.loads(group.get(FORMATS_KEPT, "{}"))
     except (TypeError, ValueError):
-        columns = None
-    if not isinstance(columns, dict) or not all(map(_is_column, columns.values())):
+        written = None
+    if not isinstance(written, dict):
         raise _damaged(group, index)
+    columns: dict[str, Any] = {k: [x] * len(group["params"]) if isinstance(x, str) else x for k, x in written.items()}
+    if not all(isinstance(x, list) and all(fmt is None or isinstance(fmt, str) for fmt in x) for x in columns.values()):
+        raise _damaged(group, index)
+    for name in sorted({fmt for column in columns.values() for fmt in column if fmt is not None}):
+        formats.require_known(name, f"param_groups[{index}] has states that were")
     return columns
-
-
-def _is_column(column: object) -> bool:
-    if isinstance(column, list):
-        return all(each is None or isinstance(each, str) for each in column)
-    return isinstance(column, str)
 
 
 def _damaged(group: Mapping[str, Any], index: int) -> ValueError:
