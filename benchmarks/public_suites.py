@@ -33,6 +33,10 @@ CLASSES: dict[str, tuple[str, str]] = {
         r"is inside another optimizer",
         "rejected: the first one has its states",
     ),
+    "a step inside a backward pass": (
+        r"(?s)lomo.*fused_backward",
+        "rejected: autograd adds to gradients while LOMO's method has their fp32 values",
+    ),
     "a threshold of the loss": (
         r"(?s)(ApolloDQN|CAME|Ranger21|orthograd).*Loss did not decrease enough",
         "a model in bf16: with it plain torch, on fp32 master weights, fails there too",
