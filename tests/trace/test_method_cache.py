@@ -142,3 +142,17 @@ def test_torch_is_not_asked_in_a_steady_step(monkeypatch: pytest.MonkeyPatch, tr
     assert optimizer._collage_bookkeeping.traces.misses == 0
     assert optimizer.kept[1] > 8
     assert optimizer.kept[6] == 0, asked[-4:]
+
+
+def test_numbers_that_are_kept_are_those_of_their_steps(traced: None) -> None:
+    """A step that keeps some has the other placeholders of the last one all the same."""
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        norm = (g * 2.0).norm()
+        o.kept.setdefault("norms", []).append(norm)
+        p.sub_(g / (1.0 + norm), alpha=lr)
+
+    (found, optimizer), (exact, plain) = _run(update, torch.bfloat16), _run(update, torch.float32)
+    assert torch.allclose(found, exact, rtol=1e-6), (found, exact)
+    assert torch.allclose(torch.stack(optimizer.kept["norms"]), torch.stack(plain.kept["norms"]), rtol=1e-6)
+    assert optimizer._collage_bookkeeping.traces.temporaries
