@@ -37,7 +37,7 @@ from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_o
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import dry_run, replay_validation, replayed_steps
 from collage_neuron.trace.classes import is_traced
-from collage_neuron.trace.step_kinds import Kind, Traces
+from collage_neuron.trace.step_kinds import StepKind, Traces
 from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
 from collage_neuron.validation import validate
 
@@ -150,7 +150,7 @@ def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -
 def _validate_traced(
     base: type[Optimizer],
     optimizer: Optimizer,
-    kind: Kind,
+    kind: StepKind,
     numbers: Sequence[float],
     params: list[Any],
     jobs: list[Job],

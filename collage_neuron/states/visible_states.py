@@ -86,7 +86,7 @@ def number(value: Any) -> Any:
 # --- which parameters share an update ---------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """What parameters that share a recording have in common, but for the numbers in their states."""
 
     id: int
@@ -96,7 +96,7 @@ class Kind(NamedTuple):
     """The names of the numbers that are not."""
 
 
-def kind_in(seen: Seen, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
+def kind_in(seen: Seen, p: torch.Tensor, state: Mapping[str, Any]) -> StepKind:
     """The kind of a parameter with this state."""
     return _kinds(seen).of(p, state)
 
@@ -111,7 +111,7 @@ class _Alike(NamedTuple):
     """Parameters that share a recording as long as their numbers are equal; it depends on the structure alone."""
 
     params: list[torch.nn.Parameter]
-    kind: Kind
+    kind: StepKind
 
     def agree(self, states: list[dict[str, Any]]) -> bool:
         """Returns True if their numbers are equal."""
@@ -162,22 +162,22 @@ class _Kinds:
     def __init__(self, small: Collection[str]) -> None:
         self._small = small
         self._ids: dict[Any, int] = {}
-        self._known: dict[int, Kind] = {}
+        self._known: dict[int, StepKind] = {}
 
-    def of(self, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
+    def of(self, p: torch.Tensor, state: Mapping[str, Any]) -> StepKind:
         """The kind of a parameter with this state."""
         known = self._known.get(id(p))
         if known is None:
             known = self._known[id(p)] = self._found(p, state)
         return known
 
-    def _found(self, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
+    def _found(self, p: torch.Tensor, state: Mapping[str, Any]) -> StepKind:
         names = numbers_in(state, p, self._small)
         tensors = tuple(name for name in names if type(state[name]) in ORDINARY)
         others = tuple(name for name in names if name not in tensors)
         dtypes = tuple(state[name].dtype for name in tensors)
         key = type(p), p.dtype, p.device, names_in(state).own, tensors, dtypes, others
-        return Kind(self._ids.setdefault(key, len(self._ids)), tensors, others)
+        return StepKind(self._ids.setdefault(key, len(self._ids)), tensors, others)
 
 
 def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from collage_neuron.trace.calls import Call, Written
 
 
-class Course:
+class CallSequence:
     """The calls of a step. As long as these are the calls of one of the `earlier` steps, that one is followed."""
 
     def __init__(self, earlier: Sequence[list[Call]]) -> None:

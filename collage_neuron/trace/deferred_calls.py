@@ -22,7 +22,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.trace import adopted_tensors, factory_tensors, fused_ops, method_cache  # noqa: F401  # placeholders get method_cache
-from collage_neuron.trace.call_sequence import Course
+from collage_neuron.trace.call_sequence import CallSequence
 from collage_neuron.trace.calls import (
     MEETS,
     NORMS,
@@ -76,7 +76,7 @@ class Exchanged(UnsupportedUpdate):
     """Code has exchanged what is inside tensors, and nobody saw when."""
 
 
-class Waiting:
+class DeferredCalls:
     """The calls of one step.
 
     `values` are its first placeholders; `compute` gives them memory, and values. `same` are the places of further
@@ -116,7 +116,7 @@ class Waiting:
             self.see_made()
         self._same = dict(same)
         """Places by ids: also of tensors that have been given other data."""
-        self._course, self._earlier = Course([cones.calls for cones in earlier]), list(earlier)
+        self._course, self._earlier = CallSequence([cones.calls for cones in earlier]), list(earlier)
         self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
         self.met: dict[int, torch.Tensor] = {}
         """What is inside tensors that have met values that wait, by their places: with their own values."""

@@ -35,7 +35,7 @@ from collage_neuron.trace.code_inspection import ASKS, Asked
 from collage_neuron.trace.meta_copy import Copied, whole
 from collage_neuron.trace.recorded_step import record
 from collage_neuron.trace.side_effects import undone
-from collage_neuron.trace.step_kinds import Kind, Traces
+from collage_neuron.trace.step_kinds import StepKind, Traces
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Records
@@ -167,7 +167,7 @@ def _recordings(copied: Copied) -> dict[int, Recording]:
     return _by_params(copied.step().kind, list(copied.params))
 
 
-def _by_params(kind: Kind, keys: Sequence[int]) -> dict[int, Recording]:
+def _by_params(kind: StepKind, keys: Sequence[int]) -> dict[int, Recording]:
     return {keys[i]: replace(each.recording, by_shape=True) for each in kind.planned for i in each.params}
 
 

@@ -15,9 +15,9 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.trace.calls import Uncompiled, memories_of
-from collage_neuron.trace.deferred_calls import SHARED, Waiting
+from collage_neuron.trace.deferred_calls import SHARED, DeferredCalls
 from collage_neuron.trace.placeholders import placeholder
-from collage_neuron.trace.step_kinds import Kind
+from collage_neuron.trace.step_kinds import StepKind
 
 HOLDERS = 6
 """References to a state that a step has replaced, but for marks: from what is restored if the step raises, its `Value`,
@@ -46,7 +46,7 @@ class Outliving(NamedTuple):
     """What the step has made, for the next one to make once more; empty if something refers to it."""
 
 
-def outliving(kind: Kind, mode: Waiting, began: References, marked: Collection[int]) -> Outliving:
+def outliving(kind: StepKind, mode: DeferredCalls, began: References, marked: Collection[int]) -> Outliving:
     """What outlives a step of a kind; `marked` are the ids of tensors that are remembered between steps.
 
     Raises:
@@ -90,7 +90,7 @@ def are_marked(tensors: Sequence[torch.Tensor]) -> bool:
     return any(any(map(asked, tensors)) for asked in (vars, _requires_grad, weakref.getweakrefcount))
 
 
-def _are_numbers(kept: Sequence[int], first: int, stays: set[int | None], mode: Waiting) -> bool:
+def _are_numbers(kept: Sequence[int], first: int, stays: set[int | None], mode: DeferredCalls) -> bool:
     """Returns True if what outlives a step are numbers, or made of some, that nothing else has the memory of."""
     if mode.are_of_values([i for i in kept if mode.tensors[i].numel() != 1], first):
         return False

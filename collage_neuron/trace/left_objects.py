@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from collage_neuron import torch_privates
-from collage_neuron.trace.deferred_calls import Waiting
+from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.escapes import are_marked
 from collage_neuron.trace.placeholders import has_value, wait
-from collage_neuron.trace.step_kinds import Kind
+from collage_neuron.trace.step_kinds import StepKind
 
 States = Mapping[int, dict[Any, Any]]
 """The states of parameters, by the numbers of these."""
 
 
-def put_back(states: States, kind: Kind, objects: Sequence[Any]) -> None:
+def put_back(states: States, kind: StepKind, objects: Sequence[Any]) -> None:
     """States have the objects of before the step again, whose words are written."""
     for i, name, before, _ in kind.changed:
         if before is None:
@@ -29,7 +29,7 @@ def put_back(states: States, kind: Kind, objects: Sequence[Any]) -> None:
             states[i][name] = objects[before]
 
 
-def keep_met(states: States, kind: Kind, mode: Waiting) -> None:
+def keep_met(states: States, kind: StepKind, mode: DeferredCalls) -> None:
     """Puts the words of states that were in none into their objects."""
     changed = {(i, name) for i, name, *_ in kind.changed}
     for (i, name), own in mode.met_states():
@@ -39,7 +39,7 @@ def keep_met(states: States, kind: Kind, mode: Waiting) -> None:
 
 
 def keep_objects(
-    states: States, kind: Kind, left: Sequence[torch.Tensor], temporaries: list[torch.Tensor], first: int
+    states: States, kind: StepKind, left: Sequence[torch.Tensor], temporaries: list[torch.Tensor], first: int
 ) -> list[torch.Tensor]:
     """Puts the words of states into the objects that the step has `left` there, which may have traded places.
 
@@ -66,7 +66,7 @@ def keep_objects(
     return temporaries
 
 
-def put_in_order(states: States, kind: Kind) -> None:
+def put_in_order(states: States, kind: StepKind) -> None:
     """States have their names in the order in which the step has left them; further words follow."""
     for i, state in states.items():
         names = kind.left.keys[i]

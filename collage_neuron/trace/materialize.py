@@ -1,9 +1,10 @@
 """The value of one tensor that waits, computed while the rest goes on waiting: by the calls that it depends on.
 
 Those are the calls which wrote its memory before, and for each of them, again, those that wrote what it has read: the
-cone of the value. They run in order on copies of the tensors that they begin with; so nothing that waits is changed.
-What they have made of small tensors stays until the step ends, so that a step which reads a number of each parameter
-runs each call once more, and not all calls for each number. Large tensors are let go as soon as no call needs them.
+cone of the value, its backward slice. They run in order on copies of the tensors that they begin with; so nothing that
+waits is changed. What they have made of small tensors stays until the step ends, so that a step which reads a number of
+each parameter runs each call once more, and not all calls for each number. Large tensors are let go as soon as no call
+needs them.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ from collage_neuron.states.visible_states import ParamShaped, visible
 from collage_neuron.trace import adopted_tensors, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.classes import attributes_of_torch
-from collage_neuron.trace.deferred_calls import SHARED, Waiting
+from collage_neuron.trace.deferred_calls import SHARED, DeferredCalls
 from collage_neuron.trace.placeholders import has_value, wait, waits
 from collage_neuron.trace.sandbox import Copies, Guard, without_value
 from collage_neuron.trace.source_location import raised_at
-from collage_neuron.trace.step_kinds import Before, Kind, Left, check_states, planned_of, with_states
+from collage_neuron.trace.step_kinds import Before, Left, StepKind, check_states, planned_of, with_states
 
 _READS = "step() reads a value, and before it none is known"
 
@@ -42,7 +42,7 @@ SWITCHES = ("foreach", "fused", "capturable")
 class Stepped(NamedTuple):
     """What a step of a copy has done."""
 
-    kind: Kind
+    kind: StepKind
     numbers: list[float]
 
 
@@ -96,7 +96,9 @@ class Copied:
         is_narrow = isinstance(value, Tensor) and value.dtype == torch.bfloat16  # a number of training in bf16
         return self.copies.of(value.float() if is_narrow else value)
 
-    def step(self, waiting: Callable[..., Waiting] = Waiting, *context: AbstractContextManager[Any]) -> Stepped:
+    def step(
+        self, waiting: Callable[..., DeferredCalls] = DeferredCalls, *context: AbstractContextManager[Any]
+    ) -> Stepped:
         """Takes a step, in further contexts, whose calls are written down by `waiting`.
 
         Raises:
@@ -125,7 +127,7 @@ class Copied:
             raise mode.failed if isinstance(mode.failed, UnsupportedUpdate) else Uncompiled(str(mode.failed))
         return self._stepped(mode, before, holders)
 
-    def _stepped(self, mode: Waiting, before: Before, holders: Sequence[int]) -> Stepped:
+    def _stepped(self, mode: DeferredCalls, before: Before, holders: Sequence[int]) -> Stepped:
         mode.put_originals(state for state in self.optimizer.state.values() if type(state) is dict)
         left, calls = self._left(mode), mode.calls
         named = with_states(before.named, calls)
@@ -134,7 +136,7 @@ class Copied:
             self._check_elementwise(each.recording)
         self._check_kept(mode, holders, before, left)
         mode.exchange_states(adopted_tensors.exchange_back)
-        return Stepped(Kind(before, named, mode.cones, left, left.named(), planned, reads, [], []), mode.numbers)
+        return Stepped(StepKind(before, named, mode.cones, left, left.named(), planned, reads, [], []), mode.numbers)
 
     def _check_elementwise(self, recording: Recording) -> None:
         try:
@@ -168,7 +170,7 @@ class Copied:
             tensors += own.values()
         return tensors, before
 
-    def _left(self, mode: Waiting) -> Left:
+    def _left(self, mode: DeferredCalls) -> Left:
         params = list(self.params.values())
         states = [self.optimizer.state.get(p, {}) for p in params]
         check_states(states)
@@ -180,7 +182,7 @@ class Copied:
             mode.places_of([p.grad for p in params]),
         )
 
-    def _check_kept(self, mode: Waiting, holders: Sequence[int], before: Before, left: Left) -> None:
+    def _check_kept(self, mode: DeferredCalls, holders: Sequence[int], before: Before, left: Left) -> None:
         """Raises Uncompiled for most of what a step keeps: of states that were replaced, it is not asked."""
         first, stays = len(holders), left.places()
         is_shared = mode.is_shared(first, users_of(mode.calls, mode.tensors))

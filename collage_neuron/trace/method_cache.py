@@ -1,8 +1,9 @@
 """Methods of placeholders: a steady step is answered without torch's dispatcher, at a fifth of the cost.
 
 Code that is written for one parameter at a time calls methods (`m.mul_(0.9).add_(g)`, `p - g`). The first step of a
-kind notes which method, with the arguments of a call, made that call and no other (`Waiting.method`); a later one that
-calls the method there, with the same tensors, has made the call. Whatever else it does, torch finds out what it is.
+kind notes which method, with the arguments of a call, made that call and no other (`DeferredCalls.method`); a later one
+that calls the method there, with the same tensors, has made the call. Whatever else it does, torch finds out what it
+is.
 """
 
 from __future__ import annotations

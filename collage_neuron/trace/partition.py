@@ -77,7 +77,7 @@ def _needed(ops: Sequence[Op], after: Iterable[Ref]) -> list[Op]:
     return found[::-1]
 
 
-class Lanes:
+class Partition:
     """The lanes of the calls of a step; `values` are for each parameter the places of its tensors before, by name.
 
     A value that depends on several parameters (a norm of all gradients) is about none. Where a lane has one, or a

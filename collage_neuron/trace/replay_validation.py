@@ -20,7 +20,7 @@ from collage_neuron.torch_privates import schema
 from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import arguments, memories_of
 from collage_neuron.trace.placeholders import set_data
-from collage_neuron.trace.step_kinds import Kind
+from collage_neuron.trace.step_kinds import StepKind
 from collage_neuron.validation import synthetic
 from collage_neuron.validation.in_fp32 import InFp32, NoSample, Ran
 from collage_neuron.validation.sample import SEEN, block, indices
@@ -61,7 +61,7 @@ class Bound(NamedTuple):
 class Calls:
     """The calls of one step, with its numbers."""
 
-    kind: Kind
+    kind: StepKind
     numbers: Sequence[float]
     params: Sequence[Tensor] | None
     """Those of the step; None if the calls are about one parameter, and are the same for all."""
@@ -203,7 +203,7 @@ _WHOLE = aten.detach.default, aten.alias.default
 _INTEGERS = {"int", "List[int]", "Optional[int]", "Optional[List[int]]"}
 
 
-def part_of(kind: Kind, i: int, calls: Sequence[Bound]) -> Part | None:
+def part_of(kind: StepKind, i: int, calls: Sequence[Bound]) -> Part | None:
     """Those of the calls that are about a parameter; None if they need values of another one too.
 
     Of operations on lists they have what is about it. Where numbers of several parameters are put into one tensor
@@ -246,7 +246,7 @@ def _places(given: Iterable[Any]) -> Iterator[int]:
 class _Memories:
     """The memories that depend on nothing but one parameter, its gradient and its states."""
 
-    def __init__(self, kind: Kind, places: Iterable[int]) -> None:
+    def __init__(self, kind: StepKind, places: Iterable[int]) -> None:
         known = [0, *chain.from_iterable(named.values() for named in kind.named)]
         count = 1 + max(known + [call.returns[-1] for call in kind.calls if call.returns])
         self._of = memories_of(kind.calls, count)

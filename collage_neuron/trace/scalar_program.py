@@ -20,7 +20,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.states.visible_states import visible
 from collage_neuron.trace.calls import Uncompiled, Written
-from collage_neuron.trace.deferred_calls import Waiting
+from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.meta_copy import alone, state_of
 from collage_neuron.trace.placeholders import waits
 from collage_neuron.trace.tape import Program, Tape
@@ -150,7 +150,7 @@ class _Known(float):
         return found
 
 
-class _OnTape(Waiting):
+class _OnTape(DeferredCalls):
     """Notes where on the tape the numbers of calls are."""
 
     def __init__(self, tape: Tape, *args: Any) -> None:

@@ -23,9 +23,9 @@ from collage_neuron.states.state_keys import is_component
 from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.code_inspection import Asked
-from collage_neuron.trace.deferred_calls import Waiting
+from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.materialize import Cones
-from collage_neuron.trace.partition import Lanes, Read
+from collage_neuron.trace.partition import Partition, Read
 from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Before(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class StepKind:
     """Steps that do the same: how they find the parameters, what they call, and how they leave them."""
 
     before: Before
@@ -166,13 +166,15 @@ def with_states(named: Sequence[Named], calls: Sequence[Call]) -> list[Named]:
     return found
 
 
-def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting) -> tuple[list[Planned], list[Read]]:
+def planned_of(
+    before: Before, named: Sequence[Named], left: Left, mode: DeferredCalls
+) -> tuple[list[Planned], list[Read]]:
     """The updates of single parameters that the calls are, and the values that these have of several parameters.
 
     Raises:
         Uncompiled, or UnsupportedUpdate: the calls are more than that.
     """
-    tensors, lanes = mode.tensors, Lanes(mode.tensors, named, mode.calls)
+    tensors, lanes = mode.tensors, Partition(mode.tensors, named, mode.calls)
     reads, first = dict[Read, int](), len(mode.numbers)
     found: dict[Any, Planned] = {}
     each = zip(lanes.lanes, named, left.named(), left.keys, before.groups, before.stored, strict=True)
@@ -296,7 +298,7 @@ def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:
 class Traces:
     """What lasts between the traced steps of an optimizer."""
 
-    kinds: list[Kind] = field(default_factory=list)
+    kinds: list[StepKind] = field(default_factory=list)
     """The last one first."""
     new: int = 0
     """Steps, since the last one of a kind that was known."""
@@ -331,7 +333,7 @@ class Traces:
         """The placeholders have got values: the next step has other ones."""
         self.placeholders, self.presentation, self.temporaries = Placeholders(), None, []
 
-    def add(self, kind: Kind) -> Kind:
+    def add(self, kind: StepKind) -> StepKind:
         """The kind of the last step."""
         self.new += 1
         if kind in self.kinds:

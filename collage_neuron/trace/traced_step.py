@@ -2,7 +2,7 @@
 
 The first step of a kind is taken apart into updates of single parameters (`lanes`), which go through the passes and
 backends that captured updates go through; a later one that made the same calls launches the same updates with its own
-numbers. Where something cannot be launched, all is computed as the step as written would have (`Waiting.fill`).
+numbers. Where something cannot be launched, all is computed as the step as written would have (`DeferredCalls.fill`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.trace import adopted_tensors, left_objects, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.code_inspection import ASKS, Asked
-from collage_neuron.trace.deferred_calls import Exchanged, Waiting
+from collage_neuron.trace.deferred_calls import DeferredCalls, Exchanged
 from collage_neuron.trace.escapes import References, are_marked, outliving
 from collage_neuron.trace.placeholders import give, withdraw
 from collage_neuron.trace.step_kinds import (
     Before,
-    Kind,
     Left,
     Placeholders,
+    StepKind,
     Traces,
     check_states,
     planned_of,
@@ -59,7 +59,7 @@ class Launching(NamedTuple):
     """The job of parameters of a group that share a recording; whether it is measured."""
     take: Callable[[Optimizer, list[Job]], list[Measured]]
     """Takes jobs."""
-    validate: Callable[[Optimizer, Kind, Sequence[float], list[Any], list[Job]], None]
+    validate: Callable[[Optimizer, StepKind, Sequence[float], list[Any], list[Job]], None]
     """Raises TranslationError for jobs that do not do what the calls of a step do."""
 
 
@@ -94,7 +94,7 @@ class TracedStep:
         self._base, self._name = base, base.__name__
         self.following: Mapping[str, Recording] = {}
         """The steps after this one, by the texts of updates, where these do not show what states are for."""
-        self._mode: Waiting | None = None
+        self._mode: DeferredCalls | None = None
         self._began: Began
         self._is_planned = False
         """True if an earlier step has planned this one."""
@@ -131,7 +131,9 @@ class TracedStep:
 
     # --- before the step --------------------------------------------------------------------------------------------
 
-    def begin(self, presentation: Presentation, seen: structure_guard.Seen | None, inside: list[Inner]) -> Waiting:
+    def begin(
+        self, presentation: Presentation, seen: structure_guard.Seen | None, inside: list[Inner]
+    ) -> DeferredCalls:
         """The mode in which the step runs; values are presented, and optimizers are `inside` this one."""
         params = presentation.params()
         objects = self._objects(presentation, params)
@@ -153,7 +155,7 @@ class TracedStep:
         cones, steady = [k.cones for k in earlier], kinds[0].quick if spare else ()
         self._names: dict[int, adopted_tensors.Name] | None = None
         self._inside = inside
-        self._mode = Waiting(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
+        self._mode = DeferredCalls(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
         if not presentation.has_shards and (not spare or kinds[0].fills):
             self._mode.see_made()
         on_host = all(map(_is_cpu, params))
@@ -328,7 +330,7 @@ class TracedStep:
         self._mode = None  # it refers to this object: memory would wait for the collector
         return measured
 
-    def _kind(self, mode: Waiting) -> Kind:
+    def _kind(self, mode: DeferredCalls) -> StepKind:
         """The kind of the step."""
         left, calls, before = self._left(mode), mode.calls, self._began.before
         for kind in self.traces.kinds:
@@ -342,9 +344,9 @@ class TracedStep:
             shards.check_elementwise(each.recording)
         quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, mode.tensors)
         cones = mode.cones
-        return self.traces.add(Kind(before, named, cones, left, left.named(), planned, reads, quick, users))
+        return self.traces.add(StepKind(before, named, cones, left, left.named(), planned, reads, quick, users))
 
-    def _left(self, mode: Waiting) -> Left:
+    def _left(self, mode: DeferredCalls) -> Left:
         params, own = self._began.params, self._states()
         states, grads = [own.get(id(p), _NO_STATE) for p in params], [p.grad for p in params]
         check_states(states)
@@ -368,7 +370,7 @@ class TracedStep:
         states = self.optimizer.state
         return dict(zip(map(id, dict.keys(states)), dict.values(states), strict=True))
 
-    def _launched(self, kind: Kind, mode: Waiting) -> list[Measured]:
+    def _launched(self, kind: StepKind, mode: DeferredCalls) -> list[Measured]:
         """Launches the updates of a step."""
         numbers = self._outliving(kind, mode)
         params, presentation, own = self._began.params, self._began.presentation, self._states()
@@ -388,7 +390,7 @@ class TracedStep:
         presentation.let_go()
         return measured
 
-    def _outliving(self, kind: Kind, mode: Waiting) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _outliving(self, kind: StepKind, mode: DeferredCalls) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The numbers that outlive the step, with their values."""
         references, marks = self._began.references, bookkeeping(self.optimizer).marks
         found = outliving(kind, mode, references, marks.held() if kind.changed else ())
@@ -397,7 +399,9 @@ class TracedStep:
         self.traces.temporaries = found.temporaries
         return [(mode.tensors[place], mode.value(place)) for place in found.numbers]
 
-    def _checked_jobs(self, kind: Kind, mode: Waiting, left: Sequence[tuple[Any, Any, dict[Any, Any]]]) -> list[Job]:
+    def _checked_jobs(
+        self, kind: StepKind, mode: DeferredCalls, left: Sequence[tuple[Any, Any, dict[Any, Any]]]
+    ) -> list[Job]:
         """What is launched; if it cannot be, the step goes on with the states that it has `left`."""
         optimizer = self.optimizer
         if self._began.seen is not None and kind.before.keys == kind.left.keys:
@@ -420,7 +424,7 @@ class TracedStep:
             raise
         return jobs
 
-    def _keep_objects(self, kind: Kind, mode: Waiting, left: Mapping[int, dict[Any, Any]]) -> None:
+    def _keep_objects(self, kind: StepKind, mode: DeferredCalls, left: Mapping[int, dict[Any, Any]]) -> None:
         """States have the objects that the step has `left` there, and their order."""
         params, has_shards = self._began.params, self._began.presentation.has_shards
         objects = [
@@ -434,11 +438,11 @@ class TracedStep:
             now = self._states()
             left_objects.put_in_order({i: now[id(p)] for i, p in enumerate(params) if id(p) in now}, kind)
 
-    def _changed(self, kind: Kind) -> left_objects.States:
+    def _changed(self, kind: StepKind) -> left_objects.States:
         """The states that have other objects after the step."""
         return {i: self.optimizer.state[self._began.params[i]] for i, *_ in kind.changed}
 
-    def _jobs(self, kind: Kind, mode: Waiting) -> list[Job]:
+    def _jobs(self, kind: StepKind, mode: DeferredCalls) -> list[Job]:
         jobs, lists, groups = [], self.traces.lists, self.optimizer.param_groups
         for planned in kind.planned:
             for numbers, slots in planned.parts(mode.numbers):

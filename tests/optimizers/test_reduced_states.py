@@ -27,7 +27,7 @@ BACKENDS = ("reference", "native")
 Shapes = Sequence[tuple[int, ...]]
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """An optimizer, and shapes of parameters with states of its kind."""
 
     make: Any
@@ -39,10 +39,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "number": Kind(Novograd, ((24, 40), (40, 16), (16,), (1,), (0, 3))),
-    "rows": Kind(Came, ((40, 40), (130, 33), (3, 5, 37), (65, 64), (1, 48))),
-    "heads": Kind(Mini, ((6, 10), (8, 8), (2, 6, 10), (1, 40))),
-    "norms": Kind(Lamb, ((24, 40), (40, 16), (16,), (1,))),
+    "number": StepKind(Novograd, ((24, 40), (40, 16), (16,), (1,), (0, 3))),
+    "rows": StepKind(Came, ((40, 40), (130, 33), (3, 5, 37), (65, 64), (1, 48))),
+    "heads": StepKind(Mini, ((6, 10), (8, 8), (2, 6, 10), (1, 40))),
+    "norms": StepKind(Lamb, ((24, 40), (40, 16), (16,), (1,))),
 }
 
 pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)]
@@ -54,7 +54,7 @@ def words(optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["full", "plus", "bf16", "fp32"])
-def test_checkpoints_copies_and_pickles_resume_bit_for_bit(kind: Kind, strategy: str) -> None:
+def test_checkpoints_copies_and_pickles_resume_bit_for_bit(kind: StepKind, strategy: str) -> None:
     optimizer, params = kind.compiled(strategy)
     run(optimizer, 3)
     torch.save([optimizer.state_dict(), [p.detach() for p in params]], file := io.BytesIO())
@@ -73,7 +73,7 @@ def test_checkpoints_copies_and_pickles_resume_bit_for_bit(kind: Kind, strategy:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_of_plain_torch_is_loaded_and_training_that_has_begun_is_compiled(
-    kind: Kind, dtype: torch.dtype
+    kind: StepKind, dtype: torch.dtype
 ) -> None:
     """In bf16 training its numbers are bf16: they are read as they are, and kept in fp32 from the next step on."""
     theirs = parameters(dtype, kind.shapes)
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_plain_torch_is_loaded_and_training_that_has_begun_is_co
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_measuring_changes_no_bit(kind: Kind, backend: str) -> None:
+def test_measuring_changes_no_bit(kind: StepKind, backend: str) -> None:
     (plain, _), (measured, _) = (kind.compiled(backend=backend) for _ in range(2))
     monitor = collage_neuron.monitor(measured, every=1)
     run(plain, 3)
@@ -115,7 +115,7 @@ def test_measuring_changes_no_bit(kind: Kind, backend: str) -> None:
 
 @pytest.mark.parametrize("special", [torch.inf, torch.nan])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_skipped_step_changes_nothing(kind: Kind, backend: str, special: float) -> None:
+def test_a_skipped_step_changes_nothing(kind: StepKind, backend: str, special: float) -> None:
     optimizer, params = kind.compiled(backend=backend, nonfinite="skip")
     run(optimizer, 2)
     before = words(optimizer)
@@ -127,7 +127,7 @@ def test_a_skipped_step_changes_nothing(kind: Kind, backend: str, special: float
     assert words(optimizer) != before
 
 
-def test_groups_frozen_parameters_and_missing_gradients(kind: Kind) -> None:
+def test_groups_frozen_parameters_and_missing_gradients(kind: StepKind) -> None:
     """Within 2**-16 of the largest weight of a run in float64."""
     ours = [*parameters(torch.bfloat16, kind.shapes), Parameter(torch.ones(4, 8).bfloat16(), requires_grad=False)]
     exact = [p.detach().double().requires_grad_(p.requires_grad) for p in ours]
@@ -145,7 +145,7 @@ def test_groups_frozen_parameters_and_missing_gradients(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("mark", ["_fsdp_flattened", "tensor_model_parallel"])  # of FSDP1, and of Megatron
-def test_a_part_of_a_parameter_is_not_taken_for_the_whole(kind: Kind, mark: str) -> None:
+def test_a_part_of_a_parameter_is_not_taken_for_the_whole(kind: StepKind, mark: str) -> None:
     optimizer, params = kind.compiled()
     run(optimizer, 1)
     vars(params[0])[mark] = True

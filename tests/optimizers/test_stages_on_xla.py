@@ -24,7 +24,7 @@ from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.backends.xla import stages, sums
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.trace.deferred_calls import Waiting
+from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.validation import validate
 
 pytestmark = [
@@ -52,8 +52,8 @@ def test_with_the_numbers_of_the_host_so_has_one_that_reads_some(
     xla: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A number that is read is the device's own, by XLA's order of additions, as in plain torch. All else is ours.
-    copied = Waiting._copied
-    monkeypatch.setattr(Waiting, "_copied", lambda self, place: copied(self, place).cpu())
+    copied = DeferredCalls._copied
+    monkeypatch.setattr(DeferredCalls, "_copied", lambda self, place: copied(self, place).cpu())
     check_ten_steps(xla, Adafactor, "full", ((33, 65), (17,)))
 
 

@@ -16,7 +16,7 @@ from traced_cases import Stepping
 
 import collage_neuron
 from collage_neuron import torch_privates
-from collage_neuron.trace.deferred_calls import Waiting
+from collage_neuron.trace.deferred_calls import DeferredCalls
 
 
 class Dispatched(TorchDispatchMode):
@@ -123,13 +123,13 @@ def test_a_method_that_is_exchanged_is_called(monkeypatch: pytest.MonkeyPatch, t
 
 def test_torch_is_not_asked_in_a_steady_step(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
     asked: list[Any] = []
-    call = Waiting.call
+    call = DeferredCalls.call
 
-    def noted(self: Waiting, func: Any, *rest: Any) -> Any:
+    def noted(self: DeferredCalls, func: Any, *rest: Any) -> Any:
         asked.append(func)
         return call(self, func, *rest)
 
-    monkeypatch.setattr(Waiting, "call", noted)
+    monkeypatch.setattr(DeferredCalls, "call", noted)
 
     def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
         m = s.setdefault("m", torch.zeros_like(p) if t == 1 else None).mul_(0.9).add_(g, alpha=0.1 * t)

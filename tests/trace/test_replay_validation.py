@@ -132,8 +132,8 @@ def test_calls_of_another_parameter_are_found(monkeypatch: pytest.MonkeyPatch) -
         self._stacks[returns[0]] = self._stacks[call.args[0]]
         return True
 
-    right = partition.Lanes._add_stack
-    monkeypatch.setattr(partition.Lanes, "_add_stack", each)
+    right = partition.Partition._add_stack
+    monkeypatch.setattr(partition.Partition, "_add_stack", each)
     assert steps_until_found(optimizer_of(of_the_next, "fp32")) == 1
 
 
