@@ -303,7 +303,7 @@ def test_another_thread_may_step() -> None:
 FORK = """
 import os, sys, torch
 import test_steps as here
-from collage_neuron.passes.backends.native import team
+from collage_neuron.passes.backends.native import openmp
 from collage_neuron.passes.backends.native.backend import BACKEND
 torch.set_num_threads(2)
 big = here.tensors([1 << 17])  # made here, since torch's own threads would be waited for in the child
@@ -312,10 +312,10 @@ torch.randn(1 << 20).exp().sum()  # torch's threads run now, and a fork does not
 for when in ("before native code is made", "after it"):
     child = os.fork()
     if child == 0:
-        assert team.was_forked()
+        assert openmp.was_forked()
         step()
         os._exit(7)
-    assert not team.was_forked()
+    assert not openmp.was_forked()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     step()
 """
