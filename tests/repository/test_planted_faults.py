@@ -155,7 +155,7 @@ FAULTS = [
 
 RUNNER = """
 import os, sys
-import hypothesis, numpy, pytest, torch, torch._dynamo
+import numpy, pytest, torch, torch._dynamo
 from importlib.util import find_spec
 if find_spec("torch_xla"):
     import torch_xla
