@@ -187,7 +187,7 @@ class Presentation:
 
     def enter(self) -> None:
         """Presents the values that were planned."""
-        states = self._states()
+        states = self.states()
         for (key, (p, _)), outline in zip(self.groups.items(), self.outlines.values(), strict=True):
             if outline.is_idle:
                 self.optimizer.state.pop(p, None)
@@ -267,7 +267,7 @@ class Presentation:
         exchange(reversed(self.presented))
         exchange(reversed(self.gradients.pairs))
         self.is_on, self.presented = False, []
-        states = self._states()
+        states = self.states()
         for v in self.values:
             if v.keys:
                 state = states.get(id(v.p))
@@ -276,7 +276,7 @@ class Presentation:
                 for key, word in zip(v.keys, v.further, strict=True):
                     state[key] = word
 
-    def _states(self) -> dict[int, dict[Any, Any]]:
+    def states(self) -> dict[int, dict[Any, Any]]:
         """The states by the ids of parameters: a tensor is hashed in Python."""
         return dict(zip(map(id, self.optimizer.state), self.optimizer.state.values(), strict=True))
 

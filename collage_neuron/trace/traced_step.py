@@ -347,7 +347,7 @@ class TracedStep:
         return self.traces.add(StepKind(before, named, cones, left, left.named(), planned, reads, quick, users))
 
     def _left(self, mode: DeferredCalls) -> Left:
-        params, own = self._began.params, self._states()
+        params, own = self._began.params, self._began.presentation.states()
         states, grads = [own.get(id(p), _NO_STATE) for p in params], [p.grad for p in params]
         check_states(states)
         if self._began.requires_grad != list(map(_requires_grad, params)):
@@ -365,15 +365,10 @@ class TracedStep:
             raise Uncompiled("step() gives a parameter another gradient")
         return left
 
-    def _states(self) -> dict[int, Any]:
-        """The states by the ids of parameters: a tensor is hashed in Python."""
-        states = self.optimizer.state
-        return dict(zip(map(id, dict.keys(states)), dict.values(states), strict=True))
-
     def _launched(self, kind: StepKind, mode: DeferredCalls) -> list[Measured]:
         """Launches the updates of a step."""
         numbers = self._outliving(kind, mode)
-        params, presentation, own = self._began.params, self._began.presentation, self._states()
+        params, presentation, own = self._began.params, self._began.presentation, self._began.presentation.states()
         left = [(p, s, dict(s)) for p in params if (s := own.get(id(p))) is not None]
         self._withdraw()
         presentation.restore_words()
@@ -435,7 +430,7 @@ class TracedStep:
         )
         left_objects.keep_met({i: self.optimizer.state[params[i]] for (i, _), _ in mode.met_states()}, kind, mode)
         if kind.before.keys != kind.left.keys:
-            now = self._states()
+            now = self._began.presentation.states()
             left_objects.put_in_order({i: now[id(p)] for i, p in enumerate(params) if id(p) in now}, kind)
 
     def _changed(self, kind: StepKind) -> left_objects.States:
