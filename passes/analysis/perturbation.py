@@ -35,6 +35,8 @@ _COPIES = {"clone", "copy", "_to_copy", "lift_fresh", "_foreach_copy"}
 _EXACT = {"where", "masked_fill", "index_put", "sign", "sgn", "abs", "neg", "maximum", "minimum", "clamp", "clamp_min",
           "clamp_max", "nan_to_num"}  # fmt: skip
 """Operations that do not round in fp32; code may compare their result with the operand that they selected."""
+_UNWRITTEN = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+"""What is in their memory is no result: it may be infinite, and the next operation writes it (`out=`)."""
 _FILLS = {"full", "full_like", "new_full", "fill", "ones", "ones_like", "new_ones"}
 
 
@@ -89,6 +91,8 @@ class Perturbation(DispatchMode):
         written = self._written(func, args)
         within, first = _within(func, args, kwargs), self._cancelled(func, args)
         out = func(*args, **kwargs)
+        if _name(func) in _UNWRITTEN:
+            return out.zero_()
         for name, x, before in written:
             self.added[name] += (x.detach() - before).abs().reshape(self.added[name].shape)
         self._note_overflow(finite, out)

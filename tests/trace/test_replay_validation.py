@@ -236,6 +236,17 @@ def test_what_is_right_passes_at_every_step(name: str, strategy: str, every_step
     assert history.compared >= 2 * history.left_out
 
 
+def test_memory_that_nobody_has_written_says_nothing(every_step: None) -> None:
+    optimizer = optimizer_of(RIGHT["into_another"])
+    torch.use_deterministic_algorithms(True)  # it is full of NaN then
+    try:
+        step(optimizer, 1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    history = validate.history_of(optimizer)
+    assert history.compared > history.left_out == 0
+
+
 @pytest.mark.parametrize("whole", [(4, 6), (96, 400)])
 def test_samples_have_dimensions_where_the_step_names_some(whole: tuple[int, int], every_step: None) -> None:
     p = torch.nn.Parameter(torch.randn(whole).bfloat16())
