@@ -16,7 +16,7 @@ from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.eager import memory_estimate
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
-from collage_neuron.matmuls.describe import describe
+from collage_neuron.matmuls.scale_metrics import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
 from collage_neuron.optimizer import first_step_report
 from collage_neuron.optimizer.compiled import base_of

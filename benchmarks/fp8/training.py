@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import collage_neuron
-from collage_neuron.matmuls.half import Half
+from collage_neuron.matmuls.graph_half import Half
 from collage_neuron.matmuls.install import forward_of
 from collage_neuron.matmuls.scales import worst
 from fp8.just_in_time import convert
@@ -164,13 +164,13 @@ def _log(model: Any, windows: Tensor, run: Run) -> list[tuple[int, int, float]]:
 
 
 def _listen(half: Half, found: list[tuple[int, int, float]]) -> None:
-    measured = half.pace.measured
+    measured = half.recalibration.measured
 
     def listening(call: int, seen: Tensor, again: Tensor | None = None) -> None:
-        found.append((call, call - half.pace.history[-1], worst(seen)))
+        found.append((call, call - half.recalibration.history[-1], worst(seen)))
         measured(call, seen, again)
 
-    half.pace.measured = listening  # type: ignore[method-assign]  # of this run
+    half.recalibration.measured = listening  # type: ignore[method-assign]  # of this run
 
 
 def operands(model: Any, windows: Tensor, run: Run) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def operands(model: Any, windows: Tensor, run: Run) -> dict[str, Any]:
     backend = _forward(model).backend
     seen_before: set[str] = set()
     for half in backend.graphs[0].halves:
-        half.rescale, half.pace.rescale = 1, 1
+        half.rescale, half.recalibration.rescale = 1, 1
         half.candidates = [n for n in half.plain.names if n not in seen_before]
         half.measuring = None
         seen_before.update(half.measured)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from study.page import table
 
-from collage_neuron.matmuls.neuron import TFLOPS
+from collage_neuron.matmuls.requirements import TFLOPS
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 
 WIDTH, INNER = 4096, 11008

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from collage_neuron.matmuls.advice import lasting, past
-from collage_neuron.matmuls.half import UNSTEADY, Half
-from collage_neuron.matmuls.pace import BINADES
-from collage_neuron.matmuls.scales import Scales, Seen, binades, finite_part, size_of, usable
-from collage_neuron.matmuls.written import Written
+from collage_neuron.matmuls.graph_half import UNSTEADY, Half
+from collage_neuron.matmuls.recalibration import BINADES
+from collage_neuron.matmuls.scales import Measurement, Scales, binades, finite_part, size_of, usable
+from collage_neuron.matmuls.weight_writes import WeightWrites
 from collage_neuron.passes.scaling.linear import results_of
 from collage_neuron.passes.scaling.plan import Plan, plan
 from collage_neuron.passes.scaling.sizes import Size
@@ -89,7 +89,7 @@ class Backend:
         bad = False
         limited = set(self.scales.beyond())
         for name, row in zip(names, seen.tolist(), strict=True):
-            found = Seen(*row)
+            found = Measurement(*row)
             numbers = found.binades, found.saturated, found.vanished, name in limited
             lost = past(name, *numbers) if harmed else None
             self._warn(lasting(name, *numbers) or lost)
@@ -131,7 +131,7 @@ class Captured:
         """Operands that could have, but were too different."""
         self.unsteady: set[str] = set()
         """Operands whose sizes change from call to call, so that they take their largest magnitude in each."""
-        self.written: Written | None = None
+        self.writes: WeightWrites | None = None
 
     def partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         """Plans the joint graph before torch cuts it in two."""
@@ -174,9 +174,9 @@ class Captured:
 
     def look_at_weights(self) -> None:
         """Measures in this call if other code than an optimizer's steps has written weights."""
-        if self.written is None:
-            self.written = Written(every=not self.plan.tangents)
-        if self.written.changed(self.backend.weights()):
+        if self.writes is None:
+            self.writes = WeightWrites(every=not self.plan.tangents)
+        if self.writes.changed(self.backend.weights()):
             self.restart()
 
     def take_largest(self, names: Sequence[str]) -> None:

@@ -18,8 +18,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedModel
 from collage_neuron.matmuls.capture import Backend
-from collage_neuron.matmuls.neuron import check_target
-from collage_neuron.matmuls.whole import advice, spread_part
+from collage_neuron.matmuls.requirements import check_target, spread_advice, spread_part
 
 MANY = 8
 """The number of graphs of one model from which on it is warned of them."""
@@ -122,7 +121,7 @@ class Fp8Forward:
     def _check(self) -> None:
         """Checks what may have happened to the model since it was compiled, or since its last capture."""
         if spread := spread_part(self.model):
-            raise UnsupportedModel(advice(spread))
+            raise UnsupportedModel(spread_advice(spread))
         for device in {p.device for p in self.model.parameters()}:
             check_target(device)
 

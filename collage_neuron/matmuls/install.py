@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from collage_neuron.matmuls.forward import Fp8Forward
-from collage_neuron.matmuls.whole import advice, spread_part
+from collage_neuron.matmuls.requirements import spread_advice, spread_part
 
 CHOICES = ("fp8",)
 RESCALE = 50
@@ -75,7 +75,7 @@ def _check_model(model: torch.nn.Module) -> None:
             "matmul='fp8' would skip: compile first, and wrap or prepare the model after that"
         )
     if spread := spread_part(model):
-        raise ValueError(advice(spread))
+        raise ValueError(spread_advice(spread))
 
 
 def _names(model: torch.nn.Module, keep: Iterable[str]) -> tuple[str, ...]:

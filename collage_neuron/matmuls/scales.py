@@ -35,7 +35,7 @@ def finite_part(x: Tensor) -> Tensor:
 
 
 @dataclass
-class Seen:
+class Measurement:
     """What the last measurement said of an operand."""
 
     drift: float
@@ -122,10 +122,10 @@ class Scales:
         logs = self.inverse.cpu().log2().round().int().tolist()
         return {name: logs[place] for name, place in self.places.items()}
 
-    def seen(self) -> dict[str, Seen]:
+    def seen(self) -> dict[str, Measurement]:
         """What was measured last of each operand. Waits for the device."""
         rows = self.last.cpu().tolist()
-        return {name: Seen(*rows[self.places[name]]) for name in self.places if name in self.measured}
+        return {name: Measurement(*rows[self.places[name]]) for name in self.places if name in self.measured}
 
 
 def usable(drift: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_neuron.explanation import about
-from collage_neuron.matmuls.watched import Watch
+from collage_neuron.matmuls.scale_metrics import NewMeasurements
 from collage_neuron.monitoring.about_run import about_run
 from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
@@ -42,7 +42,7 @@ class Monitor:
         self._places = WeakIdKeyDictionary()
         self._taken = taken
         self._began = False
-        self._watch = Watch()
+        self._watch = NewMeasurements()
         bookkeeping(optimizer).watcher = self
         finalize(self, readings.finish)  # when it goes, or when Python ends: what waits is written
 

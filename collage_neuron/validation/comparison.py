@@ -16,7 +16,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import SMALL, leading, rounding
 from collage_neuron.states import word_encoding
 from collage_neuron.states.sharding import local
-from collage_neuron.validation.sampled import Expected, Sample
+from collage_neuron.validation.sample import Expected, Sample
 
 if TYPE_CHECKING:
     from collage_neuron.validation.in_fp32 import InFp32

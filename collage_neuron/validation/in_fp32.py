@@ -13,7 +13,7 @@ from torch import Tensor
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import rounding
 from collage_neuron.passes.analysis.perturbation import Perturbation
-from collage_neuron.validation.sampled import STACKED, Expected, Sample
+from collage_neuron.validation.sample import STACKED, Expected, Sample
 
 RUNS = 12
 """Number of perturbed copies of a sample that are stepped one by one, if the shape matters (else `STACKED`)."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.states import word_encoding
 from collage_neuron.states.visible_states import ParamShaped
-from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
+from collage_neuron.validation.sample import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Job

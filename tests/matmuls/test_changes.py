@@ -82,7 +82,7 @@ def test_weights_that_one_graph_finds_changed_are_measured_by_the_other() -> Non
     for _ in range(2):
         model(batch(16)).float().sum().backward()  # a new graph, which measures
     model(batch(32)).float().sum().backward()
-    assert [half.pace.history[-1] for half in graph(model).halves] == [21, 21]
+    assert [half.recalibration.history[-1] for half in graph(model).halves] == [21, 21]
 
 
 class Sites(nn.Module):

@@ -110,7 +110,7 @@ def test_a_measurement_that_is_not_finite_is_repeated_at_once() -> None:
         x[3, 5] = torch.nan if seed == 7 else 0
         model(x).float().sum().backward()
     model(batch(9)).float().sum().backward()
-    assert [half.pace.history for half in graph(model).halves] == [[8, 9]] * 2
+    assert [half.recalibration.history for half in graph(model).halves] == [[8, 9]] * 2
 
 
 # ---- what is not finite stays so

@@ -37,7 +37,7 @@ def test_scales_follow_without_another_capture() -> None:
     assert after["layers.0.think.3.weight"] - before["layers.0.think.3.weight"] == 6
     assert after["layers.0.attend.1.out.weight"] == before["layers.0.attend.1.out.weight"]
     assert len(forward(model).backend.graphs) == 1
-    assert not any(half.pace.due(half.calls + 1) for half in graph(model).halves)
+    assert not any(half.recalibration.due(half.calls + 1) for half in graph(model).halves)
     model.zero_grad()
     loss = loss_of(model, tokens(9))
     loss.backward()
@@ -93,7 +93,7 @@ def measured_calls(model: nn.Module, calls: int, change: dict[int, float], which
     for i in range(1, calls + 1):
         grown(model, change.get(i, 1), which)
         loss_of(model, tokens(i)).backward()
-        last = graph(model).halves[0].pace.history[-1]
+        last = graph(model).halves[0].recalibration.history[-1]
         found += [last] if last not in found else []
     return found
 

@@ -48,6 +48,6 @@ def test_after_each_kind_of_call_was_seen_a_step_is_one_program_and_none_is_comp
     batches = [torch.randn(16, 8, generator=generator).bfloat16().to(xla) for _ in range(rescale + 6)]
     found = programs(model, optimizer, batches)
     halves = forward(model).backend.graphs[0].halves
-    assert [half.pace.history[-1] for half in halves] == [8 if rescale == 4 else 51] * 2
+    assert [half.recalibration.history[-1] for half in halves] == [8 if rescale == 4 else 51] * 2
     # The fifth call is the first plain one if `rescale` is 50.
     assert found[5:] == [(0, 1)] * (rescale + 1), found

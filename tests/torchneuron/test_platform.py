@@ -19,7 +19,7 @@ from on_neuron import parameters
 import collage_neuron
 from collage_neuron.cli import doctor
 from collage_neuron.errors import Fp32Products, NoMachine, UnsupportedModel
-from collage_neuron.matmuls import neuron as fp8
+from collage_neuron.matmuls import requirements as fp8
 from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.nki import custom_op, target
 from collage_neuron.passes.backends.registry import choose, get

@@ -15,11 +15,13 @@ MOST = 16
 """The different numbers of writes from which on one more says nothing: each step writes some of the weights."""
 
 
-class Written:
-    """Of one graph. It looks at how often tensors were written, not at values; writes to `p.data` are not counted.
+class WeightWrites:
+    """The writes to the weights of one graph.
 
-    A run writes each parameter as often in one step as in the next one, or not at all (accumulation). A number of
-    writes that was not met before is taken for other code's, except in the first calls, most of which measure anyway.
+    It looks at how often tensors were written, not at values; writes to `p.data` are not counted. A run writes each
+    parameter as often in one step as in the next one, or not at all (accumulation). A number of writes that was not met
+    before is taken for other code's, except in the first calls, most of which measure anyway.
+
     A graph without gradients counts every write, also those of steps.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import collage_neuron
-from collage_neuron.matmuls.written import FIRST, MOST, Written
+from collage_neuron.matmuls.weight_writes import FIRST, MOST, WeightWrites
 
 FP8 = 0.2
 """A relative error in norm that gradients of three layers in fp8 have at most; of a scale that is far off it is 1."""
@@ -118,7 +118,7 @@ def test_writes_of_steps_bring_no_measurement(accumulated: int, calls: list[int]
     measured = []
     for i in range(calls[-1]):
         mean_square(batch(i))(model).backward()
-        measured.append(graph(model).halves[0].pace.history[-1])
+        measured.append(graph(model).halves[0].recalibration.history[-1])
         if i % accumulated == accumulated - 1:
             optimizer.step()
             optimizer.zero_grad()
@@ -126,7 +126,7 @@ def test_writes_of_steps_bring_no_measurement(accumulated: int, calls: list[int]
 
 
 def test_steps_that_write_some_of_the_weights_are_not_taken_for_other_code_for_ever() -> None:
-    written, p = Written(every=False), torch.zeros(1)
+    written, p = WeightWrites(every=False), torch.zeros(1)
     found = []
     for calls in range(1, 40):
         [p.add_(1) for _ in range(calls)]

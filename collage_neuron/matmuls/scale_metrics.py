@@ -1,4 +1,4 @@
-"""`explain(model)` of a model whose matmuls run in fp8: its layers, operands, scales, and what was measured last."""
+"""What is measured of fp8 matmuls, for users: `explain(model)`, and the numbers that a monitor records."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from collage_neuron.matmuls.advice import advice
-from collage_neuron.matmuls.capture import Captured
+from collage_neuron.matmuls.capture import Backend, Captured
 from collage_neuron.matmuls.install import forward_of
-from collage_neuron.matmuls.scales import Seen
+from collage_neuron.matmuls.scales import Measurement, Scales
 
 
 def describe(model: torch.nn.Module) -> str:
@@ -49,7 +50,7 @@ def _lines(graphs: list[Captured]) -> Iterator[str]:
         yield from (f"  {line}" for line in _unknown(graph, keys))
 
 
-def _said(name: str, seen: Seen, limited: bool) -> str | None:
+def _said(name: str, seen: Measurement, limited: bool) -> str | None:
     return advice(name, seen.binades, seen.saturated, seen.vanished, limited)
 
 
@@ -66,8 +67,38 @@ def _unknown(graph: Captured, keys: Iterable[str]) -> Iterator[str]:
             yield f"warning: {key} was zero or not finite whenever it was measured, so the next call measures it too"
 
 
-def _measured(seen: Seen | None) -> str:
+def _measured(seen: Measurement | None) -> str:
     if seen is None:
         return ""
     drift = "" if not 0 < seen.drift < math.inf else f"off by 2**{round(seen.binades)}, "
     return f" (when measured last: {drift}{seen.saturated:.1%} saturated, {seen.vanished:.1%} became 0)"
+
+
+Operands = dict[str, dict[str, Tensor]]
+
+
+class NewMeasurements:
+    """Hands out each measurement of some models once, still on the device: what a monitor records."""
+
+    def __init__(self) -> None:
+        self._handed_out: dict[int, list[int]] = {}
+
+    def new(self, models: Iterable[torch.nn.Module]) -> Operands:
+        """By operand the numbers of the last measurement; empty if there was none since the last call."""
+        forwards = (forward_of(model) for model in models)
+        return dict(
+            row for f in forwards if f is not None and self._is_new(f.backend) for row in _rows(f.backend.scales)
+        )
+
+    def _is_new(self, backend: Backend) -> bool:
+        calls = [half.recalibration.history[-1] for graph in backend.graphs for half in graph.halves]
+        before, self._handed_out[id(backend)] = self._handed_out.get(id(backend), []), calls
+        return calls != before
+
+
+def _rows(scales: Scales) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    rows = scales.last.clone()
+    drift = rows[:, 0].log2()  # of zeros -inf, which a log of numbers has as None
+    for name in sorted(scales.measured):
+        at = scales.places[name]
+        yield name, {"drift": drift[at], "saturated": rows[at, 1], "vanished": rows[at, 2]}

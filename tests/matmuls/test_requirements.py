@@ -7,8 +7,8 @@ import torch
 from fp8_models import compiled, loss_of, small_gpt, tokens
 
 from collage_neuron import UnsupportedModel
-from collage_neuron.matmuls import neuron
-from collage_neuron.matmuls.neuron import FLAG, OPTION, check_target
+from collage_neuron.matmuls import requirements
+from collage_neuron.matmuls.requirements import FLAG, OPTION, check_target
 from collage_neuron.passes.backends.nki import target
 
 NEURON = torch.device("xla:0")
@@ -54,6 +54,6 @@ def test_a_cpu_is_none_even_if_kernels_are_for_a_trn1(kind: str, monkeypatch: py
 
 def test_a_forward_checks_before_it_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     model = compiled(small_gpt())
-    monkeypatch.setattr(neuron, "generation", lambda device: "trn1")
+    monkeypatch.setattr(requirements, "generation", lambda device: "trn1")
     with pytest.raises(UnsupportedModel, match="gains nothing on trn1"):
         loss_of(model, tokens())

@@ -14,11 +14,12 @@ BINADES = 2.0
 """The drift from one measurement to the next above which the next one comes sooner."""
 
 
-class Pace:
-    """Of one half of a graph. After a drift beyond `BINADES` the next measurement comes after half as many calls.
+class Recalibration:
+    """When one half of a graph measures its operands.
 
-    After a smaller one the distance doubles again, up to `rescale`. What was measured is read at the next call, when
-    the device has computed it, so that a measurement does not make the host wait.
+    After a drift beyond `BINADES` the next measurement comes after half as many calls. After a smaller one the distance
+    doubles again, up to `rescale`. What was measured is read at the next call, when the device has computed it, so that
+    a measurement does not make the host wait.
 
     Args:
         rescale: the largest number of calls between two measurements.
@@ -32,7 +33,7 @@ class Pace:
         """The calls that measured, the last two."""
         self.begin = 0
         """The call from which 1, 2, 4, 8, ... are counted."""
-        self._seen: Tensor | None = None
+        self._last: Tensor | None = None
         self._again: Tensor | None = None
 
     def due(self, call: int) -> bool:
@@ -64,12 +65,12 @@ class Pace:
             again: True for operands that it says nothing of, so that the next call measures too.
         """
         self.history = [self.history[-1], call]
-        self._seen, self._again = seen, again
+        self._last, self._again = seen, again
 
     def look_back(self) -> Tensor | None:
         """Sets the distance to the next measurement by what the last one said, and returns that, once."""
-        seen, again = self._seen, self._again
-        self._seen = self._again = None
+        seen, again = self._last, self._again
+        self._last = self._again = None
         if seen is None:
             return None
         seen = seen.cpu()  # what is computed of it here is no program for the device

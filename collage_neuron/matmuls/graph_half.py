@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from collage_neuron.matmuls.pace import BINADES, Pace
+from collage_neuron.matmuls.recalibration import BINADES, Recalibration
 from collage_neuron.matmuls.scales import binades, size_of, worst
 from collage_neuron.passes.scaling.rewrite import rewrite
 
@@ -54,7 +54,7 @@ class Half:
         self.assumed = bool(self.tangents)
         """True while the sizes of the gradients that come in are assumed to be 1."""
         self.powers: Tensor | None = None  # made at the first call: while torch traces, tensors are fake
-        self.pace = Pace(rescale)
+        self.recalibration = Recalibration(rescale)
         self.jumps: dict[str, int] = {}
         """In how many measurements in a row an operand was far off."""
 
@@ -80,11 +80,11 @@ class Half:
     @property
     def due(self) -> bool:
         """Returns True if this call is to measure."""
-        return bool(self.measured) and self.pace.due(self.calls)
+        return bool(self.measured) and self.recalibration.due(self.calls)
 
     def look_back(self) -> bool:
         """Reads what the last call measured. Returns True if weights had drifted, which concerns other graphs."""
-        seen = self.pace.look_back()
+        seen = self.recalibration.look_back()
         if seen is None:
             return False
         names = self.measured
@@ -101,7 +101,7 @@ class Half:
 
     def restart(self) -> None:
         """Makes the next call measure."""
-        self.pace.restart(self.calls + 1)
+        self.recalibration.restart(self.calls + 1)
 
     def __call__(self, args: list[Any]) -> Any:
         if not self.tangents:  # before a backward half, the device has not computed yet what the forward one measured
@@ -117,9 +117,9 @@ class Half:
             return self._run(self.plain.module, args)
         if self.measuring is None:
             self.measuring = rewrite(self.source, self.measured, self.graph.unsteady).module
-        first = self.pace.is_first(self.calls)
+        first = self.recalibration.is_first(self.calls)
         corrected = first or self.corrects
-        self.harmed = not corrected or not (first or self.pace.has_measured(self.calls - 1))
+        self.harmed = not corrected or not (first or self.recalibration.has_measured(self.calls - 1))
         return self._corrected(args) if corrected else self._measured(args)
 
     def _measured(self, args: list[Any]) -> Any:
@@ -131,7 +131,7 @@ class Half:
 
     def _follow(self, seen: Tensor, first: Tensor) -> None:
         again = self.graph.backend.scales.follow([self.graph.key(name) for name in self.measured], seen)
-        self.pace.measured(self.calls, first, again)
+        self.recalibration.measured(self.calls, first, again)
         self.graph.backend.reload()
 
     def _corrected(self, args: list[Any]) -> Any:
@@ -149,7 +149,7 @@ class Half:
         args.clear()
         assert first is not None
         if self.corrects:  # scales of training stay as they are
-            self.pace.measured(self.calls, first, self.graph.unsettled(self.measured, seen))
+            self.recalibration.measured(self.calls, first, self.graph.unsettled(self.measured, seen))
         else:
             self._follow(seen, first)
         return results
@@ -162,7 +162,7 @@ class Half:
         self.assumed = not self.rescale and any(s.log == -math.inf for s in sizes)  # else a measurement will find them
         self.graph.assume(sizes)
         self.graph.backend.reload()
-        self.pace.restart(self.calls)  # what was measured before were zeros, or not finite
+        self.recalibration.restart(self.calls)  # what was measured before were zeros, or not finite
 
     def _run(self, module: GraphModule, args: list[Any]) -> Any:
         given = [self.powers, *args]

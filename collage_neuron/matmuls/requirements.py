@@ -1,6 +1,7 @@
-"""What neuronx-cc is documented to accept of fp8, the flag it needs, and what each Trainium gains: in one place.
+"""What a model and its device must be for fp8 matmuls: in one process, and on a chip that gains by them.
 
-Documentation of the Neuron SDK, not tried on a device:
+What neuronx-cc is documented to accept of fp8, the flag that it needs, and what each Trainium gains, from the
+documentation of the Neuron SDK, not tried on a device:
 
 * NCC_EVRF051: trn1 and trn2 reject operands in f8e4m3fn, unless a flag makes the compiler read them as f8e4m3; trn3
   takes them. NCC_EVRF052: generations after trn3 reject f8e4m3 itself. NCC_EVRF005: f8e4m3fnuz, f8e5m2fnuz and
@@ -23,9 +24,11 @@ from functools import cache
 
 import torch
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import Fp32Products, UnsupportedModel, warn_user
 from collage_neuron.passes.backends.nki.target import generation
 from collage_neuron.passes.backends.torch_neuron import NAME
+from collage_neuron.states.sharding import is_sharded
 
 FLAG = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 OPTION = f"--internal-hlo2tensorizer-options='{FLAG}'"
@@ -71,3 +74,22 @@ def _tell(device: torch.device) -> None:
         "to the loss",
         Fp32Products,
     )
+
+
+def spread_part(model: torch.nn.Module) -> str | None:
+    """What of a model FSDP, tensor parallelism or torch_xla's FSDP holds, or None.
+
+    FSDP puts whole parameters into the model while its forward runs, so its modules are asked as well.
+    """
+    for name, module in model.named_modules():
+        if torch_privates.is_managed_by_fsdp(module):
+            return f"FSDP holds {name or 'the model'}"
+    for name, p in model.named_parameters():
+        if is_sharded(p) or torch_privates.is_flattened(p) or torch_privates.is_of_xla_fsdp(p):
+            return f"model parameter {name!r} is spread over processes"
+    return None
+
+
+def spread_advice(spread: str) -> str:
+    """The sentence of an error."""
+    return f"{spread}, and matmul='fp8' does not follow what gathers parameters yet: use DDP, or leave matmul='fp8' out"
