@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron.eager import rejections
-from collage_neuron.errors import UnsupportedUpdate, naming
+from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime.preconditions import check_differentiable
@@ -26,7 +27,11 @@ def check_class(base: Any) -> None:
     since it may need a preparation: such classes are rejected at their first step if necessary.
     """
     check_stepper(base)
-    with undone([base]):  # constructors count, draw and register too
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(undone([base]))  # constructors count, draw and register too
+        except UnknownUpdate:
+            return
         _try(base)
 
 

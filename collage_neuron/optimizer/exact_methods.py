@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import _GeneratorContextManager, contextmanager
-from functools import wraps
-from types import FunctionType, GeneratorType, MethodType
+from functools import cached_property, wraps
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -66,7 +66,13 @@ for _name in (*KEYED, *WHOLE):  # in Lazy itself, so that C code that copies a d
     setattr(Lazy, _name, _passed_on(_name))
 
 
-SPECIAL = ("__call__", "__enter__", "__exit__")
+LAZY = map, filter, zip, enumerate
+"""Iterators that run code as they are read."""
+
+SPECIAL = (
+    "__call__", "__enter__", "__exit__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__", "__len__",
+    "__contains__",
+)  # fmt: skip
 """Special methods that count as public."""
 
 
@@ -88,6 +94,8 @@ def _wrapped(base: type[Optimizer], name: str, found: Any) -> Any:
         parts = [(part, getattr(found, part)) for part in ("fget", "fset", "fdel")]
         get, put, remove = (f and _exact(base, name, f, part) for part, f in parts)
         return property(get, put, remove, found.__doc__)
+    if isinstance(found, cached_property):
+        return cached_property(_exact(base, name, found.func, "func"))
     if isinstance(found, (staticmethod, classmethod, type)) or not hasattr(type(found), "__get__"):
         return None  # a callable that is not bound to an optimizer when it is looked up has no `self`
     return _exact(base, name, getattr(base, name)) if callable(getattr(base, name)) else None
@@ -201,8 +209,11 @@ class MethodContext(Context):
         Raises:
             UnsupportedUpdate: it refers to weights or states, and what is written to it would not be seen.
         """
-        if isinstance(x, GeneratorType):
-            return _resumed(self, x)
+        if isinstance(x, (CoroutineType, AsyncGeneratorType)):
+            getattr(x, "close", lambda: None)()  # else Python says that nobody has awaited it
+            raise self._rejected(f"returns a {type(x).__name__}, whose code runs later, among other code")
+        if isinstance(x, (*LAZY, GeneratorType)):
+            return _resumed(self, x if isinstance(x, GeneratorType) else (item for item in x))
         if isinstance(x, _GeneratorContextManager):
             x.gen = _resumed(self, x.gen)
             return x
@@ -270,7 +281,8 @@ def _later(context: MethodContext, function: Callable[..., Any]) -> Callable[...
     def later(*args: Any, **kwargs: Any) -> Any:
         if bookkeeping(context.optimizer).presented is not None:
             return function(*args, **kwargs)
-        with presented_lazily(context.base, context.optimizer, context.presentation.kind, (args, kwargs)) as own:
+        with presented_lazily(context.base, context.optimizer, context.presentation.kind) as own:
+            own.open()  # what its code holds already (an iterator over parameters) would not touch the stand-ins
             return own.result(function(*args, **kwargs))
 
     return later

@@ -19,7 +19,7 @@ from torch import Tensor, device, dtype
 from torch.optim import Optimizer
 
 from collage_neuron.states.inner import inner_of
-from collage_neuron.trace.reachable_code import cells_of
+from collage_neuron.trace.reachable_code import cells_of, codes_of
 
 ASKS = "step(), or a function that it uses, asks for exact types, differentiates or starts threads"
 """What is said then."""
@@ -56,7 +56,7 @@ def asks_for_types(base: Any) -> bool:
 
 def asks(base: Any, held: Iterable[Any]) -> bool:
     """The same of a class whose optimizer holds some objects."""
-    return any(_asks(code) for function in _reached(base, held) for code in _codes(function.__code__))
+    return any(_asks(code) for function in _reached(base, held) for code in codes_of(function.__code__))
 
 
 def looks_at_graphs(base: Any, optimizer: Optimizer) -> bool:
@@ -89,7 +89,7 @@ def _reached(base: Any, held: Iterable[Any]) -> Iterator[FunctionType]:
         if function not in known and not str(function.__module__).startswith("torch."):
             known.add(function)
             yield function
-            names = {name for code in _codes(function.__code__) for name in code.co_names}
+            names = {name for code in codes_of(function.__code__) for name in code.co_names}
             variables = cells_of(function)
             defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
             waiting += [*_in((*variables, *defaults), classes), *_named(classes, function.__globals__, names)]
@@ -128,13 +128,6 @@ def _named(classes: Iterable[Any], functions: dict[str, Any], names: set[str]) -
     return [f for f in map(unwrap, plain) if isfunction(f)]
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _codes(inner)
-
-
 def _asks(code: CodeType) -> bool:
     if not (_DIFFERENTIATES | STARTERS).isdisjoint(code.co_names):
         return True
@@ -143,7 +136,7 @@ def _asks(code: CodeType) -> bool:
 
 
 def _looks(function: FunctionType) -> bool:
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    names = {name for code in codes_of(function.__code__) for name in code.co_names}
     variables = [*map(function.__globals__.get, names), *cells_of(function)]
     modules = (str(getattr(x, "__module__", None) or getattr(x, "__name__", "")) for x in variables)
     return not names.isdisjoint(_OF_GRAPHS) or any(module.startswith(_AUTOGRAD) for module in modules)

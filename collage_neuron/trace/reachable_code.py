@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from functools import cached_property, lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -25,13 +26,20 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "torch_xla", "numpy", "typing_e
 
 
 def is_own(x: Any) -> bool:
-    """Returns True for a function or a class of a user, or an object of such a class."""
-    kind = x if isinstance(x, (FunctionType, type)) else type(x)
-    return str(getattr(kind, "__module__", "")).partition(".")[0] not in _LIBRARIES
+    """Returns True for a function, a class or a module of a user, or an object of such a class."""
+    return root_of(x) not in _LIBRARIES
+
+
+def root_of(x: Any) -> str:
+    """The package, or module, of a function or a class, or of the class of an object."""
+    if isinstance(x, ModuleType):
+        return x.__name__.partition(".")[0]
+    kind = x if isinstance(x, (FunctionType, BuiltinFunctionType, type)) else type(x)
+    return str(getattr(kind, "__module__", None) or "builtins").partition(".")[0]
 
 
 def reachable(roots: Iterable[Any]) -> Iterator[Any]:
-    """The objects that can be reached, each once; models and other optimizers are not looked into."""
+    """The objects that can be reached, each once; parameters of models, and other optimizers, are not looked into."""
     todo, seen = list(roots), dict[int, Any]()
     while todo:
         x = todo.pop()
@@ -48,7 +56,7 @@ def _children(x: Any) -> Iterable[Any]:
     for kinds, children in _OF_KINDS:
         if isinstance(x, kinds):
             return children(x)
-    followed = is_own(x) and not isinstance(x, (torch.Tensor, torch.nn.Module, Optimizer, ModuleType))
+    followed = is_own(x) and not isinstance(x, (torch.Tensor, Optimizer, ModuleType))
     return vars(x).values() if followed and hasattr(x, "__dict__") else ()
 
 
@@ -56,7 +64,7 @@ def _of_function(x: FunctionType) -> Iterable[Any]:
     if not is_own(x):
         return ()
     return [
-        *used_globals(x).values(),
+        *used_globals(x),
         *cells_of(x),
         *(x.__defaults__ or ()),
         *(x.__kwdefaults__ or {}).values(),
@@ -64,20 +72,44 @@ def _of_function(x: FunctionType) -> Iterable[Any]:
     ]
 
 
-def used_globals(function: FunctionType) -> dict[str, Any]:
-    """The globals that a function names."""
-    names = names_of(function)
-    return {k: v for k, v in function.__globals__.items() if k in names}
+def used_globals(function: FunctionType) -> list[Any]:
+    """The globals that a function names, and of modules among them what it may name there (`helpers.count()`).
+
+    Modules that it imports itself are globals too.
+    """
+    names, found = names_of(function), list[Any]()
+    imported = (name for op, name in instructions(function.__code__) if op == "IMPORT_NAME")
+    todo, known = [function.__globals__], set[int]()
+    todo.append({name: sys.modules[name] for name in imported if name in sys.modules})
+    names.update(todo[1])
+    while todo:
+        used = [v for k, v in list(todo.pop().items()) if k in names]
+        modules = {id(v): v for v in used if isinstance(v, ModuleType) and is_own(v) and id(v) not in known}
+        known.update(modules)
+        found += used
+        todo += map(vars, modules.values())
+    return found
+
+
+@lru_cache(1 << 14)
+def instructions(code: CodeType) -> frozenset[tuple[str, str]]:
+    """The instructions, with names, of a function's code and of that of functions within it."""
+    each = (i for inner in codes_of(code) for i in dis.get_instructions(inner))
+    return frozenset((i.opname, i.argval) for i in each if isinstance(i.argval, str))
 
 
 def names_of(function: FunctionType) -> set[str]:
     """The names that a function uses, also in functions within it, and its strings that could be names."""
-    found, todo = set[str](), [function.__code__]
-    while todo:
-        code = todo.pop()
-        found.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))
-        todo += [x for x in code.co_consts if isinstance(x, type(code))]
-    return found
+    codes = list(codes_of(function.__code__))
+    return {name for code in codes for name in (*code.co_names, *(x for x in code.co_consts if isinstance(x, str)))}
+
+
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions within it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from codes_of(inner)
 
 
 def cells_of(function: FunctionType) -> list[Any]:
@@ -94,14 +126,19 @@ def is_filled(cell: Any) -> bool:
     return True
 
 
+_TENSORS = {"_parameters", "_buffers", "_modules"}
+"""Attributes of a model that have no objects of its author's but modules, which are its children."""
+
 _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (FunctionType, _of_function),
     (type, lambda x: [*vars(x).values(), *x.__bases__] if is_own(x) else ()),
-    (dict, lambda x: [*x, *x.values()]),
+    (dict, lambda x: [*x, *x.values(), *getattr(x, "__dict__", {}).values()]),
     ((list, tuple, set, frozenset, deque), list),
+    (torch.nn.Module, lambda x: [*x.children(), *(v for k, v in vars(x).items() if is_own(x) and k not in _TENSORS)]),
     (MethodType, lambda x: [x.__func__, x.__self__]),
-    (BuiltinMethodType, lambda x: [x.__self__]),  # of an object (`numbers.append`), or a module
+    (BuiltinFunctionType, lambda x: [x.__self__]),  # of an object (`numbers.append`), or a module
     (partial, lambda x: [x.func, *x.args, *x.keywords.values()]),
     ((staticmethod, classmethod), lambda x: [x.__func__]),
     (property, lambda x: [x.fget, x.fset, x.fdel]),
+    (cached_property, lambda x: [x.func]),
 )

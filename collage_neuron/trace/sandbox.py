@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 import types
 import warnings
 from collections import deque
@@ -18,6 +20,8 @@ from collage_neuron.errors import UnknownUpdate
 from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.trace.placeholders import placeholder, waits
+from collage_neuron.trace.reachable_code import is_own
+from collage_neuron.trace.side_effects import SHARED, has_plain_attributes, is_harmless
 
 SMALL = 4096
 """Up to so many elements a tensor that the optimizer holds is copied; a larger one has no value in a dry run."""
@@ -67,10 +71,10 @@ class Copies:
             return partial(self.of(x.func), *self.of(x.args), **self.of(x.keywords))
         if isinstance(x, torch.Generator):
             return x.clone_state()
-        made = self._iterator(x) if hasattr(type(x), "__next__") and not hasattr(x, "__dict__") else self._object(x)
-        if made is x:
+        if isinstance(x, SHARED) or is_harmless(x):
             self.shared.append(x)
-        return made
+            return x
+        return self._iterator(x) if hasattr(type(x), "__next__") and not hasattr(x, "__dict__") else self._object(x)
 
     def _iterator(self, x: Any) -> Any:
         """One of Python's own: of most a copy, of others (a generator) what says that there is none."""
@@ -103,33 +107,53 @@ class Copies:
         return made
 
     def _object(self, x: Any) -> Any:
-        """A copy of an object of a class that is written in Python, with its attributes; modules stay what they are."""
-        kind = type(x)
-        if isinstance(x, (type, types.ModuleType, types.FunctionType, torch.nn.Module)) or not hasattr(x, "__dict__"):
-            return x
-        if any(c is not object and "__dict__" not in vars(c) and not vars(c).get("__module__") for c in kind.__mro__):
-            return x
+        """A copy of an object of a user's class, with its attributes; of others, what says that there is none."""
+        if _is_array(x) and x.size <= SMALL and not x.dtype.hasobject:
+            return x.copy()
+        if type(x) not in _NAMESPACES and not (is_own(x) and has_plain_attributes(type(x))):
+            return Uncopied(x)
         try:
-            made = object.__new__(kind)
+            made = object.__new__(type(x)) if type(x) not in _NAMESPACES else type(x)()
         except TypeError:  # a class of C, or of one
-            return x
+            return Uncopied(x)
         self.known[id(x)] = x, made
         vars(made).update(self.of(vars(x)))
         return made
 
 
+_NAMESPACES = types.SimpleNamespace, argparse.Namespace
+"""Classes of Python's library whose objects are attributes and nothing else."""
+
+
+def _is_array(x: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(x) is numpy.ndarray
+
+
 class Uncopied:
-    """Stands for an iterator that has no copy, in a step that may not use it."""
+    """Stands for what has no copy (a file, a queue, an iterator), in a step that may hold it and not use it."""
 
     def __init__(self, x: Any) -> None:
-        self._kind = type(x).__name__
+        object.__setattr__(self, "_kind", type(x))
 
-    def __iter__(self) -> Uncopied:
-        return self
+    def __getattribute__(self, name: str) -> Any:
+        kind = object.__getattribute__(self, "_kind")
+        if name == "__class__":  # code may ask what it is
+            return kind
+        raise UnknownUpdate(f"step() uses a {kind.__name__}, which can be neither copied nor put back")
 
-    def __next__(self) -> Any:
-        raise UnknownUpdate(f"step() uses a {self._kind}, which can be neither copied nor put back")
 
+def _used(self: Any, *args: Any) -> Any:
+    """What an operator, or a function that is built in, asks the class for: raises as an attribute does."""
+    return self.used
+
+
+_OF_CLASSES = vars(int).keys() | vars(list).keys() | {"__next__", "__call__", "__enter__", "__exit__"}
+_COMPARED = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__setattr__", "__delattr__"}
+_ASKED_BY_PYTHON = vars(object).keys() - _COMPARED
+for _name in _OF_CLASSES - _ASKED_BY_PYTHON:
+    if _name.startswith("__"):
+        setattr(Uncopied, _name, _used)
 
 _ATOMS = {int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 

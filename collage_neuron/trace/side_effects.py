@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from enum import Enum
+from functools import cached_property, partial
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    GenericAlias,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+    NotImplementedType,
+    UnionType,
+    WrapperDescriptorType,
+)
 from typing import Any
+from weakref import ReferenceType
 
+import numpy
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.trace.generators import Generator, may_draw, of_object, of_process
-from collage_neuron.trace.reachable_code import is_filled, is_own, names_of, reachable
+from collage_neuron.trace.reachable_code import instructions, is_filled, is_own, names_of, reachable, root_of
 
 _MISSING = object()
 _ALONE = threading.RLock()
@@ -44,26 +67,65 @@ def undone(roots: Iterable[Any]) -> Iterator[None]:
                 restore()
 
 
-def _restoring(x: Any) -> Iterator[Callable[[], None]]:
-    """What puts an object back to what it is now."""
-    if isinstance(x, FunctionType):
-        yield from _of_function(x) if is_own(x) else ()
-    elif isinstance(x, type):
-        yield from [_of_class(x)] if is_own(x) else ()
-    elif (generator := of_object(x, "")) is not None:
-        yield _of_generator(generator)
-    elif isinstance(x, (dict, list, set, deque)):
-        yield _of_container(x)
-    elif isinstance(x, Optimizer):  # which a function holds: with a copy's parameters it would write there
-        yield from map(_of_container, (vars(x), x.state, *x.param_groups))
-    elif hasattr(x, "__next__"):
+def _restoring(x: Any) -> list[Callable[[], None]]:
+    """What puts an object back to what it is now, and which only code of its author's changes.
+
+    Raises:
+        UnknownUpdate: nothing does. What is not known to be harmless is not: a list of what does harm has no end.
+    """
+    if (generator := of_object(x, "")) is not None:
+        return [_of_generator(generator)]
+    for kinds, restoring in _OF_KINDS:
+        if isinstance(x, kinds):
+            return list(restoring(x))
+    if is_harmless(x):
+        return []
+    if not is_own(x) or not has_plain_attributes(type(x)):
         raise UnknownUpdate(f"it uses a {type(x).__name__}, which can be neither copied nor put back")
-    elif is_own(x) and hasattr(x, "__dict__"):
-        yield _of_container(vars(x))
+    return [_of_container(vars(x))]
+
+
+def is_harmless(x: Any) -> bool:
+    """Returns True for an object of a library that does not change by being used, or whose changes nobody sees."""
+    kind = type(x)
+    if root_of(x) in ("torch", "numpy"):
+        return not isinstance(x, numpy.ndarray) and not kind.__module__.startswith(_OF_TORCH_THAT_CHANGE)
+    return root_of(x) in _OF_HARMLESS_CLASSES
+
+
+def has_plain_attributes(kind: type) -> bool:
+    """Returns True for a class all of whose objects' attributes are in their `__dict__`, and do not end with them."""
+    own = [vars(c) for c in kind.__mro__ if is_own(c)]
+    return kind.__dictoffset__ != 0 and not any(c.get("__slots__") or "__del__" in c for c in own)
+
+
+def _of_optimizer(x: Optimizer) -> Iterator[Callable[[], None]]:  # a function holds it: it would write there
+    yield from map(_of_container, (vars(x), x.state, *x.param_groups))
+
+
+def _of_library(x: Any) -> Iterator[Callable[[], None]]:
+    """A function, a class or a module of a library, which is not looked into."""
+    is_bound = isinstance(x, BuiltinFunctionType) and not isinstance(x.__self__, (ModuleType, NoneType))
+    if not is_bound and root_of(x) not in _HARMLESS_LIBRARIES:
+        name = getattr(x, "__qualname__", None) or x.__name__
+        raise UnknownUpdate(f"it uses {root_of(x)}'s {name}, which may do what cannot be undone")
+    yield from ()
+
+
+def _of_module(x: Any) -> Iterator[Callable[[], None]]:
+    if not is_own(x):
+        yield from _of_library(x)
+        return
+    yield _of_class(x)
 
 
 def _of_function(x: FunctionType) -> Iterator[Callable[[], None]]:
+    if not is_own(x):
+        yield from _of_library(x)
+        return
     names = names_of(x)
+    if harmful := _harmful(x):
+        raise UnknownUpdate(f"it uses {harmful}, which may do what cannot be undone")
     before = {k: x.__globals__.get(k, _MISSING) for k in names if k not in _BUILTIN}
     yield lambda: _put(before, x.__globals__.get, x.__globals__.__setitem__, lambda k: x.__globals__.pop(k, None))
     for cell in x.__closure__ or ():
@@ -71,6 +133,58 @@ def _of_function(x: FunctionType) -> Iterator[Callable[[], None]]:
             yield _of_cell(cell, cell.cell_contents)
     yield _of_container(vars(x))
 
+
+def _harmful(x: FunctionType) -> str | None:
+    """What a function names that may do what is not undone: a builtin function, a method, a module that it imports."""
+    for op, name in instructions(x.__code__):
+        is_builtin = op == "LOAD_GLOBAL" and name in _HARMFUL_BUILTINS and name not in x.__globals__
+        is_method = op in ("LOAD_ATTR", "LOAD_METHOD") and name in _HARMFUL_METHODS
+        is_new = op == "IMPORT_NAME" and name not in sys.modules  # else `reachable` has it
+        if is_builtin or is_method or (is_new and name.partition(".")[0] not in ("", root_of(x))):
+            return name
+    return None
+
+
+_HARMFUL_BUILTINS = {"open", "exec", "eval", "compile", "input", "breakpoint", "__import__"}
+_HARMFUL_METHODS = {"save", "savez", "savez_compressed", "savetxt", "tofile", "memmap"}
+"""By which torch and numpy write files."""
+
+_HARMLESS_LIBRARIES = {
+    "__future__", "_collections", "_functools", "_operator", "_warnings", "abc", "bisect", "builtins", "cmath",
+    "collage_neuron", "collections", "contextlib", "contextvars", "copy", "dataclasses", "decimal", "enum", "fractions",
+    "functools", "heapq", "inspect", "itertools", "logging", "math", "numbers", "numpy", "operator", "random", "re",
+    "statistics", "string", "time", "torch", "torch_xla", "types", "typing", "typing_extensions", "warnings",
+}  # fmt: skip
+"""Whose functions change nothing but what they are given, or what is put back: generators, warnings, logs."""
+_OF_TORCH_THAT_CHANGE = "torch.optim", "torch.utils", "torch.distributed", "torch.multiprocessing", "torch.profiler"
+_OF_HARMLESS_CLASSES = {
+    "_abc", "_contextvars", "abc", "contextvars", "dataclasses", "enum", "inspect", "logging", "re", "typing",
+    "typing_extensions",
+}  # fmt: skip
+"""Packages whose objects say what something is, and do not change; nobody hears what is logged in a dry run."""
+_HARMLESS = (
+    range, slice, EllipsisType, NotImplementedType, CodeType, ReferenceType, tuple, frozenset, partial, MethodType,
+    staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType,
+    WrapperDescriptorType, ClassMethodDescriptorType, GenericAlias, UnionType, Tensor, Enum, cached_property,
+)  # fmt: skip
+"""Classes whose objects do not change; what is in them is looked at by itself. Writes to tensors `Guard` sees."""
+
+SHARED = (*_HARMLESS, type, ModuleType, FunctionType, BuiltinFunctionType, torch.nn.Module)
+"""Classes of objects that a copy of an optimizer has in common with it."""
+
+_OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Callable[[], None]]]], ...] = (
+    (FunctionType, lambda x: _of_function(x)),
+    (BuiltinFunctionType, lambda x: _of_library(x)),
+    (ModuleType, lambda x: _of_module(x)),
+    (type, lambda x: [_of_class(x)] if is_own(x) else _of_library(x)),
+    (
+        (dict, list, set, deque),
+        lambda x: [_of_container(x), *([_of_container(vars(x))] if hasattr(x, "__dict__") else ())],
+    ),
+    (Optimizer, lambda x: _of_optimizer(x)),
+    (torch.nn.Module, lambda x: [_of_container(vars(x))] if is_own(x) else ()),
+    (_HARMLESS, lambda x: ()),
+)
 
 _BUILTIN = frozenset({"__builtins__", "__name__", "__doc__"})
 
@@ -83,7 +197,8 @@ def _of_cell(cell: Any, before: Any) -> Callable[[], None]:
     return restore
 
 
-def _of_class(x: type) -> Callable[[], None]:
+def _of_class(x: Any) -> Callable[[], None]:
+    """Of a class, or a module."""
     before = dict(vars(x))
 
     def restore() -> None:

@@ -7,7 +7,7 @@ numbers. Where something cannot be launched, all is computed as the step as writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -76,6 +76,13 @@ class Began(NamedTuple):
     before: Before
     references: References
     requires_grad: list[bool]
+
+
+def _check_gradients(jobs: Iterable[Job]) -> None:
+    """Raises Uncompiled for gradients of another dtype than their parameters (accumulated in fp32) that are written."""
+    for job in jobs:
+        if "grad" in job.update.outputs and any(p.grad is not None and p.grad.dtype != p.dtype for p in job.params):
+            raise Uncompiled("step() writes to gradients that are accumulated in fp32")
 
 
 class TracedStep:
@@ -403,9 +410,10 @@ class TracedStep:
             bookkeeping(optimizer).seen = self._began.seen
         try:
             jobs = self._jobs(kind, mode)
+            _check_gradients(jobs)
             self._launching.validate(optimizer, kind, mode.numbers, self._began.params, jobs)
             self._agree(LAUNCHES)
-        except UnsupportedUpdate:
+        except (Uncompiled, UnsupportedUpdate):
             structure_guard.changed(optimizer)
             self._began.presentation.enter()
             mode.exchange_states(adopted_tensors.exchange)

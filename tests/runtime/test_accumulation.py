@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import reduce
 from pathlib import Path
 
@@ -136,3 +137,32 @@ def test_under_ddp_each_process_rounds_its_sum_once_and_sharded_models_are_rejec
         assert all(f"DistributedDataParallel({name}=True)" in said[name] for name in accumulated_runs.REJECTED)
         assert "DistributedDataParallel(static_graph=True)" in said["late"]  # by the first backward pass
         assert "MixedPrecisionPolicy(reduce_dtype=torch.float32)" in said["sharded"]
+
+
+class Clips(torch.optim.AdamW):
+    """Writes to the gradients in its step."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # returns nothing
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+        super().step()
+
+
+def test_a_step_may_write_to_sums_in_fp32() -> None:
+    """They stay fp32, so it runs as written: a compiled update would store them in bf16."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    plain = copy.deepcopy(model)
+    model, optimizer = collage_neuron.compile(model, Clips(model.parameters()), strategy="fp32", verbose=False)
+    other = Clips(plain.parameters())
+    collage_neuron.accumulate_in_fp32(model)
+    for _ in range(3):
+        sums = [summed(p, torch.randn(3, *p.shape).bfloat16()).detach().clone() for p in model.parameters()]
+        for q, x in zip(plain.parameters(), sums, strict=True):
+            q.grad = x
+        optimizer.step()
+        other.step()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(collage_neuron.exact_value(optimizer, p), q)
+            assert p.grad is not None
+            assert p.grad.tolist() == getattr(q.grad, "tolist", list)()
+        optimizer.zero_grad()

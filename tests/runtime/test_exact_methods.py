@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -331,3 +333,61 @@ def test_gradients_with_a_graph_are_rejected() -> None:
     with pytest.raises(UnsupportedUpdate, match=r"Busy.halve_gradients\(\) looks at gradients that have a graph"):
         optimizer.halve_gradients()
     p.grad = None
+
+
+class Reads(torch.optim.SGD):
+    """Code that runs later, over parameters that it has already."""
+
+    def each(self) -> Any:
+        for p in self.param_groups[0]["params"]:
+            yield p.detach().clone()
+
+    def expression(self) -> Any:
+        return (p.detach().clone() for p in self.param_groups[0]["params"])
+
+    def mapped(self) -> Any:
+        return map(torch.clone, self.param_groups[0]["params"])
+
+    def function(self) -> Any:
+        params = self.param_groups[0]["params"]
+        return lambda: [p.detach().clone() for p in params]
+
+    def __getitem__(self, i: int) -> Any:
+        return self.param_groups[0]["params"][i].detach().clone()
+
+    @cached_property
+    def all(self) -> Any:
+        return [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @contextmanager
+    def zeroed(self) -> Any:
+        params = self.param_groups[0]["params"]
+        before = [p.detach().clone() for p in params]
+        with torch.no_grad():
+            [p.zero_() for p in params]
+            yield
+            [p.copy_(x) for p, x in zip(params, before, strict=True)]
+
+    async def awaited(self) -> Any:
+        return self.each()
+
+
+@pytest.mark.parametrize(
+    "read", [lambda o: o.each(), lambda o: o.expression(), lambda o: o.mapped(), lambda o: o.function()(),
+             lambda o: [o[i] for i in range(3)], lambda o: o.all],
+)  # fmt: skip
+def test_code_that_runs_later_reads_exact_values(read: Callable[[Any], Any]) -> None:
+    params = [nn.Parameter(torch.randn(5)) for _ in range(3)]
+    optimizer = collage_neuron.compile(Reads(params, lr=0.1), verbose=False)
+    exact = [exact_value(optimizer, p) for p in params]
+    with torch.no_grad():
+        assert [torch.equal(x.detach(), y) for x, y in zip(read(optimizer), exact, strict=True)] == [True] * 3
+    with optimizer.zeroed():
+        assert not any(p.any() for p in params)
+    assert all(torch.equal(exact_value(optimizer, p), x) for p, x in zip(params, exact, strict=True))
+
+
+def test_a_coroutine_is_rejected() -> None:
+    optimizer = collage_neuron.compile(Reads([nn.Parameter(torch.randn(5))], lr=0.1), verbose=False)
+    with pytest.raises(UnsupportedUpdate, match=r"Reads.awaited\(\) returns a coroutine"):
+        _ = optimizer.awaited()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import itertools
+import os
+import queue
 import random
+import sys
+import tempfile
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -220,3 +229,68 @@ def test_a_copy_has_each_object_once() -> None:
     assert made["self"] is made is not held
     assert made["a"] is made["b"][0] is made["b"][1].args[0] is not shared
     assert copies.shared == [len]
+
+
+# --- the kinds of things a step counts in: it counts once a step, also before the first one ------------------------
+
+
+@dataclass(slots=True)
+class Slots:
+    n: int = 0
+
+
+class Closing:
+    """Closes what a copy of it would share."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.mkstemp()[0]
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+
+def _write(path: Any) -> None:
+    with open(path, "a") as file:  # the builtin function
+        file.write("x")
+
+
+class Rate:
+    """A key."""
+
+
+COUNTED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], int]]] = {
+    "numpy": (lambda: np.zeros(1), lambda x: x.__iadd__(1), lambda x: int(x[0])),
+    "array": (lambda: array.array("q", [0]), lambda x: x.__setitem__(0, x[0] + 1), lambda x: x[0]),
+    "bytes": (lambda: bytearray(1), lambda x: x.__setitem__(0, x[0] + 1), lambda x: x[0]),
+    "namespace": (lambda: types.SimpleNamespace(n=0), lambda x: setattr(x, "n", x.n + 1), lambda x: x.n),
+    "slots": (Slots, lambda x: setattr(x, "n", x.n + 1), lambda x: x.n),
+    "queue": (queue.SimpleQueue, lambda x: x.put(1), lambda x: x.qsize()),
+    "weak keys": (weakref.WeakKeyDictionary, lambda x: x.update({Rate: x.get(Rate, 0) + 1}), lambda x: x.get(Rate, 0)),
+    "file": (lambda: tempfile.mkstemp()[1], _write, lambda x: len(Path(x).read_text())),
+    "descriptor": (Closing, lambda x: os.write(x.file, b"x"), lambda x: os.fstat(x.file).st_size),
+    "module": (lambda: sys.modules[__name__], lambda x: setattr(x, "TIMES", TIMES + 1), lambda x: x.TIMES),
+}
+
+TIMES = 0
+HELD: dict[str, Any] = {}
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("place", ["attribute", "closure", "global"])
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_step_counts_once(kind: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, count, read = COUNTED[kind]
+    monkeypatch.setitem(globals(), "TIMES", 0)
+    HELD["it"] = held = make()
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        count({"attribute": lambda: o.held, "closure": lambda: held, "global": lambda: HELD["it"]}[place]())
+        p.sub_(g, alpha=lr)
+
+    optimizer: Any = Stepping([p := Parameter(torch.ones(3))], update)
+    optimizer.held = held
+    optimizer = collage_neuron.compile(optimizer, verbose=False)
+    for t in range(1, 4):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert read(held) == t
