@@ -45,8 +45,8 @@ test: lint  ## lint, then run every test (no accelerator needed)
 times:  ## print where the time of the last `make test` went, by folder, file and test
 	@$(BIN)/python benchmarks/suite_time.py build/tests.xml
 
-mutants: $(READY)  ## plant faults in kernels and words, and see the tests notice each: not part of CI
-	@WHOLE=1 $(BIN)/python -m pytest $(IN_PARALLEL) -m mutants
+mutants: $(READY)  ## plant faults in the source, and see the tests notice each: not part of CI
+	@WHOLE=1 $(BIN)/python -m pytest $(IN_PARALLEL) -m mutants tests/repository/test_planted_faults.py
 
 # What torch could break: recording, its privates, its optimizers, checkpoints, DDP. Values are torch 2.9's test, and XLA
 # needs the torch that it was built for. And TorchNeuron's device, which torch 2.9 cannot have: in processes of its own,

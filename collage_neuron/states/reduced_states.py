@@ -83,10 +83,8 @@ def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -
     """Creates the states of one number that `params` do not have yet, and moves others to fp32 on their device.
 
     Raises:
-        ValueError: two parameters hold the same tensor.
         UnsupportedUpdate: there is a state of another shape.
     """
-    seen = set[int]()
     for p in params if captured.small else ():
         state = optimizer.state[p]
         for name in captured.small:
@@ -95,12 +93,6 @@ def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -
                 structure_guard.changed(optimizer)
                 found = torch.as_tensor(_start(old, name, p, captured), dtype=torch.float32, device=p.device)
                 state[name] = found.expand(shape).clone(memory_format=torch.contiguous_format)
-            if id(state[name]) in seen:
-                raise ValueError(
-                    f"two parameters hold one tensor as optimizer.state[p][{name!r}], and the step computes one for "
-                    "each; nothing was updated: give each its own (clone())"
-                )
-            seen.add(id(state[name]))
 
 
 def _is_kept(x: Any, p: Tensor, shape: tuple[int, ...]) -> bool:

@@ -78,6 +78,8 @@ def test_what_keys_would_tell_wrong_is_saved() -> None:
     assert record_of(optimizer, p) == ALL
     optimizer, _ = start({"*": "bf16", "exp_avg": NAME})
     assert recorded(stepped(optimizer)) == {"exp_avg": NAME}
+    optimizer, _ = start("split311")
+    assert recorded(stepped(optimizer)).keys() == {"param"}  # of states in codes it has the values
 
 
 @pytest.mark.sampled(of=3)

@@ -424,7 +424,7 @@ def test_stochastic_rounding_is_reproducible_and_differs_between_values() -> Non
 
     class Twice(Written):
         def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-            if not state and g.norm() > 0:
+            if not state and g.float().numpy().any():  # which makes the step run as written
                 third = torch.full_like(p, 1 / 3)
                 state.update(a=third.clone(), b=third.clone())
 

@@ -361,6 +361,17 @@ def test_states_that_the_constructor_lets_share_memory_are_rejected(kind: str) -
             collage_neuron.compile(Normed(params, hold), strategy="plus")
 
 
+@pytest.mark.parametrize("kind", [PARAM, M])
+def test_so_are_those_of_a_class_whose_steps_are_recorded(kind: str) -> None:
+    p, q = params = [Parameter(torch.ones(16, dtype=torch.bfloat16)) for _ in range(2)]
+    p.grad = q.grad = torch.ones_like(p)
+    optimizer = torch.optim.AdamW(params)
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = q if kind == PARAM else optimizer.state[q]["exp_avg"].view(16)
+    with pytest.raises(UnsupportedUpdate, match="share memory, and each would have words of its own"):
+        collage_neuron.compile(optimizer, strategy="plus")
+
+
 @pytest.mark.parametrize(
     "share", [lambda p: p.data, lambda p: p.detach().view(p.shape), lambda p: p.data.flatten().view(p.shape)]
 )

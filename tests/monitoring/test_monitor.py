@@ -118,6 +118,16 @@ def test_at_beta2_of_999_every_decreasing_second_moment_stalls_in_bf16_and_none_
         assert decaying("fp32_states", arithmetic, device).stalled == {"exp_avg_sq": 0}
 
 
+def test_a_second_moment_that_stays_zero_is_not_falling() -> None:
+    p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p]), strategy="plus")
+    monitor = collage_neuron.monitor(optimizer)
+    p.grad = torch.zeros_like(p)
+    for _ in range(2):
+        optimizer.step()
+    assert last(monitor).total.falling == {"exp_avg_sq": 0}
+
+
 @pytest.mark.parametrize("strategy", ["stochastic_states", "split422", "split311"])
 def test_states_that_are_rounded_stochastically_do_not_count_as_stalled(strategy: str) -> None:
     assert decaying(strategy, "fp32", "cpu").stalled == {}

@@ -80,6 +80,7 @@ PAIRS = frozenset(
         "mul_scalar",
         "mul",
         "lerp",
+        "lerp_of_states",
         "maximum",
         "minimum",
         "clamp",

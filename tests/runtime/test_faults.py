@@ -23,7 +23,7 @@ from collage_neuron.passes.backends.native.backend import BACKEND
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.xla.hlo import Shape
 from collage_neuron.passes.backends.xla.lower import write_hlo
-from collage_neuron.runtime import step_plan
+from collage_neuron.runtime import nonfinite, step_plan
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_exact
 
@@ -137,6 +137,15 @@ def test_a_step_with_a_nan_or_inf_is_skipped_whole_and_counted(
     step(params, optimizer, 2)
     assert skipped_steps(optimizer) == 1
     assert differences(tensors(params, optimizer), before) != []
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_each_gradient_is_looked_at(bad: float) -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for place in params:
+        for p in params:
+            p.grad = torch.tensor([1.0, bad if p is place else 2.0])
+        assert not nonfinite.all_finite(params)
 
 
 def test_a_step_of_rows_of_one_whole_block_is_skipped() -> None:

@@ -104,12 +104,17 @@ def test_a_weight_whose_bits_are_what_they_were_keeps_its_low_word(
     assert all(map(torch.equal, values(run), before))
 
 
+@pytest.mark.parametrize("by_data", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @torch.no_grad()
-def test_what_is_written_before_the_first_step_is_where_training_begins(strategy: str) -> None:
+def test_what_is_written_before_the_first_step_is_where_training_begins(strategy: str, by_data: bool) -> None:
     run = compiled(strategy)
     before, weight = values(run)[0], params(run[0])[0]
-    weight[:10] = weight[:10] * 1.25  # as large as before: the old low words would fit
+    new = torch.cat([weight[:10] * 1.25, weight[10:]])  # as large as before: the old low words would fit
+    if by_data:
+        weight.data = new
+    else:
+        weight.copy_(new)
     expected = torch.cat([weight[:10].float(), before[10:]])
     assert torch.equal(values(run)[0], expected)
     step(run)
@@ -283,6 +288,15 @@ def test_a_plain_checkpoint_leaves_low_words_of_bits_that_are_what_they_were() -
         warnings.simplefilter("error")
         run[1].load_state_dict(state)
     assert all(map(torch.equal, values(run), before))
+
+
+@torch.no_grad()
+def test_a_plain_checkpoint_leaves_no_low_words_to_weights_that_were_written_after_a_step() -> None:
+    run, plain = compiled("split433", steps=1), compiled("split433")[0].float()
+    for p in params(run[0]):
+        p.mul_(3.0)
+    run[1].load_state_dict(AdamW(plain.parameters()).state_dict())
+    assert all(map(torch.equal, values(run), (p.float() for p in params(run[0]))))
 
 
 # --- other optimizers, earlier weights (found by a hostile reader) ---------------------------------------------------

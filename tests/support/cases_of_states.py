@@ -95,6 +95,14 @@ def states_trade_places(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> No
 
 
 @launched
+def a_state_is_one_of_two_results(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Steps that make the same calls, and differ in what they leave."""
+    m = s.setdefault("m", torch.zeros_like(p))
+    p.sub_(m, alpha=lr)
+    s["m"] = (m * 0.5 + g, g * 2.0 - m)[t % 3 == 0]
+
+
+@launched
 def two_buffers_in_turn(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     s.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.1)
     b = s.setdefault(f"b{t % 2}", torch.zeros_like(p)).mul_(0.9).add_(g)
@@ -410,6 +418,12 @@ def a_view_of_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None
 def keeps_the_gradient(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(o.kept.setdefault(p, g), alpha=lr).sub_(g + 0.5 * s.get("before", g), alpha=lr)
     s["before"] = g
+
+
+@computed
+def keeps_the_first_gradient(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """What stands for it in the step stands for those of later steps too."""
+    p.sub_(o.kept.setdefault(p, g), alpha=lr).sub_(g, alpha=lr)
 
 
 @computed

@@ -63,6 +63,7 @@ ONE_OP: dict[str, Body] = {
     "addcmul": op(aten.addcmul.default, "x", "g", "g", value="s"),
     "addcdiv": op(aten.addcdiv.default, "x", "g", "p", value="s"),
     "lerp": op(aten.lerp.Scalar, "x", "g", "s"),
+    "lerp_of_states": op(aten.lerp.Scalar, "x", op(aten.add.Tensor, "x", "g"), "s"),
     "lerp_by_elements": op(aten.lerp.Tensor, "x", "g", op(aten.mul.Tensor, "p", "p")),
     "neg": op(aten.neg.default, "x"),
     "abs": op(aten.abs.default, "x"),

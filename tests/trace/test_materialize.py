@@ -52,6 +52,14 @@ def and_ends_earlier(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
             p.sub_(g, alpha=lr * p.mean().item())
 
 
+def of_the_second_as_it_was(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Its norm is needed at the end of the step, when a later value was asked for."""
+    second = o.param_groups[0]["params"][1]
+    p.sub_(g / (1 + second.norm()), alpha=lr)
+    second.mul_(0.9)
+    p.sub_(g, alpha=lr / (1 + second.norm().item()))
+
+
 CASES = [between_writes, of_the_last_parameter, of_all_so_far, with_trust, and_ends_earlier]
 
 
@@ -69,7 +77,7 @@ def run(update: Any, strategy: str) -> tuple[Any, list[torch.Tensor]]:
     return optimizer, [read(optimizer, p).clone() for p in params]
 
 
-@pytest.mark.parametrize("update", CASES)
+@pytest.mark.parametrize("update", [*CASES, of_the_second_as_it_was])
 def test_numbers_are_those_of_then(update: Any) -> None:
     optimizer, found = run(update, "fp32")
     for x, y in zip(found, run(update, "")[1], strict=True):

@@ -78,6 +78,7 @@ CHANGED: dict[str, Callable[[Any, Any, int], Any]] = {
     "a tensor for a number": lambda p, g, t: g * (2.0 if t < 4 else torch.full_like(p, 3.0).detach()),
     "a number of the host": lambda p, g, t: g * (2.0 if t < 4 else torch.tensor(3.0)),
     "a name": lambda p, g, t: g.add(p, alpha=0.5) if t < 4 else g.add(p),
+    "a name beside a number": lambda p, g, t: g * float((g.prod(1) if t < 4 else g.prod(1, keepdim=True)).dim()),
     "another name": lambda p, g, t: g.add(other=p) if t < 4 else g.add(p, alpha=2.0),
     "a true number": lambda p, g, t: g * (1.0 if t < 4 else True),
     "reflected": lambda p, g, t: torch.full((3, 4), 3.0) / (g + p.abs()) + (1.0 - g) + 2.0 * p,

@@ -128,6 +128,15 @@ def test_so_does_one_on_xla(name: str) -> None:
     assert_right(FOREIGN[name], "xla", device=pytest.importorskip("torch_xla").device())
 
 
+def halving_its_rate(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(torch.tensor(lr, device=p.device).mul_(0.5) * g)
+
+
+def test_a_number_that_a_step_makes_on_xla_has_what_was_written_to_it() -> None:
+    device = pytest.importorskip("torch_xla").device()
+    assert_right(lambda params: Stepping(params, halving_its_rate), "xla", device=device)
+
+
 @pytest.mark.parametrize("strategy", ["plus", "split433"])
 def test_one_on_xla_has_the_bits_of_a_recorded_one(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = pytest.importorskip("torch_xla").device()

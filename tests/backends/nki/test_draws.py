@@ -169,10 +169,10 @@ def seeds() -> Iterator[int]:
     base = (5, 7, 0, 0)
     slots = [0.5] * 12
     for drawing in (base, (6, 7, 0, 0), (5, 8, 0, 0), (5, 7, 1, 0), (5, 7, 0, 4096), (5 + (1 << 16), 7, 0, 0)):
-        yield int(seed_of([(s.update, torch.tensor(s.update.scalars.run(slots, drawing)))]))
+        yield from seed_of([(s.update, torch.tensor(s.update.scalars.run(slots, drawing)))], cores=2).flatten().tolist()
 
 
-def test_each_step_parameter_shard_and_seed_has_a_seed_of_its_own() -> None:
+def test_each_step_parameter_shard_core_and_seed_has_a_seed_of_its_own() -> None:
     found = list(seeds())
     assert len(set(found)) == len(found)
     assert found == list(seeds())

@@ -107,6 +107,13 @@ def test_parts_are_all_elements_and_chosen_cuts_fit() -> None:
         assert n == 1 or all(p.lines > 1 for p in parts), n
 
 
+def test_no_cut_into_two_lines_or_more_has_a_tile_of_one_line() -> None:
+    for lines in range(2, 4 * PARTITIONS):
+        parts = parts_of(lines * SMALL.columns, SMALL)
+        assert all(1 < p.lines <= PARTITIONS for p in parts)
+        assert sum(p.tiles * p.lines for p in parts) == lines
+
+
 def test_parts_of_rows_with_blocks_are_all_elements() -> None:
     g = random.Random(0)
     lengths = [1, 5, 127, 128, 129, 384, 1030, 4096, 11008, 50257, *(g.randrange(1, 20000) for _ in range(60))]

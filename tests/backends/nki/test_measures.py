@@ -15,7 +15,7 @@ from torch_cases import CASES
 
 import collage_neuron
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.numerics.eft import narrow, widen
+from collage_neuron.numerics.eft import narrow, round_to, widen
 from collage_neuron.numerics.formats import BUILT_IN, Format
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends.nki.chunk_totals import measure_of
@@ -41,13 +41,14 @@ def measures(x: Any, z: Any) -> list[Any]:
 
 
 @cache
-def update() -> Update:
-    """z = x + y + 1, which is not 0 beyond the end; sums of z and of x * z, counts of positive z, and of z but 0."""
+def update(stored: str = "fp32") -> Update:
+    """x = z = x + y + 1, not 0 beyond the end; sums of z and of x * z, counts of positive z, and of z but 0."""
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     x, y = (widen(fx.Proxy(graph.placeholder(name), tracer)) for name in ("x", "y"))
     z: Any = x + y + 1.0
-    graph.output(tuple(o.node for o in [narrow(z, "fp32"), *measures(x, z)]))
+    new = narrow(z if stored == "fp32" else round_to(z, stored), stored)
+    graph.output(tuple(o.node for o in [new, *measures(x, z)]))
     return Update.elementwise(graph, ("x", "y"), ("x",), ScalarProgram(), {}, **NAMES)
 
 
@@ -102,6 +103,17 @@ def test_an_instruction_adds_so_few_terms_that_no_order_loses_more(order: str, d
     assert cut.width == SUMMED
     assert 1.001 * (SUMMED - 1) * ROUNDING < 2.0**-15  # what docs/development/evidence.md says
     assert holds(dialect, 3 * 128 * 2048, cut, order)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_is_measured_is_not_rounded_as_what_is_stored_is(dialect: str) -> None:
+    inputs, u = given(TILE + 5), update("bf16")
+    inputs["x"] = inputs["x"].bfloat16()
+    k = lower_to_nki(u, "trn1", dialect, components={"x": "bf16", "y": "fp32"})
+    found, x = run(k, inputs, NOTHING, INFINITY, cut=SMALL).results, inputs["x"].float()
+    z = x + inputs["y"] + 1.0
+    assert torch.equal(found["x"], z.bfloat16())
+    assert is_right(measure_of(u, found["measures"]), x, z, 16)
 
 
 def test_behind_the_kernel_a_device_adds_in_rows(xla: torch.device) -> None:

@@ -330,7 +330,7 @@ def test_a_second_reader_of_the_kernel_finds_the_same(monkeypatch: pytest.Monkey
 
 SMALLER: tuple[tuple[tuple[int, ...], str], ...] = (
     ((1, 300, 1), MATRIX), ((3, 70, 1), MATRIX), ((3, 70, 1), NUMBER), ((2, 1, 90), MATRIX), ((2, 1, 90), NUMBER),
-    ((60, 1, 1), NUMBER),
+    ((60, 1, 1), NUMBER), ((300, 3, 1), MATRIX),
 )  # fmt: skip
 
 
