@@ -17,10 +17,20 @@ from torch import Tensor
 
 from collage_neuron.api import compile
 from collage_neuron.cli import builtin_gpt
-from collage_neuron.cli.compare_figure import figure_page
-from collage_neuron.cli.compare_process import SEED, ScriptFailed, check_request, has_make, run_process
-from collage_neuron.cli.compare_script import Made, failure, load_script, make_of, next_loss, seed_everything
-from collage_neuron.cli.compare_table import ALONE, UNCOMPILED, Run, remarks, table
+from collage_neuron.cli.compare_results import ALONE, UNCOMPILED, Run, figure_page, remarks, table
+from collage_neuron.cli.compared_script import (
+    SEED,
+    Made,
+    ScriptFailed,
+    check_request,
+    failure,
+    has_make,
+    load_script,
+    make_of,
+    next_loss,
+    run_process,
+    seed_everything,
+)
 from collage_neuron.conversion.override import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.explanation import bytes_per_parameter
