@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3, EighthRoot, SmallFloat
+from collage_neuron.numerics.block_formats import (
+    BLOCK,
+    I8Q4,
+    I8Q8,
+    I16Q4,
+    I16Q8,
+    U8Q16,
+    U16Q8,
+    U16Q16,
+    RootWords,
+)
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,
@@ -32,8 +42,7 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
-from collage_neuron.numerics.root_words import I8Q8, I16Q8, U8Q16, U16Q16, UnsignedRoot
-from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
+from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16, UE5M3, SmallFloat
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
@@ -181,7 +190,7 @@ _BYTE = Component("", "uint8")
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
 
 
-def _unsigned(name: str, code: Component, words: EighthRoot | UnsignedRoot | SmallFloat) -> Format:
+def _unsigned(name: str, code: Component, words: RootWords | SmallFloat) -> Format:
     """A stochastic format of blocks without negative numbers."""
     return Format(name, (code, _SCALE), words.encode, words.decode, words.draw, error=words.error, signed=False)
 

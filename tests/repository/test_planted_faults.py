@@ -30,9 +30,9 @@ class Fault(NamedTuple):
     test: str
 
 
-EFT, BLOCKS, FP32, PAPER = (
-    "collage_neuron/numerics/eft.py", "collage_neuron/numerics/block_words.py", "passes/rewrite/fp32_arithmetic.py",
-    "passes/rewrite/bf16_arithmetic.py",
+EFT, BLOCKS, FLOATS, FP32, PAPER = (
+    "collage_neuron/numerics/eft.py", "collage_neuron/numerics/block_formats.py",
+    "collage_neuron/numerics/scaled_floats.py", "passes/rewrite/fp32_arithmetic.py", "passes/rewrite/bf16_arithmetic.py",
 )  # fmt: skip
 RULES, NATIVE, EMIT = (
     "passes/rewrite/rules/elementwise.py", "passes/backends/native/rules.py", "passes/backends/nki/emit.py",
@@ -41,7 +41,7 @@ WORDS, TOTALS = "passes/backends/nki/words.py", "passes/backends/nki/chunk_total
 LEGALIZE = "passes/backends/nki/legalize.py"
 ALL_MAGNITUDES = "backends/nki/test_kernels.py::test_numbers_of_all_magnitudes"
 EXACT_EFT, PAPERS = "numerics/test_eft.py", "numerics/test_paper.py::test_every_component_has_the_bits_of_the_paper"
-OF_BLOCKS, OF_RULES = "numerics/test_block_words.py", "optimizers/test_torch_optim.py"
+OF_BLOCKS, OF_RULES = "numerics/test_block_formats.py", "optimizers/test_torch_optim.py"
 
 FAULTS = [
     # numbers
@@ -62,8 +62,8 @@ FAULTS = [
           "numerics/test_tensor_sums.py"),
     Fault(BLOCKS, "torch.where(code > self.most, self.most, code)", "code", OF_BLOCKS),
     Fault(BLOCKS, "u * (high - low) < y - low", "u * (high - low) <= y - low", OF_BLOCKS),
-    Fault(BLOCKS, "code < 8.0", "code <= 8.0", OF_BLOCKS),
-    Fault(BLOCKS, "fourth * fourth * (if_finite(power) * 0.5)", "fourth * fourth * (power * 0.5)", OF_BLOCKS),
+    Fault(FLOATS, "code < 8.0", "code <= 8.0", OF_BLOCKS),
+    Fault(FLOATS, "(power + (power - power))", "power", OF_BLOCKS),
     # rules and passes
     Fault(FP32, "a.read(factor - 1)", "a.read(1 - factor)", OF_RULES),
     Fault(FP32, "self.delta + increment", "increment", OF_RULES),
