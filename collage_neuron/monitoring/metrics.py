@@ -192,7 +192,7 @@ class Record:
         parts: dict[Key, list[Part]] = {}
         for part in self.parameters.values():
             parts.setdefault(key(part), []).append(part)
-        return {k: _sum(found) for k, found in parts.items()}
+        return {k: _sum(members) for k, members in parts.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """The step's number, and the numbers of the whole, of each group and of each module."""

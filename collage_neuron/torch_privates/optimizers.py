@@ -51,11 +51,11 @@ def put_last(optimizer: Optimizer, hook: Any) -> None:
     `tests/conversion/test_compile_classes.py::test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses`.
     """
     hooks: Any = optimizer._optimizer_step_pre_hooks  # by the ids of handles
-    ours = next((key for key, other in hooks.items() if other is hook), None)
-    if ours is None:
+    handle = next((key for key, other in hooks.items() if other is hook), None)
+    if handle is None:
         Optimizer.register_step_pre_hook(optimizer, hook)
     else:
-        hooks.move_to_end(ours)
+        hooks.move_to_end(handle)
 
 
 def step_pre_hooks(optimizer: Optimizer) -> list[Any]:

@@ -63,8 +63,8 @@ def _properties(t: torch.Tensor) -> tuple[Any, ...]:
     return type(t), t.dtype, t.device, t.layout, t.shape, t.layout is torch.strided and t.stride(), flags
 
 
-def viewed(t: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that `t` is a view of.
+def base_of(t: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `t` is a view of, or None.
 
     Noticed by `tests/conversion/test_uncommon.py::test_views_of_a_flat_buffer`.
     """
@@ -159,14 +159,6 @@ _KEEPS_OBJECTS = _keeps_objects()
 
 Noticed by `tests/trace/test_traced_step.py::test_numbers_of_all_parameters_in_one_tensor`.
 """
-
-
-def base_of(t: torch.Tensor) -> torch.Tensor | None:
-    """The tensor of which `t` is a view, or None.
-
-    Noticed by `tests/eager/test_gradients.py::test_a_name_of_a_gradient_that_is_not_followed_is_rejected`.
-    """
-    return t._base
 
 
 def references(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -32,7 +32,8 @@ class Fault(NamedTuple):
 
 EFT, BLOCKS, FLOATS, FP32, PAPER = (
     "collage_neuron/numerics/eft.py", "collage_neuron/numerics/block_formats.py",
-    "collage_neuron/numerics/scaled_floats.py", "passes/rewrite/fp32_arithmetic.py", "passes/rewrite/bf16_arithmetic.py",
+    "collage_neuron/numerics/scaled_floats.py", "passes/rewrite/fp32_arithmetic.py",
+    "passes/rewrite/bf16_arithmetic.py",
 )  # fmt: skip
 RULES, NATIVE, EMIT = (
     "passes/rewrite/rules/elementwise.py", "passes/backends/native/rules.py", "passes/backends/nki/emit.py",
