@@ -88,10 +88,10 @@ def make_of(module: ModuleType, name: str) -> Callable[[], Made]:
         ) from None
 
     def checked() -> Made:
-        found = make()
-        if not isinstance(found, tuple) or len(found) not in (3, 4):
-            raise ScriptError(f"make() of {name} returns {_kind(found)}; return model, optimizer, loss[, scheduler]")
-        made = Made(*found)
+        result = make()
+        if not isinstance(result, tuple) or len(result) not in (3, 4):
+            raise ScriptError(f"make() of {name} returns {_kind(result)}; return model, optimizer, loss[, scheduler]")
+        made = Made(*result)
         for value, kind in ((made.model, torch.nn.Module), (made.optimizer, Optimizer)):
             if not isinstance(value, kind):
                 raise ScriptError(f"make() of {name} returns {_kind(value)} where a {kind.__name__} belongs")
@@ -230,23 +230,23 @@ def run_process(path: Path, arguments: Sequence[str], strategy: str, seed: int, 
 
 def bytes_in(text: str, strategy: str) -> float:
     """What the line after the first step says of a parameter; where a script is silent (`verbose=False`), Adam's."""
-    found = re.findall(rf"strategy {re.escape(strategy)}(?: \(.*?\))?, ([\d.]+) B each", text)
-    if not found and strategy not in STRATEGIES:
+    sizes = re.findall(rf"strategy {re.escape(strategy)}(?: \(.*?\))?, ([\d.]+) B each", text)
+    if not sizes and strategy not in STRATEGIES:
         raise ScriptError(
             f"the bytes of {strategy}, which the script registers, are not known: drop verbose=False there"
         )
-    return float(found[-1]) if found else bytes_with_adam(strategy)
+    return float(sizes[-1]) if sizes else bytes_with_adam(strategy)
 
 
 def losses_in(text: str) -> list[float]:
     """The losses that a script printed: those of validation if there are any, else all."""
-    return [float(found[1]) for found in _printed_in(text)]
+    return [float(match[1]) for match in _printed_in(text)]
 
 
 def last_line_in(text: str) -> str:
     """The line that has the last of the losses; of a progress bar, what it showed last."""
-    found = _printed_in(text)
-    lines = re.split(r"[\r\n]", text[: found[-1].end()])[-1:] if found else []
+    matches = _printed_in(text)
+    lines = re.split(r"[\r\n]", text[: matches[-1].end()])[-1:] if matches else []
     return "".join(lines).strip()
 
 

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="show the versions of this package, Python and torch")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
-        options = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=text + " (to look inside; not needed to train)" * (name in INSIDE),
             description=f"Shows {text}.",
@@ -82,17 +82,17 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if given[:1] == [name]:
             command = import_module(f"collage_neuron.cli.{name}")
-            command.add_arguments(options)
+            command.add_arguments(subparser)
     end = given.index("--") if given[:1] == ["compare"] and "--" in given else len(given)
-    found = parser.parse_args(given[:end])
-    if found.version:
+    options = parser.parse_args(given[:end])
+    if options.version:
         print(versions())
         return 0
-    if found.command is None:
+    if options.command is None:
         parser.print_help()
         return 2
     try:
-        status: int = command.main(found, given[end + 1 :])
+        status: int = command.main(options, given[end + 1 :])
         sys.stdout.flush()
     except BrokenPipeError:  # who reads the output has read enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends

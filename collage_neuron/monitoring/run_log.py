@@ -38,12 +38,12 @@ class Log:
         steps, values = [], []
         for record in self.records:
             try:
-                found = value(record)
+                number = value(record)
             except KeyError:
                 continue
-            if isinstance(found, (int, float)) and math.isfinite(found):
+            if isinstance(number, (int, float)) and math.isfinite(number):
                 steps.append(record["step"])
-                values.append(float(found))
+                values.append(float(number))
         return steps, values
 
 
@@ -81,10 +81,10 @@ def _of_folder(file: Path, name: str, leave_out: Callable[[NoSteps], object]) ->
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(path.rglob("*.jsonl"))
-    if not found:
+    logs = sorted(path.rglob("*.jsonl"))
+    if not logs:
         raise LogError(f"{path} holds no .jsonl file; name the log of a run, or a folder of them")
-    return found
+    return logs
 
 
 def _names(files: Sequence[Path]) -> list[str]:

@@ -352,13 +352,13 @@ def _wrong(fmt: Format, conversion: str) -> Iterator[str]:
     if not isinstance(words, (list, tuple)):
         yield f"its {conversion} returns a {type(words).__name__}, and not a list of words"
         return
-    found, wanted = [getattr(word, "dtype", type(word)) for word in words], [c.type.dtype for c in fmt.components]
+    dtypes, wanted = [getattr(word, "dtype", type(word)) for word in words], [c.type.dtype for c in fmt.components]
     if len(words) != len(wanted):
         yield f"its {conversion} returns {len(words)} words, and it has {len(wanted)} components"
         return
     values: list[Any] = [decode(words) for decode in _decoders(fmt)]
-    if found != wanted:
-        yield f"its {conversion} returns words of {found}, and its components are {wanted}"
+    if dtypes != wanted:
+        yield f"its {conversion} returns words of {dtypes}, and its components are {wanted}"
     elif any(getattr(value, "dtype", None) != torch.float32 or value.shape != x.shape for value in values):
         yield "its decode does not return one fp32 number for each"
     elif conversion == "encode" and not _is_value(fmt, words, x):

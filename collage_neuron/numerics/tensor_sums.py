@@ -88,13 +88,13 @@ def finished(reduction: Reduction, groups: Sequence[Tensor], sizes: Sequence[int
 def totals(groups: Sequence[Tensor]) -> list[float]:
     """The sums of all terms in double, for tensors with these sums of groups: those of as many at once."""
     counts = [*map(len, groups)]
-    found = [0.0] * len(groups)
+    results = [0.0] * len(groups)
     for count in {*counts} - {0}:
         places = [i for i, n in enumerate(counts) if n == count]
         sums = folded(_padded(torch.stack([groups[i] for i in places]), power_from(count)))
         for i, total in zip(places, sums.tolist(), strict=True):
-            found[i] = total
-    return found
+            results[i] = total
+    return results
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
