@@ -74,13 +74,16 @@ def test_what_was_decoded_is_encoded_to_the_same_words(name: str) -> None:
 
 def boundary(name: str, low: Tensor, high: Tensor) -> Tensor:
     """The fp32 number next to the middle of two codes: of roots in the middle of the codes, of floats of the values."""
+    middle: Tensor
     if name in ROOTS:
         c = ROOTS[name].curve
         sides = (((low + high).double().abs() / 2 * c.step + c.origin) ** 2**c.halvings - c.linear) / 2
-        return (sides * (low + high).sign()).float()
-    one = torch.ones(len(low), 1)
-    a, b = (FORMATS[name].decode([as_words(name, code[:, None]), one])[:, 0].double() for code in (low, high))
-    return ((a + b) / 2).float()
+        middle = sides * (low + high).sign()
+    else:
+        one = torch.ones(len(low), 1)
+        a, b = (FORMATS[name].decode([as_words(name, code[:, None]), one])[:, 0].double() for code in (low, high))
+        middle = (a + b) / 2
+    return middle.float()
 
 
 @names
