@@ -1,8 +1,7 @@
 """Every use of private names of torch and torch_xla in this project, by subject; no other file uses any.
 
-Each entry says why no public name is enough, and names the test that fails when torch changes what it uses
-(`tests/repository/test_torch_privates.py` checks that these tests exist, and that no other file reaches into torch).
-`noqa: E501` stands where the name of such a test is too long for a line: it must stay in one piece to be found.
+Each entry says why no public name is enough. `tests/repository/test_torch_privates.py` has the test that fails when
+torch changes what it uses, and checks that no other file reaches into torch.
 """
 
 from collage_neuron.torch_privates.distributed import (
