@@ -141,6 +141,7 @@ def above_fp32(logs: Sequence[Log], steps: str = "step") -> Figure | None:
 def _running_difference(losses: Mapping[int, float], control: Mapping[int, float]) -> dict[int, float]:
     """By step the mean difference over the last SMOOTHED-th of the run."""
     apart = [(step, losses[step] - control[step]) for step in losses if step in control]
+    # Single batches differ by more than strategies do.
     width = max(1, len(apart) // SMOOTHED)
     return {step: fmean(x for _, x in apart[max(0, end - width) : end]) for end, (step, _) in enumerate(apart, 1)}
 
@@ -185,6 +186,7 @@ def _traces(chart: Lines, colour: str, log: Log, width: float) -> Iterator[dict[
                 "mode": "lines+markers" if len(steps) == 1 else "lines",
                 "name": name,
                 "x": steps,
+                # Finer than a pixel, and half as many characters in the page.
                 "y": [float(f"{value:.5g}") for value in values],
                 "line": {"width": drawn, "dash": dash},
                 "meta": colour,
@@ -218,6 +220,7 @@ def _range(chart: Lines, traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values = [*chart.shows, *(y for trace in traces for y in trace["y"])]
     low, high = min(values), max(values)
     space = 0.05 * (high - low) or 0.05
+    # The ends stay off the frame, where a line would be hidden.
     low, high = low - space, high + space
     if chart.limits:
         low, high = max(low, chart.limits[0]), min(high, chart.limits[1])

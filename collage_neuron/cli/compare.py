@@ -131,24 +131,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """An argparse type: an integer above zero."""
-    if not (number := _whole(text)):
+    if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps: give 1 or more")
-    return number
+    return int(text)
 
 
 def seed(text: str) -> int:
     """An argparse type: a seed that the generators of torch and NumPy both take."""
-    if (number := _whole(text)) is None or number >= 2**32:
+    if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed: give 0 to {2**32 - 1}")
-    return number
-
-
-def _whole(text: str) -> int | None:
-    """The whole number from 0 on that a text says, if it says one."""
-    try:
-        return number if (number := int(text)) >= 0 else None
-    except ValueError:
-        return None
+    return int(text)
 
 
 def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:

@@ -190,9 +190,11 @@ def recommendation(runs: Sequence[Run], again: str = ALONE) -> str:
         return f"one seed cannot tell a difference from chance: {_with_seeds(again)} gives a recommendation"
     if not all(math.isfinite(run.final) for run in fp32):
         return "no recommendation: a loss of fp32 is not finite"
+    # The model as the script made it has no strategy that could be recommended.
     sizes = {run.strategy: run.bytes_per_parameter for run in runs if run.strategy != UNCOMPILED}
     trifle = NEGLIGIBLE * abs(fmean(run.losses[0] - run.final for run in fp32))
     near = [name for name in sizes if _is_near(above(name, runs), trifle)]
+    # fp32 is near to itself, so there is one.
     least = min(near, key=sizes.__getitem__)
     smaller = [name for name in sizes if sizes[name] < sizes[least]]
     verb = "needs less and loses more" if len(smaller) == 1 else "need less and lose more"
@@ -251,6 +253,7 @@ def figure_page(runs: Sequence[Run], heading: str, sentences: Sequence[str]) -> 
 def as_log(run: Run) -> Log:
     """The losses of a run as a log of at most POINTS steps."""
     size = -(-len(run.losses) // POINTS)
+    # Neighbours become their mean, at the step of the first.
     means = {k + 1: fmean(run.losses[k : k + size]) for k in range(0, len(run.losses), size)}
     records = [{"step": step, "loss": mean} for step, mean in means.items()]
     return Log(run.strategy, Path(), {"strategy": run.strategy, "seed": run.seed}, records)

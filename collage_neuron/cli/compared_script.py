@@ -61,11 +61,13 @@ def load_script(path: Path, arguments: Sequence[str]) -> Callable[[], Made]:
     if not path.is_file():
         raise ScriptError(f"{path} is not a file; name a Python script that has the changed line, or defines make()")
     sys.argv = [str(path), *arguments]
+    # As Python does for a script: the modules beside it are found.
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(f"compared_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ScriptError(f"{path} cannot be imported; name a Python script (.py) that defines make()")
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look there for the module of a class.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return make_of(module, str(path))
@@ -209,6 +211,7 @@ def run_process(path: Path, arguments: Sequence[str], strategy: str, seed: int, 
     began = perf_counter()
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("wb") as file:
+        # Unbuffered, so that what was printed before an error is in the file.
         environment = {**os.environ, VARIABLE: strategy, "PYTHONUNBUFFERED": "1"}
         status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     seconds = perf_counter() - began

@@ -64,6 +64,7 @@ def _losses(logs: Sequence[Log]) -> str:
     shown = [log for log in logs if log.name in finals]
     if len(shown) < 2:
         return "".join(f"{_named(log)} has a loss of {finals[log.name]:.4f} {_when(log)}." for log in shown)
+    # Such runs differ by more than their strategies.
     if len({log.steps[-1] for log in shown}) > 1 or len({log.about.get("seed") for log in shown}) > 1:
         return "The runs end at different steps or have different seeds, so their losses are not compared here."
     control = next((log for log in shown if log.about.get("strategy") == "fp32"), None)

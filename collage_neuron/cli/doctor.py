@@ -161,6 +161,7 @@ def _faults(sections: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str]]:
     yield from lacking.items()
     probed = {item.partition(" on ")[0]: said for item, _, said in sections["probes"]}
     yield from ((name, said) for name, said in probed.items() if said != "ok" and name in names())
+    # Neither rejected nor probed: what it needs is not there, or no device of it.
     for name in sorted(NEEDED.keys() - lacking.keys() - probed.keys()):
         absent = [" or ".join(one) for one in NEEDED[name] if not any(map(importlib.util.find_spec, one))]
         verb = "is" if len(absent) == 1 else "are"

@@ -144,6 +144,7 @@ def write_all(folder: Path) -> str:
 
 def written(wanted: Iterable[tuple[Path, str]]) -> list[Path]:
     """Writes the files that are missing or out of date; their paths."""
+    # A file that is up to date keeps its time.
     changed = [(p, text) for p, text in wanted if not p.exists() or p.read_text() != text]
     for path, text in changed:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -80,9 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
             epilog=EXAMPLES[name],
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        # Only the command that was given is imported: the options of others would take torch, two seconds.
         if given[:1] == [name]:
             command = import_module(f"collage_neuron.cli.{name}")
             command.add_arguments(subparser)
+    # What follows -- is of the script, and argparse would look for options of ours in it.
     end = given.index("--") if given[:1] == ["compare"] and "--" in given else len(given)
     options = parser.parse_args(given[:end])
     if options.version:

@@ -41,6 +41,7 @@ def maps(logs: Sequence[Log]) -> list[Map]:
 
 def _map(log: Log, modules: Sequence[str]) -> Map:
     records = [record for record in log.records if record.get("modules")]
+    # More cells than pixels would make the page large, and the picture no better.
     size = math.ceil(len(records) / COLUMNS)
     columns = [records[i : i + size] for i in range(0, len(records), size)]
     cells = [[_cell(name, column) for column in columns] for name in modules]
@@ -117,6 +118,7 @@ def picture(logs: Sequence[Log], form: str) -> bytes | None:
     import matplotlib as mpl  # an extra: imported only where a picture is asked for
     from matplotlib.figure import Figure as Picture
 
+    # Text stays text, and names inside an SVG do not change from one drawing to the next.
     style: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "collage_neuron"}
     with mpl.rc_context(style):
         names = labels(logs, every_map[0].modules)
@@ -136,6 +138,7 @@ def picture(logs: Sequence[Log], form: str) -> bytes | None:
 def _draw(axes: Any, drawn: Map) -> Any:
     from matplotlib.colors import LogNorm
 
+    # matplotlib leaves NaN out, which shows the colour of what is behind the cells.
     cells = [[math.nan if x is None else x for x in row] for row in drawn.cells]
     extent = (drawn.steps[0] - 0.5, drawn.log.steps[-1] + 0.5, len(drawn.modules) - 0.5, -0.5)
     shown = axes.imshow(

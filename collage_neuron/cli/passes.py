@@ -119,6 +119,7 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
         ValueError: the strategy does not work in the arithmetic.
         UnsupportedUpdate: the optimizer cannot be compiled.
     """
+    # A matrix: Adafactor and Muon do otherwise with a vector.
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16, device="cpu"))
     p.grad = torch.zeros_like(p)
     made = OPTIMIZERS[optimizer]([p])
@@ -157,6 +158,7 @@ def figures(optimizer: str, strategy: str, job: step_plan.Job) -> str:
         sizes.get(str(n.target), 0) for s in update.stages for n in s.body.nodes if n.op == "placeholder" and n.users
     )
     writes = sum(sizes.get(key, 0) for key in update.outputs)
+    # Of several stages all are counted: each of them runs.
     before, after = operations(graph), sum(map(operations, (stage.body for stage in update.stages)))
     writing = f"write{'s' * (len(update.stages) == 1)} {writes}"
     said = (

@@ -45,6 +45,7 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Writes the page, and the picture; returns the exit status."""
     try:
         logs = read_logs(options.runs, lambda error: print(f"report: left out: {error}", file=sys.stderr))
+        # All is drawn before anything is written: an error leaves both files as they were.
         files = {options.out: page(logs).encode()}
         if options.map is not None:
             files[options.map] = _map(logs, options.map.suffix[1:])
@@ -88,6 +89,7 @@ def _map(logs: Sequence[Log], form: str) -> bytes:
 
 def _write(path: Path, content: bytes) -> None:
     """Writes the file atomically: on an error the old file stays."""
+    # Beside the file, since only a rename within a file system is atomic.
     half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         half.write_bytes(content)

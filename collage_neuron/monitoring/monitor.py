@@ -39,6 +39,7 @@ class Monitor:
         self._readings = readings
         self._optimizer = ref(optimizer)
         self._model = ref(model) if model is not None else None
+        # By identity: tensors are compared by element. Weakly: parameters may be exchanged.
         self._places = WeakIdKeyDictionary()
         self._taken = taken
         self._began = False
@@ -122,6 +123,7 @@ class Monitor:
         """The number of the next step: from the optimizer's own count, if it has one, since that survives a resume."""
         counts = (state["step"] for state in self._alive.state.values() if "step" in state)
         count = next(counts, self._taken)
+        # A count on a device is not read, which would wait for the device in each step.
         on_host = not isinstance(count, torch.Tensor) or count.device.type == "cpu"
         return (int(count) if on_host else self._taken) + 1
 

@@ -58,6 +58,7 @@ class Unread:
 
     def read(self) -> Record:
         """Fetches the numbers: waits for the device."""
+        # One fetch for each device, whatever the number of parameters.
         sums = iter([x for t in self.sums for x in t.tolist()])
         counts = iter([n for t in self.counts for n in t.tolist()])
         parts = {}
@@ -105,6 +106,7 @@ class Readings:
             self.records.append(unread.read())
             if self._writers:
                 self._unwritten.append((self.records[-1], unread))
+        # The last step may still get values of `log`, so it waits for the next one.
         while self._unwritten and self._unwritten[0][1] is not self._last:
             record, unread = self._unwritten.popleft()
             logged = {name: _fetched(value) for name, value in unread.logged.items()}

@@ -84,6 +84,7 @@ def _files(path: Path) -> list[Path]:
 
 def _names(files: Sequence[Path]) -> list[str]:
     """The shortest endings of the paths that are all distinct."""
+    # A folder a run, or a file a run: as many parts of the path as tell them apart.
     for length in range(1, max(len(file.parts) for file in files) + 1):
         names = ["/".join(file.with_suffix("").parts[-length:]) for file in files]
         if len(set(names)) == len(names):
@@ -97,6 +98,7 @@ def read_log(path: Path, name: str) -> Log:
     records: list[Line] = []
     for line in parsed:
         if "step" in line:
+            # The run was resumed from an earlier step: what it does again counts.
             while records and records[-1]["step"] >= line["step"]:
                 records.pop()
             records.append(line)

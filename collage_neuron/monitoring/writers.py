@@ -71,6 +71,7 @@ class JsonLog(Writer):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             run_log.mend(self.path)
+            # Without a buffer a line is one write, so that a kill cuts at most the last.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             message = f"the log {self.path} cannot be written ({error.strerror}); name a file in a folder of yours"
@@ -89,6 +90,7 @@ class JsonLog(Writer):
 
     def _append(self, line: Mapping[str, Any]) -> None:
         rest = json.dumps(plain(line), default=str).encode() + b"\n"
+        # A raw write may take a part.
         while rest:
             rest = rest[self._file.write(rest) :]
 
@@ -275,6 +277,7 @@ class Live(Writer):
 def on_stderr(text: str) -> None:
     """Prints a line; on a terminal it replaces the last one."""
     if sys.stderr.isatty():
+        # Cut, since a line that wraps is not overwritten; the code at its end clears what a longer one left.
         print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", end="", file=sys.stderr, flush=True)
     else:
         print(text, file=sys.stderr, flush=True)

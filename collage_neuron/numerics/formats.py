@@ -132,6 +132,7 @@ class Format:
         """The components that an update stores for the fp32 value `name`; `random` gives random bits if needed."""
         if self.draw is None:
             return self.encoder(name)(x)
+        # The second number is for elements between two powers of two of their block.
         return self.draw(x, random(), random()) if self.is_coded else self.draw(x, random())
 
     def encoder(self, name: str) -> Callable[[Value], Sequence[Value]]:

@@ -124,6 +124,7 @@ def finished(reduction: Ending, sums: Tensor, extent: str, count: int) -> Tensor
     `count` is the number of terms of each result. Sums may have a dimension more, of parameters, which is kept.
     """
     left = DIMENSIONS[extent]
+    # Columns, rows and then matrices, as the docstring of the file has it: another order has other bits.
     for d in (2, 1, 0):
         sums = sums if d in left else folded_over(sums, d - 3)
     results = reduction.finish(sums, count).to(torch.float32)

@@ -106,6 +106,7 @@ def set_up_anew(ddp: Any) -> None:
     ddp._remove_autograd_hooks()  # of parameters that were bf16 before, and keep their nodes
     parameters, sparse = ddp._build_params_for_reducer()
     ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+    # Buckets follow the order in which gradients come, which a new reducer has to learn.
     ddp._has_rebuilt_buckets = False
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False  # the first backward learns the order of gradients

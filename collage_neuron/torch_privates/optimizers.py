@@ -29,6 +29,7 @@ def _code_in(step: Any) -> Iterator[CellType]:
     while step is not None:
         if getattr(step, "__code__", None) is code:
             yield step.__closure__[code.co_freevars.index("func")]
+        # Others may have put wrappers of their own around it.
         step = getattr(step, "__wrapped__", None)
 
 

@@ -41,6 +41,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
             return check
     except (AttributeError, TypeError, RuntimeError):
         pass
+    # Another torch, or tensors that its guard does not take.
     expected = list(map(_properties, tensors))
     return lambda *others: list(map(_properties, others)) == expected
 
@@ -86,6 +87,7 @@ def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """The same of all pairs, or of none if torch rejects one."""
+    # Counted, since those that are exchanged already must be put back.
     swap, done = torch._C._swap_tensor_impl, 0
     try:
         for x, y in pairs:
