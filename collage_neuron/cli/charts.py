@@ -140,10 +140,10 @@ def above_fp32(logs: Sequence[Log], steps: str = "step") -> Figure | None:
 
 def _running_difference(losses: Mapping[int, float], control: Mapping[int, float]) -> dict[int, float]:
     """By step the mean difference over the last SMOOTHED-th of the run."""
-    apart = [(step, losses[step] - control[step]) for step in losses if step in control]
-    # Single batches differ by more than strategies do.
-    width = max(1, len(apart) // SMOOTHED)
-    return {step: fmean(x for _, x in apart[max(0, end - width) : end]) for end, (step, _) in enumerate(apart, 1)}
+    steps = [step for step in losses if step in control]
+    apart = [losses[step] - control[step] for step in steps]
+    width = max(1, len(apart) // SMOOTHED)  # single batches differ by more than strategies do
+    return {step: fmean(apart[max(0, end - width) : end]) for end, step in enumerate(steps, 1)}
 
 
 def _with_spread(name: str, colour: str, curves: Sequence[Mapping[int, float]]) -> Iterator[dict[str, Any]]:
