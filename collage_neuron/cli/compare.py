@@ -60,6 +60,7 @@ def train(make: Callable[[], Made], strategy: str, seed: int, steps: int, verbos
     for done in range(0, steps, size):
         count = min(size, steps - done)
         began = perf_counter()
+        # They stay on the device until the stretch is over.
         losses = [take_step(made, device) for _ in range(count)]
         run.losses += [loss.item() for loss in losses]  # waits for the device; no step does
         run.seconds.append((perf_counter() - began) / count)

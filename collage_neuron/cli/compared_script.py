@@ -83,6 +83,7 @@ def make_of(module: ModuleType, name: str) -> Callable[[], Made]:
         )
 
     try:
+        # Before it is called, so that a TypeError of its own is not taken for this.
         inspect.signature(make).bind()
     except TypeError as error:
         raise ScriptError(
@@ -177,6 +178,7 @@ def has_make(path: Path) -> bool:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, ValueError):
         return True  # what is wrong with it is said where it is loaded
+    # At the top level alone, as an import would find it.
     return any("make" in _names(node) for node in body)
 
 

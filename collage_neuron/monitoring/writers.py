@@ -227,7 +227,9 @@ def points(record: Record, logged: Logged, modules: bool) -> dict[str, float]:
     """The numbers of a step by their tag, without a NaN that was not logged (a ratio with a zero denominator)."""
     tagged = {**dict(flat("collage", logged)), **{f"collage/{k}": x for k, x in curves(record.total).items()}}
     for name, m in record.modules.items() if modules else ():
+        # Two of each alone: a model has hundreds of modules.
         tagged |= {f"collage_modules/{name}/edq": m.pair.ratio, f"collage_modules/{name}/lost": m.pair.lost}
+    # A NaN of the user is information, one of ours says that there was nothing to divide by.
     return {tag: x for tag, x in tagged.items() if not math.isnan(x) or tag.removeprefix("collage/") in logged}
 
 
