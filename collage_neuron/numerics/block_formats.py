@@ -226,13 +226,13 @@ class RootWords:
 
     def encode(self, x: Value) -> Sequence[Value]:
         """The words of an fp32 value, to nearest: its code, and its block's power of two."""
-        size = torch.abs(x) if self.signed else magnitudes(x)
-        power, inverse = self._power_of(size)
-        y = size * inverse
-        code = self.curve.code(y)
-        if not self.signed:  # with a sign `step` is such that the limits are kept
-            code = self._limited(round_to(code, self.storage), size, y >= 2.0)
-        return self._words(x, code, power)
+        size = x if self.signed else magnitudes(x)
+        power = power_of_block(block_max(size, BLOCK), self.least)
+        y = size * inverse_power_of_two(power)
+        if self.signed:  # `step` is such that the limits are kept
+            return self._words(x, self.curve.code(torch.abs(y)), power)
+        code = round_to(self.curve.code(y), self.storage)
+        return self._words(x, self._limited(code, size, size, power, 2.0), power)
 
     def draw(self, x: Value, random: Value, other: Value | None = None) -> Sequence[Value]:
         """The words of an fp32 value, stochastically; `random`, and `other`, are uniform in 0 to 65535.
@@ -242,20 +242,17 @@ class RootWords:
         """
         size = torch.abs(x) if self.signed else magnitudes(x)
         top, u = self.gap.draw(size, uniform(random), uniform(random if other is None else other))
-        power, inverse = self._power_of(top)
-        code = self.curve.drawn(size * inverse, u, self.storage)
-        return self._words(x, self._limited(code, size, top * inverse >= self.gap.above), power)
-
-    def _power_of(self, top: Value) -> tuple[Value, Value]:
-        """The power of two of the block of each element, and what that is multiplied with to give 2."""
         power = power_of_block(block_max(top, BLOCK), self.least)
-        return power, inverse_power_of_two(power)
+        code = self.curve.drawn(size * inverse_power_of_two(power), u, self.storage)
+        return self._words(x, self._limited(code, size, top, power, self.gap.above), power)
 
-    def _limited(self, code: Value, size: Value, is_large: Value) -> Value:
+    def _limited(self, code: Value, size: Value, top: Value, power: Value, above: float) -> Value:
         """A code that is at most the largest, and at least the smallest of what is not 0, or of what is P or more."""
         code = torch.where(code > self.most, self.most, code)
-        least = widen(is_large) * (self.low - self.floor)
-        return torch.maximum(code, least if self.signed else widen(size > 0.0) * self.floor + least)
+        is_large = widen(top * inverse_power_of_two(power) >= above)
+        if self.signed:
+            return torch.maximum(code, is_large * self.low)
+        return torch.maximum(code, widen(size > 0.0) * self.floor + is_large * (self.low - self.floor))
 
     def _words(self, x: Value, code: Value, power: Value) -> Sequence[Value]:
         storage = self.storage
