@@ -17,7 +17,7 @@ from torch import Tensor
 from collage_neuron.api import compile
 from collage_neuron.cli import builtin_gpt
 from collage_neuron.cli.compare_results import ALONE, UNCOMPILED, Run, figure_page, remarks, table
-from collage_neuron.cli.compared_script import (
+from collage_neuron.cli.user_script import (
     SEED,
     Made,
     ScriptFailed,
@@ -98,11 +98,11 @@ def compare(make: Callable[[], Made], strategies: Sequence[str], seeds: Sequence
     first = next((strategy for strategy in strategies if strategy != UNCOMPILED), None)
     return [
         train(make, strategy, seed, steps, (strategy, seed) == (first, seeds[0]))
-        for strategy, seed in _announced(strategies, seeds)
+        for strategy, seed in _each_run(strategies, seeds)
     ]
 
 
-def _announced(strategies: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int]]:
+def _each_run(strategies: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int]]:
     """Each strategy with each seed; says on stderr which is trained now."""
     total = len(strategies) * len(seeds)
     for i, (strategy, seed) in enumerate(product(strategies, seeds), 1):
@@ -200,7 +200,7 @@ def _processes(
     unknown_first = sorted(strategies, key=STRATEGIES.__contains__)  # a misspelt name fails before anything is trained
     runs = [
         run_process(options.script, rest, strategy, seed, options.out / f"{strategy}-{seed}.txt")
-        for strategy, seed in _announced(unknown_first, seeds)
+        for strategy, seed in _each_run(unknown_first, seeds)
     ]
     return sorted(runs, key=lambda run: strategies.index(run.strategy))
 

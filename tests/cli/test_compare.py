@@ -11,8 +11,8 @@ import pytest
 
 from collage_neuron.cli import builtin_gpt, compare
 from collage_neuron.cli.compare_results import UNCOMPILED, above
-from collage_neuron.cli.compared_script import load_script, losses_in, make_of
 from collage_neuron.cli.main import main
+from collage_neuron.cli.user_script import load_script, losses_in, make_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 

@@ -19,7 +19,7 @@ from collage_neuron.cli.compare_results import (
     remarks,
     table,
 )
-from collage_neuron.cli.compared_script import losses_in
+from collage_neuron.cli.user_script import losses_in
 
 
 def test_the_table_has_a_row_a_strategy_and_only_columns_with_numbers() -> None:
