@@ -2,10 +2,11 @@
 
     python benchmarks/kernel_tables.py                     # prints all tables, in a minute or two
     python benchmarks/kernel_tables.py --write             # puts them into docs/kernels.md
+    python benchmarks/kernel_tables.py --summary           # AdamW's step by strategy, beside that of fp32 masters
     python benchmarks/kernel_tables.py --model llama-7b    # the instructions and lines of a model's kernel
     python benchmarks/kernel_tables.py --model 4096x4096,4096 --strategy plus
 
-No number is a measurement. `python -m collage_neuron kernels --costs` prints a summary.
+No number is a measurement.
 """
 
 from __future__ import annotations
@@ -23,11 +24,21 @@ from typing import NamedTuple
 import torch.fx as fx
 from torch.optim import SGD
 
-from collage_neuron.cli.kernel_costs import MODELS, Shapes, shapes_of, works_of
-from collage_neuron.cli.kernels import FOLDERS, Entry, adamw, adamw_kernel, adamw_update, job_of
+from collage_neuron.cli.kernels import (
+    FOLDERS,
+    MODELS,
+    Entry,
+    Shapes,
+    adamw,
+    adamw_kernel,
+    adamw_update,
+    job_of,
+    shapes_of,
+    works_of,
+)
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BUILT_IN
-from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
+from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
 from collage_neuron.numerics.threefry import Words, threefry
 from collage_neuron.passes.backends.nki.bodies import Count, calibrated, count_as, time_of, with_bodies
 from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED
@@ -131,6 +142,29 @@ def format_costs(formats: Iterable[str] = tuple(BUILT_IN), targets: Iterable[str
         return job_of(Entry(lambda ps: SGD(ps, lr=1e-2, momentum=0.9), {"param": "bf16", "*": name})).update
 
     return table(update_of, formats, targets, title="format of the momentum")
+
+
+# The step by strategy -------------------------------------------------------------------------------------------------
+
+ELEMENTS = 1e9
+"""The parameters on a core for which `summary` has times."""
+
+
+def summary(names: Iterable[str] = STRATEGIES) -> Iterator[str]:
+    """Lines: AdamW's step in milliseconds and what limits it, and its time over that of fp32 master weights."""
+    yield f"milliseconds for {ELEMENTS:.0e} parameters on a core; in brackets the limit, over the memory's time"
+    times: dict[str, list[float]] = {}
+    for name in sorted(names, key=bytes_with_adam, reverse=True):
+        found = [lowered(adamw_update(name), target) for target in TARGETS]
+        costs = [calibrated(kernel) for kernel in found]
+        times[name] = [cost.whole * cost.memory * ELEMENTS / PARTITIONS / 1e6 for cost in costs]
+        slower = [max(cost.times.values()) / cost.transfer for cost in costs]
+        limits = ["memory" if x <= 1 else f"{cost.bound}, {x:.1f}" for cost, x in zip(costs, slower, strict=True)]
+        cells = (f"{ms:5.0f} ({limit})" for ms, limit in zip(times[name], limits, strict=True))
+        yield f"{name:<17}{bytes_with_adam(name):>3}  {''.join(f'{cell:<21}' for cell in cells)}".rstrip()
+    for name, own in times.items():
+        over = [a / b for a, b in zip(own, times["fp32"], strict=True)]
+        yield f"{name}: {min(over):.1f} to {max(over):.1f} times as long as fp32"
 
 
 # Random bits ----------------------------------------------------------------------------------------------------------
@@ -340,10 +374,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints or writes tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put all tables into docs/kernels.md")
+    parser.add_argument("--summary", action="store_true", help="print AdamW's step by strategy alone")
     parser.add_argument("--model", metavar="MODEL", help=f"{', '.join(MODELS)}, or shapes such as 4096x4096,4096")
     parser.add_argument("--strategy", choices=list(STRATEGIES), default=DEFAULT, metavar="NAME", help="with --model")
     options = parser.parse_args(arguments)
-    if options.model is not None:
+    if options.summary:
+        for line in summary():
+            print(line, flush=True)
+    elif options.model is not None:
         print(sizes(options.model, options.strategy))
     else:
         print(put_into(PAGE, costs()) if options.write else costs())

@@ -23,8 +23,7 @@ from collage_neuron.exact import exact_value, set_exact_value
 from collage_neuron.explanation import bytes_per_parameter, explain
 from collage_neuron.monitoring.metrics import Effect, Measures, Record
 from collage_neuron.monitoring.monitor import Monitor, monitor
-from collage_neuron.monitoring.trackers import MLflow, WandB
-from collage_neuron.monitoring.writers import JsonLog, Live, TensorBoard, Writer
+from collage_neuron.monitoring.writers import JsonLog, Live, MLflow, TensorBoard, WandB, Writer
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
 from collage_neuron.optimizer.compiled import Compiled

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from collage_neuron.cli.palette import assigned
@@ -61,12 +61,6 @@ def squeezed_axis(title: str) -> dict[str, Any]:
     }
 
 
-def running_mean(values: Sequence[float]) -> list[float]:
-    """The means over the last SMOOTHED-th of the run, up to each value."""
-    width = max(1, len(values) // SMOOTHED)
-    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
-
-
 def edq(of: str) -> Callable[[Line], Any]:
     """A function that reads EDQ / ||raw update|| of the `pair` or of the `high` word from a record."""
     return lambda record: record["total"][of]["ratio"]
@@ -110,13 +104,13 @@ CHARTS = (
 def line_chart(chart: Lines, logs: Sequence[Log]) -> Figure | None:
     """The chart; None if no run has the number."""
     colours = colours_of(logs)
-    found = [trace for log, c in zip(logs, colours, strict=True) for trace in _traces(chart, c, log, _width(log, logs))]
-    if not any(trace["showlegend"] for trace in found):
+    traces = [t for log, c in zip(logs, colours, strict=True) for t in _traces(chart, c, log, _width(log, logs))]
+    if not any(trace["showlegend"] for trace in traces):
         return None
-    found.sort(key=lambda trace: -trace["line"]["width"])  # thin lines last, over the thick ones
-    value_axis = {"title": {"text": chart.label}, "type": chart.scale, **_range(chart, found)}
+    traces.sort(key=lambda trace: -trace["line"]["width"])  # thin lines last, over the thick ones
+    value_axis = {"title": {"text": chart.label}, "type": chart.scale, **_range(chart, traces)}
     return {
-        "data": found,
+        "data": traces,
         "layout": {
             "showlegend": len(logs) > 1,
             "hovermode": "x unified",
@@ -126,36 +120,55 @@ def line_chart(chart: Lines, logs: Sequence[Log]) -> Figure | None:
     }
 
 
-def control_of(logs: Sequence[Log]) -> Log | None:
-    """The run of fp32, if the others can be compared with it: from the same seed."""
-    control = next((log for log in logs if log.about.get("strategy") == "fp32"), None)
-    return control if len({log.about.get("seed") for log in logs}) == 1 and len(logs) > 1 else None
+def above_fp32(logs: Sequence[Log], steps: str = "step") -> Figure | None:
+    """The loss of runs minus that of fp32 from the same seed, at the same step; None if no run has an fp32 beside it.
+
+    Runs of one name are one line, their mean, in a region of one standard deviation to each side.
+    """
+    losses = [dict(zip(*log.series(lambda record: record["loss"]), strict=True)) for log in logs]
+    controls = {log.about.get("seed"): i for i, log in reversed(list(enumerate(logs))) if _strategy(log) == "fp32"}
+    names = list(dict.fromkeys(log.name for log in logs))
+    named = [[i for i, log in enumerate(logs) if log.name == name] for name in names]
+    traces: list[dict[str, Any]] = []
+    for own, colour in zip(named, colours_of([logs[own[0]] for own in named]), strict=True):
+        beside = ((i, controls.get(logs[i].about.get("seed"), i)) for i in own)
+        curves = [_running_difference(losses[i], losses[control]) for i, control in beside if i != control]
+        traces += _with_spread(logs[own[0]].name, colour, [curve for curve in curves if curve])
+    layout = {**squeezed_axis("loss above fp32"), "xaxis": {"title": {"text": steps}}, "showlegend": True}
+    return {"data": traces, "layout": layout} if traces else None
 
 
-def above_fp32(logs: Sequence[Log]) -> Figure | None:
-    """Each run's loss minus that of fp32 at the same step; None if there is no run to compare with."""
-    control = control_of(logs)
-    if control is None:
-        return None
-    base = dict(zip(*control.series(lambda record: record["loss"]), strict=True))
-    found = []
-    for log, colour in zip(logs, colours_of(logs), strict=True):
-        losses = dict(zip(*log.series(lambda record: record["loss"]), strict=True))
-        steps = [step for step in losses if step in base]
-        means = running_mean([losses[step] - base[step] for step in steps])
-        if log is not control and steps:
-            found.append({
-                "type": "scatter", "mode": "lines", "name": log.name, "x": steps, "meta": colour,
-                "y": [round(squeezed(mean), 4) for mean in means], "text": [f"{mean:+.5f}" for mean in means],
-                "hovertemplate": f"{log.name} %{{text}} at step %{{x}}<extra></extra>", "line": {"width": THICK[0]},
-            })  # fmt: skip
-    layout = {**squeezed_axis("loss above fp32"), "xaxis": {"title": {"text": "step"}}, "showlegend": True}
-    return {"data": found, "layout": layout} if found else None
+def _running_difference(losses: Mapping[int, float], control: Mapping[int, float]) -> dict[int, float]:
+    """By step the mean difference over the last SMOOTHED-th of the run."""
+    steps = [step for step in losses if step in control]
+    apart = [losses[step] - control[step] for step in steps]
+    width = max(1, len(apart) // SMOOTHED)  # single batches differ by more than strategies do
+    return {step: fmean(apart[max(0, end - width) : end]) for end, step in enumerate(steps, 1)}
+
+
+def _with_spread(name: str, colour: str, curves: Sequence[Mapping[int, float]]) -> Iterator[dict[str, Any]]:
+    """The mean of several curves, and before it the region of their spread, if there is one."""
+    steps = [step for step in curves[0] if all(step in curve for curve in curves)] if curves else []
+    if not steps:
+        return
+    rows = [[curve[step] for curve in curves] for step in steps]
+    means, common = list(map(fmean, rows)), {"type": "scatter", "mode": "lines", "name": name, "meta": colour}
+    if len(curves) > 1:
+        up = [squeezed(mean + stdev(row)) for mean, row in zip(means, rows, strict=True)]
+        down = [squeezed(mean - stdev(row)) for mean, row in zip(means, rows, strict=True)]
+        shade = {"fill": "toself", "opacity": 0.2, "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+        outline = {"x": [*steps, *reversed(steps)], "y": [round(y, 4) for y in (*up, *reversed(down))]}
+        yield common | shade | outline | {"legendgroup": name}  # a click on the legend hides both
+    yield common | {
+        "x": steps, "y": [round(squeezed(mean), 4) for mean in means], "text": [f"{mean:+.5f}" for mean in means],
+        "hovertemplate": f"{name} %{{text}} at %{{x}}<extra></extra>", "legendgroup": name,
+        "line": {"width": THICK[0]},
+    }  # fmt: skip
 
 
 def colours_of(logs: Sequence[Log]) -> list[str]:
     """What the palette calls the colour of each run."""
-    return assigned([log.about.get("strategy") for log in logs])
+    return assigned([_strategy(log) for log in logs])
 
 
 def _traces(chart: Lines, colour: str, log: Log, width: float) -> Iterator[dict[str, Any]]:
@@ -173,6 +186,7 @@ def _traces(chart: Lines, colour: str, log: Log, width: float) -> Iterator[dict[
                 "mode": "lines+markers" if len(steps) == 1 else "lines",
                 "name": name,
                 "x": steps,
+                # Finer than a pixel, and half as many characters in the page.
                 "y": [float(f"{value:.5g}") for value in values],
                 "line": {"width": drawn, "dash": dash},
                 "meta": colour,
@@ -183,16 +197,20 @@ def _traces(chart: Lines, colour: str, log: Log, width: float) -> Iterator[dict[
 
 def is_baseline(log: Log) -> bool:
     """Returns True if the run's strategy is one that others are compared with."""
-    return log.about.get("strategy") in BASELINES
+    return _strategy(log) in BASELINES
+
+
+def _strategy(log: Log) -> object:
+    return log.about.get("strategy")
 
 
 def _width(log: Log, logs: Sequence[Log]) -> float:
     """The width of a run's line: later ones are thinner, so that one that lies under another is seen."""
     if is_baseline(log):
         return THIN
-    ours = [other for other in logs if not is_baseline(other)]
+    compensated = [other for other in logs if not is_baseline(other)]
     thin, thick = THICK
-    return thick - (thick - thin) * ours.index(log) / max(1, len(ours) - 1)
+    return thick - (thick - thin) * compensated.index(log) / max(1, len(compensated) - 1)
 
 
 def _range(chart: Lines, traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -202,6 +220,7 @@ def _range(chart: Lines, traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values = [*chart.shows, *(y for trace in traces for y in trace["y"])]
     low, high = min(values), max(values)
     space = 0.05 * (high - low) or 0.05
+    # The ends stay off the frame, where a line would be hidden.
     low, high = low - space, high + space
     if chart.limits:
         low, high = max(low, chart.limits[0]), min(high, chart.limits[1])

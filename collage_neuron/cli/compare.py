@@ -6,21 +6,30 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from collage_neuron.api import compile
 from collage_neuron.cli import builtin_gpt
-from collage_neuron.cli.compare_figure import figure_page
-from collage_neuron.cli.compare_process import SEED, ScriptFailed, check_request, has_make, run_process
-from collage_neuron.cli.compare_script import Made, failure, load_script, make_of, next_loss, seed_everything
-from collage_neuron.cli.compare_table import ALONE, UNCOMPILED, Run, remarks, table
+from collage_neuron.cli.compare_results import ALONE, UNCOMPILED, Run, figure_page, remarks, table
+from collage_neuron.cli.user_script import (
+    SEED,
+    Made,
+    ScriptFailed,
+    check_request,
+    failure,
+    has_make,
+    load_script,
+    make_of,
+    next_loss,
+    run_process,
+    seed_everything,
+)
 from collage_neuron.conversion.override import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.explanation import bytes_per_parameter
@@ -38,15 +47,8 @@ STRETCHES = 20
 """The number of stretches of a run; the host waits for the device, and reads the clock, once in each."""
 
 
-def train(
-    make: Callable[[], Made],
-    strategy: str,
-    seed: int,
-    steps: int,
-    tick: Callable[[int], object] = lambda n: None,
-    verbose: bool = True,
-) -> Run:
-    """One run of `steps` steps; calls `tick` with the number of steps taken."""
+def train(make: Callable[[], Made], strategy: str, seed: int, steps: int, verbose: bool = True) -> Run:
+    """One run of `steps` steps."""
     seed_everything(seed)
     made, run = make(), Run(strategy, seed)
     watching = None
@@ -58,10 +60,10 @@ def train(
     for done in range(0, steps, size):
         count = min(size, steps - done)
         began = perf_counter()
+        # They stay on the device until the stretch is over.
         losses = [take_step(made, device) for _ in range(count)]
         run.losses += [loss.item() for loss in losses]  # waits for the device; no step does
         run.seconds.append((perf_counter() - began) / count)
-        tick(count)
     if watching is not None:
         run.records = watching.history
         run.bytes_per_parameter = bytes_per_parameter(made.optimizer)
@@ -91,20 +93,21 @@ def take_step(made: Made, device: torch.device) -> Tensor:
     return loss.detach()
 
 
-def compare(
-    make: Callable[[], Made],
-    strategies: Sequence[str],
-    seeds: Sequence[int],
-    steps: int,
-    tick: Callable[[int], object] = lambda n: None,
-) -> list[Run]:
+def compare(make: Callable[[], Made], strategies: Sequence[str], seeds: Sequence[int], steps: int) -> list[Run]:
     """One run for each strategy and seed. The first compiled one says what was compiled, and on which backend."""
     first = next((strategy for strategy in strategies if strategy != UNCOMPILED), None)
     return [
-        train(make, strategy, seed, steps, tick, (strategy, seed) == (first, seeds[0]))
-        for strategy in strategies
-        for seed in seeds
+        train(make, strategy, seed, steps, (strategy, seed) == (first, seeds[0]))
+        for strategy, seed in _each_run(strategies, seeds)
     ]
+
+
+def _each_run(strategies: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Each strategy with each seed; says on stderr which is trained now."""
+    total = len(strategies) * len(seeds)
+    for i, (strategy, seed) in enumerate(product(strategies, seeds), 1):
+        print(f"compare: {i} of {total}, {strategy}, seed {seed}", file=sys.stderr, flush=True)
+        yield strategy, seed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,24 +132,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """An argparse type: an integer above zero."""
-    if not (number := _whole(text)):
+    if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps: give 1 or more")
-    return number
+    return int(text)
 
 
 def seed(text: str) -> int:
     """An argparse type: a seed that the generators of torch and NumPy both take."""
-    if (number := _whole(text)) is None or number >= 2**32:
+    if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed: give 0 to {2**32 - 1}")
-    return number
-
-
-def _whole(text: str) -> int | None:
-    """The whole number from 0 on that a text says, if it says one."""
-    try:
-        return number if (number := int(text)) >= 0 else None
-    except ValueError:
-        return None
+    return int(text)
 
 
 def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
@@ -194,8 +189,7 @@ def _made(options: argparse.Namespace, strategies: Strategies, seeds: Sequence[i
                 f"unknown strategy {name!r}; choose from {', '.join([*STRATEGIES, UNCOMPILED])}, or let the script "
                 "import what registers yours in collage_neuron.extend.STRATEGIES"
             )
-    with _progress(len(strategies) * len(seeds) * steps, "step") as bar:
-        return compare(make, strategies, seeds, steps, bar.update)
+    return compare(make, strategies, seeds, steps)
 
 
 def _processes(
@@ -203,14 +197,11 @@ def _processes(
 ) -> list[Run]:
     """The runs of a script that has the changed line."""
     check_request(options.script, strategies, seeds, rest, options.steps)
-    runs = []
     unknown_first = sorted(strategies, key=STRATEGIES.__contains__)  # a misspelt name fails before anything is trained
-    with _progress(len(strategies) * len(seeds), "run") as bar:
-        for strategy in unknown_first:
-            for number in seeds:
-                out = options.out / f"{strategy}-{number}.txt"
-                runs.append(run_process(options.script, rest, strategy, number, out))
-                bar.update(1)
+    runs = [
+        run_process(options.script, rest, strategy, seed, options.out / f"{strategy}-{seed}.txt")
+        for strategy, seed in _each_run(unknown_first, seeds)
+    ]
     return sorted(runs, key=lambda run: strategies.index(run.strategy))
 
 
@@ -231,21 +222,3 @@ def _write_figure(runs: Sequence[Run], options: argparse.Namespace, sentences: S
         return 2
     print(f"figure: {path}")
     return 0
-
-
-class _NoBar(nullcontext[Any]):
-    """Stands in for a progress bar where tqdm is not installed."""
-
-    def __enter__(self) -> _NoBar:
-        return self
-
-    def update(self, steps: int) -> None:
-        pass
-
-
-def _progress(total: int, unit: str) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _NoBar()
-    return tqdm(total=total, unit=unit, desc="compare")

@@ -60,21 +60,22 @@ def final_loss(log: Log) -> float | None:
 
 
 def _losses(logs: Sequence[Log]) -> str:
-    found = {log.name: loss for log in logs if (loss := final_loss(log)) is not None}
-    shown = [log for log in logs if log.name in found]
+    finals = {log.name: loss for log in logs if (loss := final_loss(log)) is not None}
+    shown = [log for log in logs if log.name in finals]
     if len(shown) < 2:
-        return "".join(f"{_named(log)} has a loss of {found[log.name]:.4f} {_when(log)}." for log in shown)
+        return "".join(f"{_named(log)} has a loss of {finals[log.name]:.4f} {_when(log)}." for log in shown)
+    # Such runs differ by more than their strategies.
     if len({log.steps[-1] for log in shown}) > 1 or len({log.about.get("seed") for log in shown}) > 1:
         return "The runs end at different steps or have different seeds, so their losses are not compared here."
     control = next((log for log in shown if log.about.get("strategy") == "fp32"), None)
     if control is None:
-        ranked = sorted(shown, key=lambda log: found[log.name])
-        said = ", ".join(f"{_named(log)} {found[log.name]:.4f}" for log in ranked)
+        ranked = sorted(shown, key=lambda log: finals[log.name])
+        said = ", ".join(f"{_named(log)} {finals[log.name]:.4f}" for log in ranked)
         return f"Losses {_when(ranked[0])}, the lowest first: {said}; there is no run of fp32 to judge them by."
-    apart = {log.name: found[log.name] - found[control.name] for log in shown if log is not control}
+    apart = {log.name: finals[log.name] - finals[control.name] for log in shown if log is not control}
     nearest, *others = sorted((log for log in shown if log is not control), key=lambda log: abs(apart[log.name]))
     said = f"{_named(nearest)} ends nearest to {_named(control)}, {_beside(apart[nearest.name])} its loss of "
-    said += f"{found[control.name]:.4f} {_when(control)}"
+    said += f"{finals[control.name]:.4f} {_when(control)}"
     rest = ", ".join(f"{_named(log)} {_beside(apart[log.name])}" for log in others)
     return f"{said}{'; ' if rest else ''}{rest}. These are runs of one seed: small differences may be chance."
 
@@ -104,8 +105,8 @@ def _arrival(logs: Sequence[Log]) -> str:
         ratio = _mean(logs[0], edq("pair"))
         edq_said = "" if ratio is None else f" (EDQ {ratio:.4f}; 1 is all of it)"
         return f"{shown_share(means[most])} of its updates changed nothing{edq_said}.{_late(logs)}"
-    ours = [log.name for log in logs if log.name in means and not is_baseline(log)] or [least]
-    others = sorted((name for name in ours if name != most), key=means.__getitem__)
+    compensated = [log.name for log in logs if log.name in means and not is_baseline(log)] or [least]
+    others = sorted((name for name in compensated if name != most), key=means.__getitem__)
     said = [f"under {name}, {shown_share(means[name])}" for name in others]
     first = f"Under {most}, {shown_share(means[most])} of the updates changed nothing"
     return f"{'; '.join([first, *said])}.{_late(logs)}"
@@ -113,9 +114,9 @@ def _arrival(logs: Sequence[Log]) -> str:
 
 def verdicts(logs: Sequence[Log]) -> list[str]:
     """A line for each run in the order given: what arrived of its updates, and whether something is to be mended."""
-    found = [_figures(log) for log in logs]
-    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
-    rows = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in found)
+    figures = [_figures(log) for log in logs]
+    widths = [max(map(len, column)) for column in zip(*figures, strict=True)]
+    rows = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in figures)
     return [f"{row}: {_verdict(log)}" for row, log in zip(rows, logs, strict=True)]
 
 
@@ -158,8 +159,8 @@ def _is_lost_late(log: Log) -> bool:
 
 def _operands(log: Log) -> str:
     """What the last measurement of fp8 operands asks for."""
-    found: dict[str, dict[str, float | None]] = next((r["fp8"] for r in reversed(log.records) if r.get("fp8")), {})
-    known = {name: {k: 0.0 if x is None else x for k, x in numbers.items()} for name, numbers in found.items()}
+    measured: dict[str, dict[str, float | None]] = next((r["fp8"] for r in reversed(log.records) if r.get("fp8")), {})
+    known = {name: {k: 0.0 if x is None else x for k, x in numbers.items()} for name, numbers in measured.items()}
     said = worst(known)
     return "" if said is None else f"In {log.name}, {said}."
 

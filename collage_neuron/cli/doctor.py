@@ -47,12 +47,12 @@ def packages() -> Iterator[Row]:
     yield "operating system", platform.platform(terse=True), "ok"
     yield "cpu", torch.backends.cpu.get_cpu_capability(), "ok"
     # An installation that was broken off leaves a folder without a name.
-    found = {_plain(name): d.version for d in importlib.metadata.distributions() if (name := d.metadata["Name"])}
+    versions = {_plain(name): d.version for d in importlib.metadata.distributions() if (name := d.metadata["Name"])}
     for name in PACKAGES:
-        version = found.get(_plain(name))
+        version = versions.get(_plain(name))
         yield (name, version, "ok") if version else (name, "not installed", "-")
     for extra, needed in EXTRAS.items():
-        lacking = [name for name in needed if name not in found]
+        lacking = [name for name in needed if name not in versions]
         yield f"extra {extra}", f"without {', '.join(lacking)}" if lacking else "complete", "-" if lacking else "ok"
 
 
@@ -116,8 +116,8 @@ def probes() -> Iterator[Row]:
             yield where, "none", f"cannot run: {said[-1] if said else type(error).__name__}"
             continue
         wanted = [check for check in CHECKS if check in failed or asked(check, backend, failed)]
-        found = f"{len(wanted) - len(failed)} of {len(wanted)}"
-        yield where, found, f"{LOST} ({', '.join(failed)})" if failed else "ok"
+        passed = f"{len(wanted) - len(failed)} of {len(wanted)}"
+        yield where, passed, f"{LOST} ({', '.join(failed)})" if failed else "ok"
 
 
 SECTIONS: Mapping[str, Callable[[], Iterator[Row]]] = {
@@ -138,29 +138,30 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 """What must be importable for a backend to find a device; of each group, any one."""
 
 
-def verdict(found: Mapping[str, Sequence[Row]], reasons: bool = True) -> str:
+def verdict(sections: Mapping[str, Sequence[Row]], reasons: bool = True) -> str:
     """One line about the rows of all sections: `ready on: native, xla; not: nki, because ...`.
 
     Without `reasons` it points to the lines above it, which have them.
     """
-    settings = found["environment"]
+    settings = sections["environment"]
     wrong = [item for item, _, said in settings if not said.startswith("ok")]
     if wrong:
         return f"not ready: change {', '.join(wrong)} (reasons above)"
-    faults = dict(_faults(found))
-    probed = dict.fromkeys(item.partition(" on ")[0] for item, *_ in found["probes"])
+    faults = dict(_faults(sections))
+    probed = dict.fromkeys(item.partition(" on ")[0] for item, *_ in sections["probes"])
     known = [name for name in probed if name in names() and name not in faults]
     because = ((name, f", because {why}" if reasons else " (reasons above)") for name, why in faults.items())
     not_ready = [f"not: {name}{why}" for name, why in because]
     return "; ".join([f"ready on: {', '.join(known) or 'nothing'}", *not_ready])
 
 
-def _faults(found: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str]]:
+def _faults(sections: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str]]:
     """Backends that cannot be used, each with the reason."""
-    lacking = {item: finding for item, finding, _ in found["backends"] if item in names()}
+    lacking = {item: finding for item, finding, _ in sections["backends"] if item in names()}
     yield from lacking.items()
-    probed = {item.partition(" on ")[0]: said for item, _, said in found["probes"]}
+    probed = {item.partition(" on ")[0]: said for item, _, said in sections["probes"]}
     yield from ((name, said) for name, said in probed.items() if said != "ok" and name in names())
+    # Neither rejected nor probed: what it needs is not there, or no device of it.
     for name in sorted(NEEDED.keys() - lacking.keys() - probed.keys()):
         absent = [" or ".join(one) for one in NEEDED[name] if not any(map(importlib.util.find_spec, one))]
         verb = "is" if len(absent) == 1 else "are"
@@ -181,9 +182,9 @@ device or its compiler drops a rounding or a small number, every step would be w
 KINDS = {"native": " (compiled code)", "reference": " (eager PyTorch, slow)"}
 
 
-def in_words(found: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+def in_words(sections: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     """What updates parameters where, one sentence a line, and why other backends do not."""
-    rows, faults = {item: value for row in found.values() for item, value, _ in row}, dict(_faults(found))
+    rows, faults = {item: value for row in sections.values() for item, value, _ in row}, dict(_faults(sections))
     ready = {name for item in rows if (name := item.partition(" on ")[0]) in names() and name not in faults}
     cpu = rows.get("parameters on cpu", "").removeprefix("backend ")
     where = [f"on the CPU are updated by `{cpu}`{KINDS.get(cpu, '')}"] if cpu else []
@@ -200,25 +201,25 @@ def in_words(found: Mapping[str, Sequence[Row]]) -> Iterator[str]:
         yield f"Not on Trainium (`nki`): {why}{expected}." if name == "nki" else f"Not by `{name}`: {why}."
 
 
-def lines(found: dict[str, list[Row]]) -> Iterator[str]:
-    """The table, row by row, then what it means, and the verdict; the rows are collected in `found`."""
+def lines(sections: dict[str, list[Row]]) -> Iterator[str]:
+    """The table, row by row, then what it means, and the verdict; the rows are collected in `sections`."""
     for section, find in SECTIONS.items():
-        found[section] = []
+        sections[section] = []
         for row in find():
-            found[section].append(row)
+            sections[section].append(row)
             cells = [cell.ljust(width) for cell, width in zip((section, *row[:2]), WIDTHS, strict=True)]
             yield "  ".join([*cells, row[2]])
     yield from ("", *PROBE.splitlines())
-    said = verdict(found, reasons=False)
+    said = verdict(sections, reasons=False)
     if said.startswith("ready"):
-        yield from in_words(found)
+        yield from in_words(sections)
     yield said
 
 
-def objects(found: Mapping[str, Sequence[Row]]) -> list[dict[str, str]]:
+def objects(sections: Mapping[str, Sequence[Row]]) -> list[dict[str, str]]:
     """The rows and the verdict as objects, for JSON."""
-    rows = [(section, *row) for section, section_rows in found.items() for row in section_rows]
-    said = verdict(found)
+    rows = [(section, *row) for section, section_rows in sections.items() for row in section_rows]
+    said = verdict(sections)
     rows.append(("verdict", "collage_neuron", said, "ok" if said.startswith("ready") else "see the rows"))
     return [dict(zip(("section", "what", "value", "status"), row, strict=True)) for row in rows]
 
@@ -230,10 +231,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Prints the table and the verdict; returns 0 if everything is well."""
-    found: dict[str, list[Row]] = {}
-    for line in lines(found):
+    sections: dict[str, list[Row]] = {}
+    for line in lines(sections):
         if not options.json:
             print(line, flush=True)
     if options.json:
-        print(json.dumps(objects(found), indent=2))
-    return 0 if all(said == "-" or said.startswith("ok") for rows in found.values() for *_, said in rows) else 1
+        print(json.dumps(objects(sections), indent=2))
+    return 0 if all(said == "-" or said.startswith("ok") for rows in sections.values() for *_, said in rows) else 1

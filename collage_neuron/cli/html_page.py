@@ -24,6 +24,7 @@ def document(heading: str, sentences: Sequence[str], body: str, cards: Sequence[
     name = html.escape(heading)
     said = "".join(f"<p class=conclusion>{html.escape(sentence)}</p>" for sentence in sentences)
     charts = {f"chart{i}": card for i, card in enumerate(chain.from_iterable(cards))}
+    # Charts are numbered through all groups: report.js finds each by its id.
     named = iter(charts.items())
     groups = ("".join(_section(*one) for one in islice(named, len(group))) for group in cards if group)
     sections = "".join(f"<div class=cards>{group}</div>" for group in groups)

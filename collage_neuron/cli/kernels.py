@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from collage_neuron.api import compile
-from collage_neuron.cli import kernel_costs
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, StrategyLike
 from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.passes.backends.nki.bodies import time_of, with_bodies
+from collage_neuron.passes.backends.nki.emit import Work
+from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
@@ -87,10 +91,9 @@ def job_of(entry: Entry, measured: bool = False) -> step_plan.Job:
         optimizer = compile(made, strategy=entry.strategy, arithmetic=entry.arithmetic, verbose=False)
         optimizer.step()
     base = base_of(type(optimizer))
-    (found,) = step_plan.plan(
-        base, optimizer, optimizer.param_groups[0], 0, dry_run.foreseen(base, optimizer), measured
-    )
-    return found
+    foreseen = dry_run.foreseen(base, optimizer)
+    (planned,) = step_plan.plan(base, optimizer, optimizer.param_groups[0], 0, foreseen, measured)
+    return planned
 
 
 @cache
@@ -131,13 +134,17 @@ def adamw_kernel(strategy: str, target: str) -> Kernel:
     return kernel(name, target) if name in KERNELS else lower_to_nki(adamw_update(strategy), target, name=name)
 
 
-def write_all(folder: Path) -> list[Path]:
-    """Writes every kernel into a user's folder, one below it for each target; the paths of those that are new there."""
-    return written((folder / target / f"{name}.py", source(target, name)) for target in FOLDERS for name in KERNELS)
+def write_all(folder: Path) -> str:
+    """Writes every kernel into a user's folder, one below it for each target; returns what was done."""
+    folder.mkdir(parents=True, exist_ok=True)  # raises before anything is generated, which takes a while
+    new = written((folder / target / f"{name}.py", source(target, name)) for target in FOLDERS for name in KERNELS)
+    total, each = len(FOLDERS) * len(KERNELS), f"{len(KERNELS)} for each of {', '.join(FOLDERS)}"
+    return f"wrote {len(new)} of {total} kernels ({each}) to {folder}; each begins with its update as equations"
 
 
 def written(wanted: Iterable[tuple[Path, str]]) -> list[Path]:
     """Writes the files that are missing or out of date; their paths."""
+    # A file that is up to date keeps its time.
     changed = [(p, text) for p, text in wanted if not p.exists() or p.read_text() != text]
     for path, text in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,41 +152,102 @@ def written(wanted: Iterable[tuple[Path, str]]) -> list[Path]:
     return [path for path, _ in changed]
 
 
+# What a step takes on a model -----------------------------------------------------------------------------------------
+
+Shapes = list[tuple[int, ...]]
+
+
+def llama_7b() -> Shapes:
+    """The parameters of Llama-7B (Touvron et al., 2023): 32 layers of width 4096, MLPs of 11008, 32000 words."""
+    width, hidden, words = 4096, 11008, 32000
+    layer = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden), (width,), (width,)]
+    return [(words, width), *layer * 32, (width,), (words, width)]
+
+
+def gpt2() -> Shapes:
+    """The parameters of GPT-2 (Radford et al., 2019), 124 M: 12 layers of width 768, 50257 words, 1024 positions."""
+    width = 768
+    norms = [(width,)] * 4
+    layer = [*norms, (width, 3 * width), (3 * width,), (width, width), (width,)]
+    layer += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [(50257, width), (1024, width), *layer * 12, (width,), (width,)]
+
+
+MODELS: Mapping[str, Callable[[], Shapes]] = {"llama-7b": llama_7b, "gpt2": gpt2}
+"""Presets by name."""
+
+
+def shapes_of(model: str) -> Shapes:
+    """The shapes of a preset, or of a list such as `4096x4096,4096`.
+
+    Raises:
+        ValueError: `model` is neither.
+    """
+    if model in MODELS:
+        return MODELS[model]()
+    try:
+        shapes = [tuple(int(n) for n in shape.split("x")) for shape in model.split(",")]
+    except ValueError:
+        shapes = []
+    if not shapes or any(n < 1 for shape in shapes for n in shape):
+        raise ValueError(f"--model {model}: choose {', '.join(MODELS)}, or give shapes such as 4096x4096,4096")
+    return shapes
+
+
+def works_of(kernel: Kernel, shapes: Shapes) -> list[Work]:
+    """What the kernel of a step does for parameters of these shapes."""
+    return [Work(kernel, math.prod(shape), kernel.cut(shape)) for shape in shapes]
+
+
+TITLED = {"gpt2": "GPT-2", "llama-7b": "Llama-7B"}
+"""Names of the presets in a sentence."""
+
+
+def answer(model: str, strategy: str) -> str:
+    """The times of a step on one core of each target, in ms: one sentence, beside those of fp32 master weights."""
+    times, masters = (milliseconds(name, shapes_of(model)) for name in (strategy, "fp32"))
+    elements = sum(map(math.prod, shapes_of(model)))
+    size = f"{elements / 1e6:,.0f} M" if elements >= 1e6 else f"{elements:,} parameters"
+    beside = f"; fp32 master weights: {_by_target(masters)}" * (strategy != "fp32")
+    own = _by_target(times, " on 1 core of ")
+    said = f"{TITLED.get(model, 'these shapes')} ({size}), one step of AdamW under {strategy}: {own}{beside}."
+    return fill(f"{said[0].upper()}{said[1:]} Estimates by a cost model; nothing has run on a device.", 118)
+
+
+def _by_target(times: Mapping[str, float], on: str = " on ") -> str:
+    (target, first), *others = times.items()
+    return ", ".join([f"{first:.3g} ms{on}{target}", *(f"{x:.3g} on {other}" for other, x in others)])
+
+
+def milliseconds(strategy: str, shapes: Shapes) -> dict[str, float]:
+    """The estimated time of AdamW's step on one core of each target, in the newer dialect."""
+    kernels = {target: adamw_kernel(strategy, target).in_dialect("nki") for target in TARGETS}
+    return {target: sum(map(time_of, with_bodies(works_of(k, shapes)))) / 1e6 for target, k in kernels.items()}
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
 def overview() -> str:
     """The kernels by name, and what can be done with them."""
-    rows = [(name, f"strategy {k.strategy}, {k.arithmetic} arithmetic") for name, k in KERNELS.items()]
     width = max(map(len, KERNELS))
-    return "\n".join(
-        [
-            f"{len(KERNELS)} examples, each for {', '.join(FOLDERS)} (trn1_beta1 in the dialect of neuronxcc). Any",
-            "other optimizer and strategy gets its kernel in its first step, so nothing here is needed to train.",
-            "",
-            *(f"  {name:<{width}}  {what}" for name, what in rows),
-            "",
-            "Nothing was written. --write FOLDER writes them, --costs estimates what steps take; --help has the rest.",
-        ]
+    rows = (f"  {name:<{width}}  strategy {k.strategy}, {k.arithmetic} arithmetic\n" for name, k in KERNELS.items())
+    return (
+        f"{len(KERNELS)} examples, each for {', '.join(FOLDERS)} (trn1_beta1 in the dialect of neuronxcc). Any\n"
+        f"other optimizer and strategy gets its kernel in its first step, so nothing here is needed to train.\n\n"
+        f"{''.join(rows)}\n"
+        "Nothing was written. --write FOLDER writes them; --model MODEL estimates what a step on a model takes."
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `kernels`."""
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--write",
-        metavar="FOLDER",
-        help="write every kernel, for each target, as files in FOLDER (takes about 15 seconds)",
-    )
-    instead.add_argument(
-        "--costs",
-        action="store_true",
-        help="print the estimated time of a step of AdamW and its accuracy, by strategy (takes up to a minute)",
-    )
-    instead.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"print the estimated time of a step of AdamW on a model: {', '.join(kernel_costs.MODELS)}, or shapes "
-        "such as 4096x4096,4096",
-    )
+    help_of_write = "write every kernel, for each target, as files in FOLDER (takes about 15 seconds)"
+    instead.add_argument("--write", metavar="FOLDER", help=help_of_write)
+    models = f"{', '.join(MODELS)}, or shapes such as 4096x4096,4096"
+    help_of_model = f"print the estimated time of a step of AdamW on a model: {models}"
+    instead.add_argument("--model", metavar="MODEL", help=help_of_model)
     parser.add_argument(
         "--strategy", choices=list(STRATEGIES), metavar="NAME", help=f"with --model: that of AdamW (default: {DEFAULT})"
     )
@@ -190,46 +258,16 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     if options.strategy and options.model is None:
         print("kernels: --strategy goes with --model", file=sys.stderr)
         return 2
-    if options.write:
-        return _wrote(options.write)
     try:
-        for line in _said(options):
-            print(line, flush=True)
+        if options.write:
+            print(write_all(Path(options.write)))
+        else:
+            print(overview() if options.model is None else answer(options.model, options.strategy or DEFAULT))
+    except OSError as error:
+        said = f"{options.write} is not a folder that can be written to ({error.strerror}); name another one"
+        print(f"kernels: {said}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"kernels: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _said(options: argparse.Namespace) -> Iterable[str]:
-    if options.model is not None:
-        return [kernel_costs.answer(options.model, options.strategy or DEFAULT, adamw_kernel)]
-    return kernel_costs.summary(adamw_update) if options.costs else [overview()]
-
-
-def _wrote(folder: str) -> int:
-    try:
-        _check_folder(Path(folder))
-        paths = write_all(Path(folder))
-    except OSError as error:
-        print(f"kernels: {folder} is not a folder that can be written to ({error}); name another one", file=sys.stderr)
-        return 2
-    print(_of_folder(folder, len(paths)))
-    return 0
-
-
-def _check_folder(path: Path) -> None:
-    """Raises NotADirectoryError if a file is in the way: before anything is generated, which takes a while."""
-    for part in (path, *path.parents):
-        if part.exists() and not part.is_dir():
-            raise NotADirectoryError(f"{part} is a file")
-
-
-def _of_folder(folder: str, new: int) -> str:
-    """What was done in a user's folder."""
-    total = len(FOLDERS) * len(KERNELS)
-    if not new:
-        return f"all {total} kernels in {folder} are up to date"
-    count = f"{total}" if new == total else f"{new} of {total}"
-    each = f"{len(KERNELS)} for each of {', '.join(FOLDERS)}"
-    return f"wrote {count} kernels ({each}) to {folder}; each begins with its update as equations"

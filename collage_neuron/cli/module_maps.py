@@ -41,6 +41,7 @@ def maps(logs: Sequence[Log]) -> list[Map]:
 
 def _map(log: Log, modules: Sequence[str]) -> Map:
     records = [record for record in log.records if record.get("modules")]
+    # More cells than pixels would make the page large, and the picture no better.
     size = math.ceil(len(records) / COLUMNS)
     columns = [records[i : i + size] for i in range(0, len(records), size)]
     cells = [[_cell(name, column) for column in columns] for name in modules]
@@ -111,19 +112,20 @@ def _short(name: str) -> str:
 
 def picture(logs: Sequence[Log], form: str) -> bytes | None:
     """All maps side by side as a picture, drawn by matplotlib; None if no run logged its modules."""
-    found = maps(logs)
-    if not found:
+    every_map = maps(logs)
+    if not every_map:
         return None
     import matplotlib as mpl  # an extra: imported only where a picture is asked for
     from matplotlib.figure import Figure as Picture
 
+    # Text stays text, and names inside an SVG do not change from one drawing to the next.
     style: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "collage_neuron"}
     with mpl.rc_context(style):
-        names = labels(logs, found[0].modules)
-        width, height = 2.2 + max(9, 3.4 * len(found)), 1.1 + 0.17 * max(4, min(60, len(names)))
+        names = labels(logs, every_map[0].modules)
+        width, height = 2.2 + max(9, 3.4 * len(every_map)), 1.1 + 0.17 * max(4, min(60, len(names)))
         figure = Picture(figsize=(width, height), layout="constrained")
-        row = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
-        for axes, drawn in zip(row, found, strict=True):
+        row = figure.subplots(1, len(every_map), squeeze=False, sharey=True)[0]
+        for axes, drawn in zip(row, every_map, strict=True):
             shown = _draw(axes, drawn)
         every = math.ceil(len(names) / 60)
         row[0].set_yticks(range(0, len(names), every), names[::every], fontsize=7)
@@ -136,6 +138,7 @@ def picture(logs: Sequence[Log], form: str) -> bytes | None:
 def _draw(axes: Any, drawn: Map) -> Any:
     from matplotlib.colors import LogNorm
 
+    # matplotlib leaves NaN out, which shows the colour of what is behind the cells.
     cells = [[math.nan if x is None else x for x in row] for row in drawn.cells]
     extent = (drawn.steps[0] - 0.5, drawn.log.steps[-1] + 0.5, len(drawn.modules) - 0.5, -0.5)
     shown = axes.imshow(
@@ -148,7 +151,7 @@ def _draw(axes: Any, drawn: Map) -> Any:
 
 def figures(logs: Sequence[Log]) -> Iterator[tuple[str, Figure]]:
     """Each run's map with its title."""
-    found = maps(logs)
-    names = labels(logs, found[0].modules) if found else []
-    for drawn in found:
+    every_map = maps(logs)
+    names = labels(logs, every_map[0].modules) if every_map else []
+    for drawn in every_map:
         yield f"EDQ by module: {drawn.log.name}", heat_map(drawn, names)

@@ -40,6 +40,7 @@ def assigned(strategies: Sequence[object]) -> list[str]:
     """An entry of the palette for each of several runs: its strategy's, or an unused one if another run has that."""
     names, spare = [], [name for name in COLOURS if name not in RESERVED and name not in strategies]
     for i, strategy in enumerate(strategies):
+        # A second run of a strategy, or one of a mapping of formats, takes a colour that nobody else needs.
         own = isinstance(strategy, str) and strategy in COLOURS and strategy not in strategies[:i]
         names.append(str(strategy) if own else spare.pop(0) if spare else "other")
     return names

@@ -90,22 +90,24 @@ IDLE = {"dead-code": "ASGD", "cut": "Adafactor"}
 """Passes that often have nothing to do, each with an optimizer in which it has."""
 
 
-def legend(found: str, optimizer: str) -> str:
+def legend(text: str, optimizer: str) -> str:
     """How to read a text: what occurs in it, explained; for passes that have nothing to do, an optimizer to look at."""
-    lines = [text for pattern, text in ENTRIES.items() if re.search(pattern, found)]
-    idle = [name for name in IDLE if re.search(rf"^{name}: .*\n  \(nothing", found, re.MULTILINE)]
-    seen = [f"{name} in `passes {IDLE[name]}`" for name in idle if IDLE[name] != optimizer]
-    lines += [f"A pass that has nothing to do here is seen at work: {', '.join(seen)}."] * bool(seen)
+    lines = [said for pattern, said in ENTRIES.items() if re.search(pattern, text)]
+    idle = [name for name in IDLE if re.search(rf"^{name}: .*\n  \(nothing", text, re.MULTILINE)]
+    elsewhere = [f"{name} in `passes {IDLE[name]}`" for name in idle if IDLE[name] != optimizer]
+    lines += [f"A pass that has nothing to do here is seen at work: {', '.join(elsewhere)}."] * bool(elsewhere)
     filled = [textwrap.fill(line, 118, subsequent_indent="  ") for line in lines]
-    return "\n".join([HOW_TO_READ, *filled, "Operations are torch's and Python's, and:", glossary(found)])
+    return "\n".join([HOW_TO_READ, *filled, "Operations are torch's and Python's, and:", glossary(text)])
 
 
-def glossary(found: str) -> str:
+def glossary(text: str) -> str:
     """What the operations in a text do that are not torch's: the beginnings of their docstrings."""
     named = {name: x for module in (eft, matrix_sums, reductions, tensor_sums) for name, x in vars(module).items()}
-    ours = {name: named[name] for name in dict.fromkeys(re.findall(r" (?!c\d)\w+ = (\w+)\(", found)) if name in named}
-    texts = {name: (inspect.getdoc(function) or "").partition("\n\n")[0] for name, function in ours.items()}
-    return "".join(textwrap.fill(f"{name}: {text}", 118, subsequent_indent="  ") + "\n" for name, text in texts.items())
+    own = {name: named[name] for name in dict.fromkeys(re.findall(r" (?!c\d)\w+ = (\w+)\(", text)) if name in named}
+    said = {name: (inspect.getdoc(function) or "").partition("\n\n")[0] for name, function in own.items()}
+    return "".join(
+        textwrap.fill(f"{name}: {first}", 118, subsequent_indent="  ") + "\n" for name, first in said.items()
+    )
 
 
 def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool = False, full: bool = False) -> str:
@@ -117,6 +119,7 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
         ValueError: the strategy does not work in the arithmetic.
         UnsupportedUpdate: the optimizer cannot be compiled.
     """
+    # A matrix: Adafactor and Muon do otherwise with a vector.
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16, device="cpu"))
     p.grad = torch.zeros_like(p)
     made = OPTIMIZERS[optimizer]([p])
@@ -136,8 +139,8 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
     base = base_of(type(made))
     (job,) = step_plan.plan(base, made, made.param_groups[0], 0, dry_run.foreseen(base, made), measured)
     name = Settings.of(made.param_groups[0]).strategy
-    found = explain_measured(made, full) if measured else explain(made, passes=True, graphs=full)
-    return f"{figures(optimizer, str(name), job)}\n\n{found}"
+    explained = explain_measured(made, full) if measured else explain(made, passes=True, graphs=full)
+    return f"{figures(optimizer, str(name), job)}\n\n{explained}"
 
 
 def figures(optimizer: str, strategy: str, job: step_plan.Job) -> str:
@@ -155,6 +158,7 @@ def figures(optimizer: str, strategy: str, job: step_plan.Job) -> str:
         sizes.get(str(n.target), 0) for s in update.stages for n in s.body.nodes if n.op == "placeholder" and n.users
     )
     writes = sum(sizes.get(key, 0) for key in update.outputs)
+    # Of several stages all are counted: each of them runs.
     before, after = operations(graph), sum(map(operations, (stage.body for stage in update.stages)))
     writing = f"write{'s' * (len(update.stages) == 1)} {writes}"
     said = (
@@ -213,14 +217,14 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     given = options.optimizer, options.strategy, options.arithmetic, options.measured, options.full
     try:
         with warnings.catch_warnings(record=True) as warned:
-            found = text(*given)
+            shown = text(*given)
         for said in dict.fromkeys(str(warning.message) for warning in warned):
             print(f"passes: {said}", file=sys.stderr, flush=True)
-        if "\ncaptured: " not in found:
-            print(f"passes: {found}")
+        if "\ncaptured: " not in shown:
+            print(f"passes: {shown}")
             return 0
-        print(found.rstrip(), flush=True)
-        print(f"\n{legend(found, options.optimizer)}", end="", file=sys.stderr)  # what a pipe leaves on the terminal
+        print(shown.rstrip(), flush=True)
+        print(f"\n{legend(shown, options.optimizer)}", end="", file=sys.stderr)  # what a pipe leaves on the terminal
     except (TypeError, ValueError, RuntimeError) as error:
         print(f"passes: {options.optimizer}: {error}", file=sys.stderr)
         return 1

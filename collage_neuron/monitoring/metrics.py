@@ -72,6 +72,7 @@ class Measures:
         """From the result vectors of an update; for a value with one component, `high` equals `pair`."""
         all_sums = dict(zip(names[0], sums, strict=True))
         all_counts = dict(zip(names[1], counts, strict=True))
+        # Where the pair is its high word, the graph measures it once.
         alone = {k.replace("pair", "high"): v for k, v in all_sums.items() if k.startswith("pair")}
         return cls(elements, alone | all_sums, {"lost high": all_counts["lost pair"]} | all_counts)
 
@@ -135,6 +136,7 @@ def _under(prefix: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    # Parameters of other groups may have other states.
     return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
 
 
@@ -192,7 +194,7 @@ class Record:
         parts: dict[Key, list[Part]] = {}
         for part in self.parameters.values():
             parts.setdefault(key(part), []).append(part)
-        return {k: _sum(found) for k, found in parts.items()}
+        return {k: _sum(members) for k, members in parts.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """The step's number, and the numbers of the whole, of each group and of each module."""

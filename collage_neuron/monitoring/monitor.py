@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from types import NoneType, TracebackType
 from typing import Any
 from weakref import finalize, ref
@@ -13,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_neuron.explanation import about
 from collage_neuron.matmuls.scale_metrics import NewMeasurements
-from collage_neuron.monitoring.about_run import about_run
 from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
 from collage_neuron.monitoring.writers import Writer
@@ -39,6 +39,7 @@ class Monitor:
         self._readings = readings
         self._optimizer = ref(optimizer)
         self._model = ref(model) if model is not None else None
+        # By identity: tensors are compared by element. Weakly: parameters may be exchanged.
         self._places = WeakIdKeyDictionary()
         self._taken = taken
         self._began = False
@@ -61,7 +62,7 @@ class Monitor:
             self._readings.begin(self._about)
         number = next((int(m.number) for m in measured if m.number is not None), self._taken)
         self._readings.stepped(Unread.of(number, [(self._place(m.param), m) for m in measured]))
-        operands = self._watch.new(self._given_models())
+        operands = self._watch.new(self._models())
         if operands:
             self._readings.log({"fp8": operands})
 
@@ -108,53 +109,70 @@ class Monitor:
         self.close()
 
     def _about(self) -> dict[str, Any]:
+        places = [self._place(p) for p in params_of(self._alive)]
+        return about(self._alive) | about_models(self._models(), {place.module for place in places})
+
+    @property
+    def _alive(self) -> Optimizer:
+        """The optimizer, in a step of it."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        places = [self._place(p) for p in params_of(optimizer)]
-        return about(optimizer) | about_run(self._models(optimizer), {place.module for place in places})
+        return optimizer
 
     def _next_step(self) -> int:
         """The number of the next step: from the optimizer's own count, if it has one, since that survives a resume."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        counts = (state["step"] for state in optimizer.state.values() if "step" in state)
+        counts = (state["step"] for state in self._alive.state.values() if "step" in state)
         count = next(counts, self._taken)
+        # A count on a device is not read, which would wait for the device in each step.
         on_host = not isinstance(count, torch.Tensor) or count.device.type == "cpu"
         return (int(count) if on_host else self._taken) + 1
 
     def _place(self, p: torch.nn.Parameter) -> Place:
         if p not in self._places:
-            self._find_places()
+            names = self._names()
+            for i, group in enumerate(self._alive.param_groups):
+                for j, each in enumerate(group["params"]):
+                    name = names.get(id(each), f"{i}.{j}")
+                    self._places[each] = Place(i, name, module_of(name) if id(each) in names else name)
         place: Place = self._places[p]
         return place
 
-    def _find_places(self) -> None:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        names = self._names(optimizer)
-        for i, group in enumerate(optimizer.param_groups):
-            for j, p in enumerate(group["params"]):
-                name = names.get(id(p))
-                own = f"{i}.{j}"
-                self._places[p] = Place(i, own, own) if name is None else Place(i, name, module_of(name))
-
-    def _names(self, optimizer: Optimizer) -> Mapping[int, str]:
+    def _names(self) -> Mapping[int, str]:
         """Parameter names by id: from the model, else from the optimizer, else from a model given to `compile`."""
         given = {
             id(p): name
-            for group in optimizer.param_groups
+            for group in self._alive.param_groups
             for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
         }
-        known = [] if given and self._model is None else self._models(optimizer)
+        known = [] if given and self._model is None else self._models()
         return given | {id(p): name for m in known for name, p in m.named_parameters()}
 
-    def _given_models(self) -> list[torch.nn.Module]:
-        optimizer = self._optimizer()
-        return [] if optimizer is None else self._models(optimizer)
-
-    def _models(self, optimizer: Optimizer) -> list[torch.nn.Module]:
+    def _models(self) -> list[torch.nn.Module]:
+        """The model that was given, else those that were compiled with the optimizer."""
         model = self._model() if self._model is not None else None
-        return [model] if model is not None else models_of(optimizer)
+        return [model] if model is not None else models_of(self._alive)
+
+
+def about_models(models: Sequence[torch.nn.Module], modules: Collection[str]) -> dict[str, Any]:
+    """The first line of a log: the day, the classes of models, and of modules that have a number as a name.
+
+    `modules` are the names under which modules are logged. `explanation.about` says the rest of the line.
+    """
+    kinds = {name: type(module).__name__ for model in models for name, module in model.named_modules()}
+    numbers = sorted(name for name in modules if name.rpartition(".")[2].isdigit())
+    return {
+        "date": f"{datetime.now():%Y-%m-%d}",
+        **({"model": ", ".join(dict.fromkeys(type(model).__name__ for model in models))} if models else {}),
+        **({"module_kinds": {name: _kind(name, kinds) for name in numbers}} if numbers else {}),
+    }
+
+
+def _kind(name: str, kinds: Mapping[str, str]) -> str:
+    """The class of a module; of a parameter without a name, its place, which `Monitor` writes as `GROUP.INDEX`."""
+    if name in kinds:
+        return kinds[name]
+    group, _, index = name.partition(".")
+    return f"parameter {index} of group {group}" if index else "parameter"
 
 
 def module_of(name: str) -> str:

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch
@@ -50,19 +50,21 @@ class Unread:
         return cls(
             step,
             [(place, local(m.param).numel(), m.names)
-             for found in by_device.values() for place, m in found],
-            [torch.cat([m.sums for _, m in found]) for found in by_device.values()],
-            [torch.cat([m.counts for _, m in found]) for found in by_device.values()],
+             for on_device in by_device.values() for place, m in on_device],
+            # One tensor a device: each fetch waits for the device, whatever its size.
+            [torch.cat([m.sums for _, m in on_device]) for on_device in by_device.values()],
+            [torch.cat([m.counts for _, m in on_device]) for on_device in by_device.values()],
         )  # fmt: skip
 
     def read(self) -> Record:
         """Fetches the numbers: waits for the device."""
+        # One fetch for each device, whatever the number of parameters.
         sums = iter([x for t in self.sums for x in t.tolist()])
         counts = iter([n for t in self.counts for n in t.tolist()])
         parts = {}
         for place, size, names in self.parts:
-            found = [next(sums) for _ in names[0]], [next(counts) for _ in names[1]]
-            parts[place.name] = Part(place.group, place.module, Measures.of(size, names, *found))
+            own = [next(sums) for _ in names[0]], [next(counts) for _ in names[1]]
+            parts[place.name] = Part(place.group, place.module, Measures.of(size, names, *own))
         return Record(self.step, parts)
 
 
@@ -93,9 +95,9 @@ class Readings:
     def log(self, values: Mapping[str, Number]) -> None:
         """Stores values with the last step if that was measured; ValueError or TypeError if they are not numbers."""
         check_names(values)
-        kept = {name: _kept(name, value) for name, value in values.items()}
+        present = {name: _as_it_is_now(name, value) for name, value in values.items()}
         if self._last is not None:
-            self._last.logged.update(kept)
+            self._last.logged.update(present)
 
     def read(self, leave: int = 0) -> None:
         """Fetches all unread steps except the last `leave`, and passes complete records to the writers."""
@@ -104,48 +106,42 @@ class Readings:
             self.records.append(unread.read())
             if self._writers:
                 self._unwritten.append((self.records[-1], unread))
+        # The last step may still get values of `log`, so it waits for the next one.
         while self._unwritten and self._unwritten[0][1] is not self._last:
             record, unread = self._unwritten.popleft()
             logged = {name: _fetched(value) for name, value in unread.logged.items()}
-            self._each(partial(_hand_on, record, logged))
+            self._each(methodcaller("write", record, logged))
 
     def finish(self) -> None:
         """Passes all remaining records to the writers, and closes these."""
         self._last = None
         if self._writers:
             self.read()
-            self._each(lambda writer: writer.close())
+            self._each(methodcaller("close"))
             self._writers = []
 
     def _each(self, do: Callable[[Writer], object]) -> None:
+        """Calls the writers; one that fails is switched off, so that neither the step nor the training is affected."""
         for writer in list(self._writers):
-            self._try(writer, do)
-
-    def _try(self, writer: Writer, do: Callable[[Writer], object]) -> None:
-        """Calls a writer; if it fails, it is switched off, so that neither the step nor the training is affected."""
-        try:
-            do(writer)
-        except Exception as error:
-            self._writers.remove(writer)
-            with suppress(Exception):
-                writer.close()
-            warnings.warn(
-                f"{writer!r} failed ({type(error).__name__}: {error}) and gets no more measurements; training "
-                "continues, and the last records are in monitor.history. To write measurements again, make room or fix "
-                "the writer, close() this monitor and make another",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            try:
+                do(writer)
+            except Exception as error:  # noqa: PERF203  # a call of each writer a step costs more than the try
+                self._writers.remove(writer)
+                with suppress(Exception):
+                    writer.close()
+                warnings.warn(
+                    f"{writer!r} failed ({type(error).__name__}: {error}) and gets no more measurements; training "
+                    "continues, and the last records are in monitor.history. To write measurements again, make room or "
+                    "fix the writer, close() this monitor and make another",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
 
-def _hand_on(record: Record, logged: Mapping[str, Any], writer: Writer) -> None:
-    writer.write(record, logged)
-
-
-def _kept(name: str, value: Any) -> Any:
+def _as_it_is_now(name: str, value: Any) -> Any:
     """The value as it is now, still on its device: a copy, except on XLA."""
     if isinstance(value, Mapping):
-        return {key: _kept(f"{name}.{key}", x) for key, x in value.items()}
+        return {key: _as_it_is_now(f"{name}.{key}", x) for key, x in value.items()}
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         # On XLA a copy would be another graph, so the tensor itself is kept; later writes in place would be visible.
         return value.detach() if value.device.type == "xla" else value.detach().clone()

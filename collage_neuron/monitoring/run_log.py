@@ -38,12 +38,12 @@ class Log:
         steps, values = [], []
         for record in self.records:
             try:
-                found = value(record)
+                number = value(record)
             except KeyError:
                 continue
-            if isinstance(found, (int, float)) and math.isfinite(found):
+            if isinstance(number, (int, float)) and math.isfinite(number):
                 steps.append(record["step"])
-                values.append(float(found))
+                values.append(float(number))
         return steps, values
 
 
@@ -60,35 +60,31 @@ def read_logs(paths: Sequence[Path], leave_out: Callable[[NoSteps], object] = la
     if not files:
         raise LogError("no log was named; give .jsonl files of runs, or folders of them")
     names = _names([file for file, _ in files])
-    logs = [
-        log
-        for (file, of_folder), name in zip(files, names, strict=True)
-        if (log := _of_folder(file, name, leave_out) if of_folder else read_log(file, name)) is not None
-    ]
+    logs = []
+    for (file, of_folder), name in zip(files, names, strict=True):
+        try:
+            logs.append(read_log(file, name))
+        except NoSteps as error:  # noqa: PERF203
+            if not of_folder:
+                raise
+            leave_out(error)
     if not logs:
         raise LogError(f"{', '.join(map(str, paths))} holds no log with a measured step; come back after the first")
     return logs
 
 
-def _of_folder(file: Path, name: str, leave_out: Callable[[NoSteps], object]) -> Log | None:
-    try:
-        return read_log(file, name)
-    except NoSteps as error:
-        leave_out(error)
-        return None
-
-
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(path.rglob("*.jsonl"))
-    if not found:
+    logs = sorted(path.rglob("*.jsonl"))
+    if not logs:
         raise LogError(f"{path} holds no .jsonl file; name the log of a run, or a folder of them")
-    return found
+    return logs
 
 
 def _names(files: Sequence[Path]) -> list[str]:
     """The shortest endings of the paths that are all distinct."""
+    # A folder a run, or a file a run: as many parts of the path as tell them apart.
     for length in range(1, max(len(file.parts) for file in files) + 1):
         names = ["/".join(file.with_suffix("").parts[-length:]) for file in files]
         if len(set(names)) == len(names):
@@ -102,6 +98,7 @@ def read_log(path: Path, name: str) -> Log:
     records: list[Line] = []
     for line in parsed:
         if "step" in line:
+            # The run was resumed from an earlier step: what it does again counts.
             while records and records[-1]["step"] >= line["step"]:
                 records.pop()
             records.append(line)
@@ -137,10 +134,9 @@ def _lines(path: Path) -> tuple[list[Line], str]:
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"{path} cannot be read as text ({error}); give the .jsonl log of a run") from None
     rest = lines.pop()
-    parsed = [_line(path, number, text) for number, text in enumerate(lines, 1) if text.strip()]
-    if rest and (last := _whole(rest)) is not None:
-        parsed.append(_checked(path, len(lines) + 1, last))
-    return parsed, rest
+    if _whole(rest) is not None:  # the newline alone is missing
+        lines.append(rest)
+    return [_checked(path, number, text) for number, text in enumerate(lines, 1) if text.strip()], rest
 
 
 def _whole(text: str) -> Any:
@@ -151,21 +147,19 @@ def _whole(text: str) -> Any:
         return None
 
 
-def _line(path: Path, number: int, text: str) -> Line:
+def _checked(path: Path, number: int, text: str) -> Line:
+    """A line of a log; LogError if it is not what a monitor writes."""
     try:
-        return _checked(path, number, json.loads(text))
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise _foreign(path, number, f"it is not JSON ({error.msg} at column {error.colno})") from None
-
-
-def _checked(path: Path, number: int, value: Any) -> Line:
     if not isinstance(value, dict):
         raise _foreign(path, number, "it is not a JSON object")
     step = value.get("step", 0)
     if isinstance(step, bool) or not isinstance(step, int):
         raise _foreign(path, number, f"its step is {step!r}, not a whole number")
-    total, modules = value.get("total", {}), value.get("modules", {})
-    if not _measured(total):
+    modules = value.get("modules", {})
+    if not _measured(value.get("total", {})):
         raise _foreign(path, number, "its total is not what a monitor writes")
     if not isinstance(modules, dict) or not all(map(_measured, modules.values())):
         raise _foreign(path, number, "its modules are not what a monitor writes")

@@ -46,10 +46,10 @@ def hugging_face_monitor(*, every: int | None = None, to: Writer | Sequence[Writ
             record = self.measured.latest() if self.measured is not None else None
             if record is None or logs is None:
                 return
-            found = points(record, {}, modules)
-            logs.update(found)
-            if state.log_history:
-                state.log_history[-1].update(found)
+            tagged = points(record, {}, modules)
+            logs.update(tagged)
+            if state.log_history:  # the Trainer has copied `logs` to it before it calls callbacks
+                state.log_history[-1].update(tagged)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if self.measured is not None:
@@ -80,7 +80,7 @@ def lightning_monitor(*, every: int = 10, to: Writer | Sequence[Writer] = (), mo
         """Measures from the start of a fit to its end."""
 
         measured: Sequence[Monitor] = ()
-        seen: int = 0
+        last_step: int = 0
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             writers = to if trainer.is_global_zero else ()
@@ -88,17 +88,18 @@ def lightning_monitor(*, every: int = 10, to: Writer | Sequence[Writer] = (), mo
                 monitor(unwrapped(o), pl_module, every=every, to=writers if i == 0 else (), taken=trainer.global_step)
                 for i, o in enumerate(trainer.optimizers)
             ]
-            self.seen = trainer.global_step
+            self.last_step = trainer.global_step
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
-            if trainer.global_step == self.seen or trainer.global_step % every:
+            # With accumulated gradients several batches belong to one step.
+            if trainer.global_step == self.last_step or trainer.global_step % every:
                 return
-            self.seen = trainer.global_step
+            self.last_step = trainer.global_step
             for i, one in enumerate(self.measured):
                 record = one.latest()
                 if record is not None:
-                    found = points(record, {}, modules)
-                    pl_module.log_dict({tag.replace("/", f"/{i}/", 1) if i else tag: x for tag, x in found.items()})
+                    tagged = points(record, {}, modules)
+                    pl_module.log_dict({tag.replace("/", f"/{i}/", 1) if i else tag: x for tag, x in tagged.items()})
 
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
             for one in self.measured:

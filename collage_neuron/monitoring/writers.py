@@ -1,4 +1,4 @@
-"""Writers, which receive the numbers of a monitor while training runs: a JSON log, TensorBoard, a live line."""
+"""Writers, which receive the numbers of a monitor while training runs: a JSON log, trackers, a live line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ UNREAD = 64
 
 Logged = Mapping[str, Any]
 """The values passed to `Monitor.log` with a step: numbers, or mappings of numbers (`memory`), by name."""
-
 
 OWN = ("step", "total", "groups", "modules")
 """Names that are reserved for the fields of a record."""
@@ -72,6 +71,7 @@ class JsonLog(Writer):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             run_log.mend(self.path)
+            # Without a buffer a line is one write, so that a kill cuts at most the last.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             message = f"the log {self.path} cannot be written ({error.strerror}); name a file in a folder of yours"
@@ -90,6 +90,7 @@ class JsonLog(Writer):
 
     def _append(self, line: Mapping[str, Any]) -> None:
         rest = json.dumps(plain(line), default=str).encode() + b"\n"
+        # A raw write may take a part.
         while rest:
             rest = rest[self._file.write(rest) :]
 
@@ -108,6 +109,19 @@ def plain(value: Any) -> Any:
     return value
 
 
+class _Tagged(Writer):
+    """A writer of the numbers of a step by their tags."""
+
+    def __init__(self, modules: bool) -> None:
+        self._modules = modules
+
+    def write(self, record: Record, logged: Logged) -> None:
+        self._add(points(record, logged, self._modules), record.step)
+
+    def _add(self, tagged: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+
 class Scalars(Protocol):
     """torch.utils.tensorboard.SummaryWriter, tensorboardX's, or any other object with this method."""
 
@@ -115,7 +129,7 @@ class Scalars(Protocol):
         """Adds a point to the curve `tag`."""
 
 
-class TensorBoard(Writer):
+class TensorBoard(_Tagged):
     """Scalars for TensorBoard: `collage/...` of the whole, `collage_modules/NAME/...` of each module.
 
     `edq` is the ratio EDQ / ||raw update||; names that end in `_hi` are for the high word alone. Logged values are
@@ -127,24 +141,96 @@ class TensorBoard(Writer):
     """
 
     def __init__(self, writer: Scalars, modules: bool = True) -> None:
+        super().__init__(modules)
         self._writer = writer
-        self._modules = modules
 
-    def write(self, record: Record, logged: Logged) -> None:
-        for tag, value in points(record, logged, self._modules).items():
-            self._writer.add_scalar(tag, value, record.step)
+    def _add(self, tagged: dict[str, float], step: int) -> None:
+        for tag, value in tagged.items():
+            self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
         getattr(self._writer, "flush", lambda: None)()
 
 
+class WandbRun(Protocol):
+    """A run of Weights & Biases, as `wandb.init()` returns it."""
+
+    config: Any
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> Any:
+        """Makes `step_metric` the axis over which `name` is drawn."""
+
+    def log(self, data: dict[str, Any]) -> object:
+        """Adds a row of numbers."""
+
+
+class WandB(_Tagged):
+    """Numbers for Weights & Biases, under the tags that `TensorBoard` writes: `collage/edq`, `collage/lost`, ...
+
+    They are drawn over `collage/step`, the optimizer's own count, and not over wandb's count of rows: a measured step
+    is read later than your own `run.log`, and wandb drops rows whose step has passed. What describes the run is in
+    `run.config["collage"]`.
+
+    Args:
+        run: what `wandb.init()` returned; you finish it, after the monitor was closed.
+        modules: whether to write two curves for each module too.
+    """
+
+    def __init__(self, run: WandbRun, modules: bool = True) -> None:
+        super().__init__(modules)
+        self._run = run
+        for tags in ("collage/*", "collage_modules/*"):
+            run.define_metric(tags, step_metric="collage/step")
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        self._run.config.update({"collage": dict(about)}, allow_val_change=True)  # a resumed run says it again
+
+    def _add(self, tagged: dict[str, float], step: int) -> None:
+        self._run.log({**tagged, "collage/step": step})
+
+
+class MlflowMetrics(Protocol):
+    """The module `mlflow`, which writes into its active run, or any other object with these functions."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> object:
+        """Adds a point to each of the curves."""
+
+    def set_tags(self, tags: dict[str, Any]) -> object:
+        """Sets tags of the run."""
+
+
+class MLflow(_Tagged):
+    """Numbers for MLflow, under the tags that `TensorBoard` writes.
+
+    What describes the run becomes tags, `collage.NAME`: tags and not parameters, since MLflow rejects a parameter that
+    a resumed run has with another value.
+
+    Args:
+        mlflow: the module `mlflow`: its active run is written to, and you end it, after the monitor was closed.
+        modules: whether to write two curves for each module too.
+    """
+
+    def __init__(self, mlflow: MlflowMetrics, modules: bool = True) -> None:
+        super().__init__(modules)
+        self._mlflow = mlflow
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        named = {name.lstrip("/").replace("/", "."): str(value) for name, value in flat("", about)}
+        self._mlflow.set_tags({f"collage.{name}": value for name, value in named.items()})
+
+    def _add(self, tagged: dict[str, float], step: int) -> None:
+        # Its stores keep numbers; a NaN that was logged would end the write of all others.
+        self._mlflow.log_metrics({tag: x for tag, x in tagged.items() if math.isfinite(x)}, step=step)
+
+
 def points(record: Record, logged: Logged, modules: bool) -> dict[str, float]:
-    """The numbers of a step by their tag, without NaN of ours (a ratio with a zero denominator)."""
-    found = {**dict(flat("collage", logged)), **{f"collage/{k}": x for k, x in curves(record.total).items()}}
-    if modules:
-        for name, m in record.modules.items():
-            found |= {f"collage_modules/{name}/edq": m.pair.ratio, f"collage_modules/{name}/lost": m.pair.lost}
-    return {tag: x for tag, x in found.items() if not math.isnan(x) or tag.removeprefix("collage/") in logged}
+    """The numbers of a step by their tag, without a NaN that was not logged (a ratio with a zero denominator)."""
+    tagged = {**dict(flat("collage", logged)), **{f"collage/{k}": x for k, x in curves(record.total).items()}}
+    for name, m in record.modules.items() if modules else ():
+        # Two of each alone: a model has hundreds of modules.
+        tagged |= {f"collage_modules/{name}/edq": m.pair.ratio, f"collage_modules/{name}/lost": m.pair.lost}
+    # A NaN of the user is information, one of ours says that there was nothing to divide by.
+    return {tag: x for tag, x in tagged.items() if not math.isnan(x) or tag.removeprefix("collage/") in logged}
 
 
 def curves(m: Measures) -> dict[str, float]:
@@ -193,6 +279,7 @@ class Live(Writer):
 def on_stderr(text: str) -> None:
     """Prints a line; on a terminal it replaces the last one."""
     if sys.stderr.isatty():
+        # Cut, since a line that wraps is not overwritten; the code at its end clears what a longer one left.
         print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", end="", file=sys.stderr, flush=True)
     else:
         print(text, file=sys.stderr, flush=True)

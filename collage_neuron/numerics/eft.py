@@ -104,6 +104,7 @@ def places(x: Value) -> Value:
 
 
 def _places(x: Value) -> Value:
+    # To the left and back: the lower half, with its own sign.
     return (x.view(torch.int32) << 16) >> 16
 
 
@@ -112,6 +113,7 @@ def limit_places(x: Value, most: int) -> Value:
     if has_torch_function_unary(x):
         return handle_torch_function(limit_places, (x,), x, most)
     missing = (-most - _places(x)).clamp(min=0)
+    # One more in the bits is a place further from zero, whatever the sign.
     return (x.view(torch.int32) + missing).view(torch.float32)
 
 
@@ -123,6 +125,7 @@ def beyond(x: Value, n: Value) -> Value:
     """
     if has_torch_function_unary(x) or has_torch_function_unary(n):
         return handle_torch_function(beyond, (x, n), x, n)
+    # The bits of a bf16 number end in 16 zeros, so n changes its upper half by at most a borrow.
     return (x.view(torch.int32) + n.to(torch.int32)).view(torch.float32)
 
 
@@ -134,6 +137,7 @@ def block_max(x: Value, k: int) -> Value:
     if has_torch_function_unary(x):
         return handle_torch_function(block_max, (x,), x, k)
     n = x.shape[-1]
+    # With 0, which is no larger than any magnitude.
     padded = torch.nn.functional.pad(x.abs(), (0, -n % k))
     return padded.unflatten(-1, (-1, k)).amax(-1).repeat_interleave(k, dim=-1)[..., :n]
 
@@ -151,6 +155,7 @@ def magnitudes(x: Value) -> Value:
 
 def fp32(x: float) -> float:
     """The fp32 number nearest to x: a literal that every backend reads alike."""
+    # Not by a tensor, whose dtype and device are settings of the process.
     (nearest,) = struct.unpack("f", struct.pack("f", x))
     return float(nearest)
 

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3, EighthRoot, SmallFloat
+from collage_neuron.numerics.block_formats import (
+    BLOCK,
+    I8Q4,
+    I8Q8,
+    I16Q4,
+    I16Q8,
+    U8Q16,
+    U16Q8,
+    U16Q16,
+    RootWords,
+)
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,
@@ -32,8 +42,7 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
-from collage_neuron.numerics.root_words import I8Q8, I16Q8, U8Q16, U16Q16, UnsignedRoot
-from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
+from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16, UE5M3, SmallFloat
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
@@ -123,6 +132,7 @@ class Format:
         """The components that an update stores for the fp32 value `name`; `random` gives random bits if needed."""
         if self.draw is None:
             return self.encoder(name)(x)
+        # The second number is for elements between two powers of two of their block.
         return self.draw(x, random(), random()) if self.is_coded else self.draw(x, random())
 
     def encoder(self, name: str) -> Callable[[Value], Sequence[Value]]:
@@ -181,7 +191,7 @@ _BYTE = Component("", "uint8")
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
 
 
-def _unsigned(name: str, code: Component, words: EighthRoot | UnsignedRoot | SmallFloat) -> Format:
+def _unsigned(name: str, code: Component, words: RootWords | SmallFloat) -> Format:
     """A stochastic format of blocks without negative numbers."""
     return Format(name, (code, _SCALE), words.encode, words.decode, words.draw, error=words.error, signed=False)
 
@@ -343,13 +353,13 @@ def _wrong(fmt: Format, conversion: str) -> Iterator[str]:
     if not isinstance(words, (list, tuple)):
         yield f"its {conversion} returns a {type(words).__name__}, and not a list of words"
         return
-    found, wanted = [getattr(word, "dtype", type(word)) for word in words], [c.type.dtype for c in fmt.components]
+    dtypes, wanted = [getattr(word, "dtype", type(word)) for word in words], [c.type.dtype for c in fmt.components]
     if len(words) != len(wanted):
         yield f"its {conversion} returns {len(words)} words, and it has {len(wanted)} components"
         return
     values: list[Any] = [decode(words) for decode in _decoders(fmt)]
-    if found != wanted:
-        yield f"its {conversion} returns words of {found}, and its components are {wanted}"
+    if dtypes != wanted:
+        yield f"its {conversion} returns words of {dtypes}, and its components are {wanted}"
     elif any(getattr(value, "dtype", None) != torch.float32 or value.shape != x.shape for value in values):
         yield "its decode does not return one fp32 number for each"
     elif conversion == "encode" and not _is_value(fmt, words, x):

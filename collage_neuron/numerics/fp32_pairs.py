@@ -57,6 +57,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def over(x: Pair, n: int) -> Pair:
     """x / n, to 2**-46: the product with 1 / n as a pair."""
+    # A quotient of fp32 would round 1 / n once; as a pair it has 48 bits.
     first = fp32(1 / n)
     second = fp32(1 / n - first)
     a, b = halves(x.hi)

@@ -124,10 +124,11 @@ def finished(reduction: Ending, sums: Tensor, extent: str, count: int) -> Tensor
     `count` is the number of terms of each result. Sums may have a dimension more, of parameters, which is kept.
     """
     left = DIMENSIONS[extent]
+    # Columns, rows and then matrices, as the docstring of the file has it: another order has other bits.
     for d in (2, 1, 0):
         sums = sums if d in left else folded_over(sums, d - 3)
-    found = reduction.finish(sums, count).to(torch.float32)
-    return found if left or found.dim() > 3 else found.reshape(())
+    results = reduction.finish(sums, count).to(torch.float32)
+    return results if left or results.dim() > 3 else results.reshape(())
 
 
 def terms_in(view: Sequence[int], operand: str, extent: str) -> int:

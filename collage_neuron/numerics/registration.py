@@ -90,9 +90,11 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
 def _of(x: Any, outer: tuple[FunctionType, ...]) -> object:
+    # Exact types: a subclass may mean something else.
     if type(x) in _PLAIN:
         return type(x), repr(x)  # as text: 0.0 is not -0.0, and NaN is NaN
     if isinstance(x, FunctionType) and (not outer or x.__globals__ is outer[0].__globals__):
+        # Functions that call themselves or each other are named by their place on the way here.
         return outer.index(x) if x in outer else _of_function(x, (*outer, x))
     if isinstance(x, functools.partial):
         return type(x), _of_each((x.func, x.args, x.keywords), outer)

@@ -54,8 +54,11 @@ class Strategy:
         """The name of the format of a state in a role."""
         either = self.slow if format_named(self.slow).signed else self.param
         other = self.other or (self.param if format_named(self.state).is_coded else self.state)
+        # Drawn in each step, a maximum would climb: it is the largest of many roundings.
         largest = self.slow if other == self.param and format_named(self.slow).draw is None else other
+        # A hundred errors of a byte each would be in it.
         long = self.state if format_named(self.state).bytes > 1 else other
+        # Codes do not hold whole numbers.
         exact = "fp32" if format_named(self.slow).is_coded else self.slow
         by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either,
                    "idle": self.signed or either, "decaying": either,

@@ -56,6 +56,7 @@ def run_sums(terms: Tensor) -> Tensor:
     if not terms.numel():  # which torch does not pad
         return terms.new_zeros(*others, count)
     rows = torch.nn.functional.pad(terms, (0, count * RUN - size)).reshape(*others, count, RUN // LANES, LANES)
+    # From 0, not from the first row: so no sum is -0.
     lanes = torch.zeros(*others, count, LANES, dtype=torch.float64, device=terms.device)
     for i in range(RUN // LANES):
         lanes = lanes + rows[..., i, :]
@@ -88,13 +89,14 @@ def finished(reduction: Reduction, groups: Sequence[Tensor], sizes: Sequence[int
 def totals(groups: Sequence[Tensor]) -> list[float]:
     """The sums of all terms in double, for tensors with these sums of groups: those of as many at once."""
     counts = [*map(len, groups)]
-    found = [0.0] * len(groups)
+    results = [0.0] * len(groups)
+    # Those of one size together: `tolist` waits for the device once for each.
     for count in {*counts} - {0}:
         places = [i for i, n in enumerate(counts) if n == count]
         sums = folded(_padded(torch.stack([groups[i] for i in places]), power_from(count)))
         for i, total in zip(places, sums.tolist(), strict=True):
-            found[i] = total
-    return found
+            results[i] = total
+    return results
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

@@ -73,6 +73,7 @@ class Pace:
 
     def advance(self, rate: float, step: int, rounding: float) -> None:
         """Adds the steps that were taken at the last rate, before it becomes `rate` in `step`."""
+        # The last rate held until now: schedulers change it between steps.
         way = self.rate * (step - self.step)
         self.gone += way
         self.lost += way * lost(self.rate, rounding)

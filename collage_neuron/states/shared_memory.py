@@ -134,7 +134,7 @@ def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int])
         if (window := _window(other)) is None or window.storage not in storages:
             continue
         for p, own in parts.items():
-            if other is p or own == window or not own.meets(window) or torch_privates.viewed(other) is p:
+            if other is p or own == window or not own.meets(window) or torch_privates.base_of(other) is p:
                 continue
             if share_elements(p, other):
                 raise _refusal(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from collage_neuron.numerics.blocks import first_of_each, spread
+from collage_neuron.numerics.block_formats import first_of_each, spread
 from collage_neuron.numerics.formats import Component, Format
 
 

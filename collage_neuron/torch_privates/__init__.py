@@ -1,18 +1,34 @@
 """Every use of private names of torch and torch_xla in this project, by subject; no other file uses any.
 
-Each entry says why no public name is enough, and names the test that fails when torch changes what it uses
-(`tests/repository/test_torch_privates.py` checks that these tests exist, and that no other file reaches into torch).
-`noqa: E501` stands where the name of such a test is too long for a line: it must stay in one piece to be found.
+Each entry says why no public name is enough. `tests/repository/test_torch_privates.py` has the test that fails when
+torch changes what it uses, and checks that no other file reaches into torch.
 """
 
-from collage_neuron.torch_privates.compiler import Surroundings, compile_errors, guarding, not_compiled
-from collage_neuron.torch_privates.ddp import ddp_problems, has_step_in_backward, set_up_anew
-from collage_neuron.torch_privates.models import (
+from collage_neuron.torch_privates.distributed import (
+    FSDP1,
+    ddp_problems,
+    device_of_zero,
+    has_laid_out,
+    has_step_in_backward,
+    is_flattened,
+    is_fully_sharded,
+    is_managed_by_fsdp,
+    of_flat_parameter,
+    offset_of_shard,
+    part,
+    set_up_anew,
+    sharded_like,
+)
+from collage_neuron.torch_privates.modules import (
     NORMS,
+    Surroundings,
+    compile_errors,
     drop_load_hook,
     each_tensor,
+    guarding,
     has_load_hook,
     has_pre_hook,
+    not_compiled,
 )
 from collage_neuron.torch_privates.operations import (
     DispatchMode,
@@ -39,18 +55,6 @@ from collage_neuron.torch_privates.optimizers import (
     unhooked_step,
     unscales_itself,
 )
-from collage_neuron.torch_privates.sharded import (
-    FSDP1,
-    device_of_zero,
-    has_laid_out,
-    is_flattened,
-    is_fully_sharded,
-    is_managed_by_fsdp,
-    of_flat_parameter,
-    offset_of_shard,
-    part,
-    sharded_like,
-)
 from collage_neuron.torch_privates.tensors import (
     attributes,
     base_of,
@@ -67,7 +71,6 @@ from collage_neuron.torch_privates.tensors import (
     storage_id,
     users,
     version,
-    viewed,
     without_memory,
 )
 from collage_neuron.torch_privates.xla import (
@@ -82,14 +85,13 @@ from collage_neuron.torch_privates.xla import (
 
 __all__ = [
     "FSDP1", "NORMS", "DispatchMode", "Surroundings", "attributes", "base_of", "compile_errors", "copy_each",
-    "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "dispatch_modes", "drop_load_hook", "each_tensor",
-    "exchange", "exchange_all", "exchange_each", "exchange_shards", "function_modes", "groups_of_xla_zero", "guard",
-    "guarding", "has_hooks", "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders",
-    "hooked_steps", "inside", "is_autocast_enabled", "is_counted_by_scheduler", "is_flattened", "is_fully_sharded",
-    "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation", "is_split_over_devices",
-    "let_have_hooks", "mark_counted",
-    "mark_hooked", "mark_sharding_like", "modes", "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists",
-    "part", "put_last", "references", "schema", "set_up_anew", "sharded_like", "step_pre_hooks", "storage_id",
-    "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed", "without_memory",
-    "without_modes", "xla_address", "xla_dot",
+    "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "dispatch_modes", "drop_load_hook",
+    "each_tensor", "exchange", "exchange_all", "exchange_each", "exchange_shards", "function_modes",
+    "groups_of_xla_zero", "guard", "guarding", "has_hooks", "has_laid_out", "has_load_hook", "has_pre_hook",
+    "has_step_in_backward", "holders", "hooked_steps", "inside", "is_autocast_enabled", "is_counted_by_scheduler",
+    "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation",
+    "is_split_over_devices", "let_have_hooks", "mark_counted", "mark_hooked", "mark_sharding_like", "modes",
+    "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists", "part", "put_last", "references", "schema",
+    "set_up_anew", "sharded_like", "step_pre_hooks", "storage_id", "unhooked_step", "unscales_itself",
+    "user_computation", "users", "version", "without_memory", "without_modes", "xla_address", "xla_dot",
 ]  # fmt: skip

@@ -10,32 +10,20 @@ from typing import Any
 import torch
 
 version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]  # a stub: int
-"""How often a tensor, or one that shares its memory, was written in place: it costs no look at the values.
-
-Noticed by `tests/checkpoint/test_loading_low_words.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
-"""  # noqa: E501  # names of tests stay in one piece
+"""How often a tensor, or one that shares its memory, was written in place: it costs no look at the values."""
 
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""The identity of a tensor's memory, its `untyped_storage()`. `data_ptr()` is 0 on the meta device, of recordings.
-
-Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_optimizer`.
-"""
+"""The identity of a tensor's memory, its `untyped_storage()`. `data_ptr()` is 0 on the meta device, of recordings."""
 
 
 def copy_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
-    """Copies one value to many tensors: a public call for each (`copy_`) costs ten times as much.
-
-    Noticed by `tests/runtime/test_structure_guard.py::test_counts_are_written_where_they_are`.
-    """
+    """Copies one value to many tensors: a public call for each (`copy_`) costs ten times as much."""
     torch._foreach_copy_(tensors, [value] * len(tensors))
 
 
 def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copies to each tensor the value in its place in the other list, which may be of another dtype.
-
-    Noticed by `tests/eager/test_gradients.py::test_gradients_are_the_same_by_every_name`.
-    """
+    """Copies to each tensor the value in its place in the other list, which may be of another dtype."""
     if into:
         torch._foreach_copy_(into, values)
 
@@ -45,7 +33,6 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
     It is the guard of torch.compile, one call for all: reading each property of a thousand tensors costs six times as
     much. It returns False whenever a tensor occurs twice: then, and where torch has none, the properties are read.
-    Noticed by `tests/runtime/test_structure_guard.py::test_a_guard_notices_what_may_change_about_a_tensor`.
     """
     try:
         guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -54,6 +41,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
             return check
     except (AttributeError, TypeError, RuntimeError):
         pass
+    # Another torch, or tensors that its guard does not take.
     expected = list(map(_properties, tensors))
     return lambda *others: list(map(_properties, others)) == expected
 
@@ -63,11 +51,8 @@ def _properties(t: torch.Tensor) -> tuple[Any, ...]:
     return type(t), t.dtype, t.device, t.layout, t.shape, t.layout is torch.strided and t.stride(), flags
 
 
-def viewed(t: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that `t` is a view of.
-
-    Noticed by `tests/conversion/test_uncommon.py::test_views_of_a_flat_buffer`.
-    """
+def base_of(t: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `t` is a view of, or None."""
     return t._base
 
 
@@ -75,8 +60,7 @@ def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
     """Exchanges what is inside two tensor objects; the objects, their attributes and all that refers to them stay.
 
     `x.data = y` would make autograd forget where it accumulates the gradient of `x`, and the hooks that DDP has there;
-    `torch.utils.swap_tensors` rejects tensors that such a place refers to. Noticed by
-    `tests/eager/test_identity.py::test_hooks_where_gradients_are_accumulated_still_run`.
+    `torch.utils.swap_tensors` rejects tensors that such a place refers to.
     """
     torch._C._swap_tensor_impl(x, y)
     if type(x) not in (torch.Tensor, torch.nn.Parameter) and hasattr(x, "_local_tensor"):  # a DTensor
@@ -87,11 +71,7 @@ def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def attributes(t: torch.Tensor) -> dict[str, Any]:
-    """What code has left on a tensor object, without what a DTensor, or FSDP1, keeps there of itself.
-
-    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_whole_parameters`, and by
-    `tests/conversion/test_wrapping.py::test_fsdp1_of_a_class_that_is_traced`.
-    """
+    """What code has left on a tensor object, without what a DTensor, or FSDP1, keeps there of itself."""
     own = vars(t)
     if "_fsdp_flattened" in own:
         return {k: x for k, x in own.items() if not k.startswith("_")}
@@ -99,20 +79,15 @@ def attributes(t: torch.Tensor) -> dict[str, Any]:
 
 
 def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """The same of many pairs of tensors that are what they hold.
-
-    Noticed by `tests/trace/test_traced_step.py::test_a_step_has_the_bits_of_a_recorded_one`.
-    """
+    """The same of many pairs of tensors that are what they hold."""
     swap = torch._C._swap_tensor_impl
     for x, y in pairs:
         swap(x, y)
 
 
 def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """The same of all pairs, or of none if torch rejects one.
-
-    Noticed by `tests/trace/test_hostile.py::test_an_update_is_right`.
-    """
+    """The same of all pairs, or of none if torch rejects one."""
+    # Counted, since those that are exchanged already must be put back.
     swap, done = torch._C._swap_tensor_impl, 0
     try:
         for x, y in pairs:
@@ -124,28 +99,19 @@ def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def exchange_shards(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """The same of pairs among which are DTensors.
-
-    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_whole_parameters`.
-    """
+    """The same of pairs among which are DTensors."""
     for x, y in pairs:
         exchange(x, y)
 
 
 def holders(t: torch.Tensor) -> int:
-    """How many tensors, arrays and other objects refer to the memory of `t`, itself among them.
-
-    Noticed by `tests/eager/test_rollback.py::test_what_the_step_keeps_is_what_it_is_in_fp32`.
-    """
+    """How many tensors, arrays and other objects refer to the memory of `t`, itself among them."""
     storage = torch.Tensor.untyped_storage(t)
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object `storage` is one
 
 
 users: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in torch's stubs
-"""How often something in C++ refers to what is inside a tensor; the object of Python's counts once.
-
-Noticed by `tests/trace/test_hostile.py::test_an_update_is_right`.
-"""
+"""How often something in C++ refers to what is inside a tensor; the object of Python's counts once."""
 
 
 def _keeps_objects() -> bool:
@@ -155,25 +121,11 @@ def _keeps_objects() -> bool:
 
 
 _KEEPS_OBJECTS = _keeps_objects()
-"""True where a tensor that something in C++ refers to keeps its object alive itself, as the newest torch has it.
-
-Noticed by `tests/trace/test_traced_step.py::test_numbers_of_all_parameters_in_one_tensor`.
-"""
-
-
-def base_of(t: torch.Tensor) -> torch.Tensor | None:
-    """The tensor of which `t` is a view, or None.
-
-    Noticed by `tests/eager/test_gradients.py::test_a_name_of_a_gradient_that_is_not_followed_is_rejected`.
-    """
-    return t._base
+"""True where a tensor that something in C++ refers to keeps its object alive itself, as the newest torch has it."""
 
 
 def references(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often something in Python refers to each tensor's object, and `tensors` itself.
-
-    Noticed by `tests/trace/test_traced_step.py::test_numbers_of_all_parameters_in_one_tensor`.
-    """
+    """How often something in Python refers to each tensor's object, and `tensors` itself."""
     counts = list(map(sys.getrefcount, tensors))
     if _KEEPS_OBJECTS:
         counts = [n - (users(t) > 1) for n, t in zip(counts, tensors, strict=True)]
@@ -193,7 +145,6 @@ def without_memory(
     On the CPU its dispatch keys are those of the meta device: so `x.data = t` is an error of torch's, which would give
     `x` memory at the address 0. Its device is the CPU still, and torch does not ask its class for that, as it does for
     a meta tensor that pretends (`dispatch_device`): 2 us each time, five times for each tensor of a fused step.
-    Noticed by `tests/trace/test_placeholders.py::test_who_takes_the_memory_gets_an_error`.
     """
     unsafe: Any = torch.Tensor
     if device.type == "cpu":
@@ -211,7 +162,4 @@ def without_memory(
 
 
 inside: Callable[[torch.Tensor], int] = attrgetter("_cdata")
-"""The identity of what is inside a tensor object: what `exchange` exchanges.
-
-Noticed by `tests/trace/test_hostile.py::test_an_update_is_right`.
-"""
+"""The identity of what is inside a tensor object: what `exchange` exchanges."""

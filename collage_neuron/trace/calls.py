@@ -371,7 +371,7 @@ def users_of(calls: Sequence[Call], tensors: Sequence[torch.Tensor]) -> list[int
     bases, expected = dict[int, int](), [1] * len(tensors)
     for call in calls:
         for place in call.returns if call.rule.kind == "view" else ():
-            if torch_privates.viewed(tensors[place]) is not None:  # it is not detached
+            if torch_privates.base_of(tensors[place]) is not None:  # it is not detached
                 # torch's autograd has what a view is of twice, and a view that it was made of once.
                 of: Any = call.args[0]
                 bases[place] = bases.get(of, of)

@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.numerics.blocks import first_of_each, spread
+from collage_neuron.numerics.block_formats import BLOCK, first_of_each, spread
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.tensor_sums import RUN, RUNS, groups_of
 from collage_neuron.passes.backends import on_host

@@ -9,7 +9,7 @@ import torch
 from planned import capture
 from updates import OPTIMIZERS, random_inputs, rewritten
 
-from collage_neuron.numerics.blocks import spread
+from collage_neuron.numerics.block_formats import spread
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import STRATEGIES, formats_for, possible
 from collage_neuron.passes.backends.inline import INLINED, inlined

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from collage_neuron.cli import builtin_gpt, compare
-from collage_neuron.cli.compare_process import losses_in
-from collage_neuron.cli.compare_script import load_script, make_of
-from collage_neuron.cli.compare_table import UNCOMPILED, above
+from collage_neuron.cli.compare_results import UNCOMPILED, above
 from collage_neuron.cli.main import main
+from collage_neuron.cli.user_script import load_script, losses_in, make_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 

@@ -12,8 +12,8 @@ from compared_scripts import SCRIPT
 
 import collage_neuron
 from collage_neuron.cli import compare
-from collage_neuron.cli.compare_script import make_of
 from collage_neuron.cli.main import main
+from collage_neuron.cli.user_script import make_of
 from collage_neuron.errors import ScriptError
 
 pytestmark = pytest.mark.usefixtures("rejecting")

@@ -8,6 +8,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from monitored import sync, trained
 from torch import nn
 
 import collage_neuron
-from collage_neuron import Measures, Monitor, Record
+from collage_neuron import JsonLog, Measures, Monitor, Record
 from collage_neuron.monitoring import monitor
-from collage_neuron.monitoring.writers import UNREAD
+from collage_neuron.monitoring.run_log import read_log
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -228,13 +229,15 @@ def test_names_are_the_models_or_the_optimizers_or_numbers() -> None:
     assert set(last(monitor).modules) == {"0", "2", "4", "0.6"}
 
 
-def test_the_optimizer_of_a_model_that_was_compiled_alone_is_monitored_from_its_first_step() -> None:
+def test_the_optimizer_of_a_model_that_was_compiled_alone_is_monitored_from_its_first_step(tmp_path: Path) -> None:
     model = collage_neuron.compile(gpt())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    monitor = collage_neuron.monitor(optimizer)
+    monitor = collage_neuron.monitor(optimizer, to=JsonLog(tmp_path / "a.jsonl"))
     train(model, optimizer, [0, 1])
     assert [r.step for r in monitor.history] == [1, 2]
     assert set(last(monitor).modules) == {"embedding", "norm", "qkv"}
+    monitor.close()
+    assert read_log(tmp_path / "a.jsonl", "a").about["strategy"] == "split433"
 
 
 # Training goes on as without -----------------------------------------------------------------------------------------
@@ -267,32 +270,8 @@ def test_only_steps_that_are_due_are_measured(monkeypatch: pytest.MonkeyPatch) -
     _, _, monitor = trained(steps=7, every=3)
     assert measured == [False, False, True, False, False, True, False]
     assert [r.step for r in monitor.history] == [3, 6]
-
-
-def test_nothing_is_read_until_somebody_asks_and_never_more_waits_than_a_fixed_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read = []
-    tolist = torch.Tensor.tolist
-
-    def reading(t: torch.Tensor) -> Any:
-        if t.dtype != torch.float32:  # those are the step counts, which lie on the host
-            read.append(t.dtype)  # not the tensor: to show it, pytest would call this without end
-        return tolist(t)
-
-    monkeypatch.setattr(torch.Tensor, "tolist", reading)
-    monkeypatch.setattr(validate, "check", lambda *_: None)  # which reads numbers of the host
-    model, optimizer, monitor = trained(steps=UNREAD)
-    assert read == []
-    train(model, optimizer, [0])
-    assert len(read) == 2
-    assert [r.step for r in monitor.history] == list(range(1, UNREAD + 2))
-
-
-def test_before_the_first_measured_step_there_is_no_record() -> None:
-    _, _, monitor = trained(steps=1, every=2)
-    assert monitor.latest() is None
-    assert monitor.history == []
+    _, _, before = trained(steps=1, every=2)
+    assert (before.latest(), before.history) == (None, [])
 
 
 def test_on_xla_a_monitor_adds_one_program_and_leaves_the_other_as_it_was(xla: torch.device) -> None:

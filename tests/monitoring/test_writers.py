@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import backward, gpt, run_script
+from models import backward, run_script
 from monitored import sync, trained
 from torch import nn
 
 import collage_neuron
-from collage_neuron import JsonLog, Live, Monitor, Record, TensorBoard, Writer
+from collage_neuron import JsonLog, Live, Record, TensorBoard, Writer
 from collage_neuron.errors import LogError
 from collage_neuron.monitoring.run_log import read_log
 from collage_neuron.monitoring.writers import UNREAD, line
@@ -75,6 +75,7 @@ def test_neither_records_nor_losses_are_read_until_the_queue_is_full(
     run(monitored, range(UNREAD, UNREAD + 2))
     assert [x[0] for x in kept.got[1:]] == [1, 2]
     assert all(isinstance(x[1]["loss"], float) for x in kept.got[1:])
+    assert [r.step for r in monitored[2].history] == list(range(1, UNREAD + 3))
 
 
 def reads(monitored: Any, read: list[str]) -> list[str]:
@@ -337,12 +338,3 @@ def test_a_bar_a_function_or_stderr_shows_it(capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     run(started(Live()), range(2))
     assert [text[:7] for text in capsys.readouterr().err.splitlines()] == ["step 1 ", "step 2 "]
-
-
-def test_the_optimizer_of_a_model_compiled_alone_has_its_log(tmp_path: Path) -> None:
-    model = collage_neuron.compile(gpt())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    monitor: Monitor = collage_neuron.monitor(optimizer, to=JsonLog(tmp_path / "a.jsonl"))
-    run((model, optimizer, monitor), range(1))
-    monitor.close()
-    assert read_log(tmp_path / "a.jsonl", "a").about["strategy"] == "split433"

@@ -18,8 +18,8 @@ from oracles import one_thread
 from torch import Tensor
 
 import collage_neuron
+from collage_neuron.numerics.block_formats import I16Q8, U8Q16
 from collage_neuron.numerics.formats import Format, format_named
-from collage_neuron.numerics.root_words import I16Q8, U8Q16
 from collage_neuron.numerics.threefry import Words, halves, threefry
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.rewrite.random_bits import Randomness

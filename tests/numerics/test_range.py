@@ -13,7 +13,7 @@ left out, from the moment on at which they are met:
   stand still without a sign; and while it is within 2**-3 of the largest number, since `u8q16` is off by up to 2**-4.
 
 Each element is a row, so that it is a block of its own: what a block with an infinity makes of its other elements is
-tested in test_block_words.py.
+tested in test_block_formats.py.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ class Fault(NamedTuple):
     test: str
 
 
-EFT, BLOCKS, FP32, PAPER = (
-    "collage_neuron/numerics/eft.py", "collage_neuron/numerics/block_words.py", "passes/rewrite/fp32_arithmetic.py",
+EFT, BLOCKS, FLOATS, FP32, PAPER = (
+    "collage_neuron/numerics/eft.py", "collage_neuron/numerics/block_formats.py",
+    "collage_neuron/numerics/scaled_floats.py", "passes/rewrite/fp32_arithmetic.py",
     "passes/rewrite/bf16_arithmetic.py",
 )  # fmt: skip
 RULES, NATIVE, EMIT = (
@@ -56,7 +57,7 @@ OPERATIONS = "backends/native/test_operations.py::test_an_operation_has_the_bits
 CHANCES = "numerics/test_stochastic.py::test_"
 DRAWS = "backends/nki/test_draws.py::test_"
 SAME_IN_FP32 = "optimizers/test_torch_optim.py::test_in_fp32_it_is_the_same_optimizer[adamw]"
-OF_BLOCKS, OF_RULES = "numerics/test_block_words.py::test_", "passes/test_rules.py::test_golden_text"
+OF_BLOCKS, OF_RULES = "numerics/test_block_formats.py::test_", "passes/test_rules.py::test_golden_text"
 
 FAULTS = [
     # numbers
@@ -82,11 +83,11 @@ FAULTS = [
           "numerics/test_tensor_sums.py::test_sums_of_64_runs_are_folded_with_those_of_the_second_half"),
     Fault(BLOCKS, "torch.where(code > self.most, self.most, code)", "code",
           OF_BLOCKS + "what_is_finite_is_stored_as_finite[i8q4]"),
-    Fault(BLOCKS, "u * (high - low) < y - low", "u < sqrt(sqrt(y)) * fp32(self.codes / 2**0.5) - below",
+    Fault(BLOCKS, "u * (high - low) < y - low", "u < self.code(y) - below",
           OF_BLOCKS + "chances_of_all_random_numbers[i8q4]"),
-    Fault(BLOCKS, "code < 8.0", "code < 7.0", OF_BLOCKS + "every_code_is_read_as_its_definition_says[ue5m3]"),
-    Fault(BLOCKS, "fourth * fourth * (if_finite(power) * 0.5)", "fourth * fourth * (power * 0.5)",
-          OF_BLOCKS + "a_block_with_what_is_not_finite_or_has_no_code_is_told[u16q8]"),
+    Fault(FLOATS, "code < 8.0", "code < 7.0", OF_BLOCKS + "every_code_is_read_as_its_definition_says[ue5m3]"),
+    Fault(FLOATS, "(power + (power - power))", "power",
+          OF_BLOCKS + "a_block_with_what_is_not_finite_or_has_no_code_is_told[ue5m3]"),
     # rules and passes
     Fault(FP32, "a.read(factor - 1)", "a.read(1 - factor)", SAME_IN_FP32),
     Fault(FP32, "self.delta + increment", "increment", SAME_IN_FP32),

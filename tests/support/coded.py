@@ -7,25 +7,21 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.block_words import I8Q4, I16Q4, U16Q8, UE5M3
+from collage_neuron.numerics.block_formats import I8Q4, I8Q8, I16Q4, I16Q8, U8Q16, U16Q8, U16Q16, RootWords
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.numerics.root_words import I8Q8, I16Q8, U8Q16, U16Q16, SignedRoot, UnsignedRoot
-from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
+from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16, UE5M3
 from collage_neuron.numerics.storage import storage_named
 
-ROOTS = {"i16q4": (4, I16Q4.codes), "i8q4": (4, I8Q4.codes), "u16q8": (8, U16Q8.codes)}
-"""Which root a code is, and the code of 2 * P."""
-CURVES: dict[str, SignedRoot | UnsignedRoot] = {"i16q8": I16Q8, "i8q8": I8Q8, "u16q16": U16Q16, "u8q16": U8Q16}
-"""Roots from an origin on."""
-IN_CODES = ("u16q8",)
-"""Drawn between codes; the others are drawn between values."""
+ROOTS: dict[str, RootWords] = {
+    "i16q4": I16Q4, "i8q4": I8Q4, "u16q8": U16Q8, "i16q8": I16Q8, "i8q8": I8Q8, "u16q16": U16Q16, "u8q16": U8Q16,
+}  # fmt: skip
 WIDE = ("u16q8", "u16q16")
 """Codes of 16 bits without a sign, stored as an int16's."""
 FLOATS = {"fp16": FP16, "e4m3": E4M3, "e5m2": E5M2}
-NAMES = (*ROOTS, *CURVES, "ue5m3", *FLOATS)
+NAMES = (*ROOTS, "ue5m3", *FLOATS)
 UNSIGNED = ("u16q8", "u16q16", "u8q16", "ue5m3")
-LEAST = {"i16q4": I16Q4.LEAST, "i8q4": I8Q4.LEAST, "u16q8": U16Q8.LEAST, "ue5m3": UE5M3.LEAST}
-LEAST |= {name: fmt.least for name, fmt in (*CURVES.items(), *FLOATS.items())}
+LEAST = {"ue5m3": UE5M3.LEAST} | {name: fmt.least for name, fmt in ROOTS.items()}
+LEAST |= {name: fmt.least for name, fmt in FLOATS.items()}
 """The smallest power of two of a block."""
 
 
@@ -34,14 +30,12 @@ def codes(name: str) -> Tensor:
     if name in FLOATS:
         bits = torch.arange(_last(name) + 1)
         return torch.cat([bits, bits - (1 << (storage_named(name).bits - 1))])
-    if name in WIDE:
-        floor, most = (U16Q8.FLOOR, U16Q8.most) if name == "u16q8" else (U16Q16.floor, U16Q16.most)
-        return torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(int(floor), int(most) + 1)])
-    if name in CURVES:
-        most = int(CURVES[name].most)
-        return torch.arange(0 if name in UNSIGNED else -most, most + 1)
-    ends = {"i16q4": (-32767, 32767), "i8q4": (-127, 127), "ue5m3": (0, 255)}[name]
-    return torch.arange(ends[0], ends[1] + 1)
+    if name == "ue5m3":
+        return torch.arange(256)
+    most, floor = int(ROOTS[name].most), int(ROOTS[name].floor)
+    if ROOTS[name].signed:
+        return torch.arange(-most, most + 1)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(floor, most + 1)])
 
 
 def large(name: str) -> tuple[int, int]:
@@ -49,10 +43,7 @@ def large(name: str) -> tuple[int, int]:
     if name in FLOATS:
         digits = storage_named(name).digits - 1
         return _last(name) >> digits << digits, _last(name)
-    if name in CURVES:
-        return int(CURVES[name].low), int(CURVES[name].most)
-    ends = {"i16q4": (27554, 32767), "i8q4": (107, 127), "ue5m3": (248, 255)}
-    return ends.get(name) or (int(U16Q8.low), int(U16Q8.most))
+    return (int(ROOTS[name].low), int(ROOTS[name].most)) if name in ROOTS else (248, 255)
 
 
 def _last(name: str) -> int:
@@ -88,10 +79,7 @@ def blocks(name: str, power: float) -> list[Tensor]:
 def exact(name: str, code: int | Fraction) -> Fraction:
     """The value of a code, in units of its block's power of two, from the definition; of roots, between codes too."""
     if name in ROOTS:
-        q, of_two = ROOTS[name]
-        return 2 * (Fraction(code) / Fraction(of_two)) ** q * (-1 if code < 0 and q == 4 else 1)
-    if name in CURVES:
-        curve = CURVES[name].curve
+        curve = ROOTS[name].curve
         q, origin = 1 << curve.halvings, Fraction(curve.origin)
         root = abs(Fraction(code)) * Fraction(curve.step) + origin
         size: Fraction = (root**q - origin**q) / 2

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from collage_neuron.cli import builtin_gpt, compare
-from collage_neuron.cli.compare_script import make_of
+from collage_neuron.cli.user_script import make_of
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"

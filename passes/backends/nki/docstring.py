@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.passes.backends.nki.cost import Estimate
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, Generation

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.dialects import DIALECTS, Nki, indented
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Design, docstring, names_of
 from collage_neuron.passes.backends.nki.hardware import CORES, PARTITIONS

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki.chunk_sums import reduction_of
 from collage_neuron.passes.backends.nki.cost import estimate

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.hardware import LEAST_CYCLES, PARTITIONS, PSUM_BANK, Generation
 from collage_neuron.passes.backends.nki.ir import IN_PLACE, Value, itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write

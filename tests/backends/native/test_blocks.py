@@ -13,7 +13,7 @@ from natively import assert_same, assert_same_measures, copies_of
 from torch import Tensor
 
 import collage_neuron
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.eft import bits_of, block_max, from_bits, narrow, power_of_two, widen
 from collage_neuron.numerics.formats import FORMATS, Component, Format
 from collage_neuron.numerics.reductions import count, total

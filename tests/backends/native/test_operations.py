@@ -14,7 +14,7 @@ from exact import ULPS, hard, ulps_apart, update_of
 from natively import different, results
 from torch import Tensor
 
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,

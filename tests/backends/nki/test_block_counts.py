@@ -13,8 +13,8 @@ from kernel_tables import divided, size_of
 from nki_runs import count_of, search_less, step_of
 from torch_cases import CASES
 
-from collage_neuron.cli.kernel_costs import llama_7b, shapes_of
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.cli.kernels import llama_7b, shapes_of
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import Tiling, cut_of

@@ -16,8 +16,7 @@ from torch_cases import CASES
 from updates import random_inputs
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.numerics.blocks import spread
+from collage_neuron.numerics.block_formats import BLOCK, spread
 from collage_neuron.numerics.eft import Value, block_max, narrow, power_of_two, widen
 from collage_neuron.numerics.formats import BUILT_IN, Component, Format
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki

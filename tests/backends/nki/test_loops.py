@@ -18,8 +18,8 @@ from torch import Tensor
 from torch_cases import CASES
 
 from collage_neuron.cli import kernels
-from collage_neuron.cli.kernel_costs import llama_7b
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.cli.kernels import llama_7b
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, cut_of, parts_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_cases import CASES
 
 import collage_neuron
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.eft import narrow, round_to, widen
 from collage_neuron.numerics.formats import BUILT_IN, Format
 from collage_neuron.numerics.reductions import count, total

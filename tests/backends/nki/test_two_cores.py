@@ -27,7 +27,7 @@ from torch_cases import CASES
 from updates import random_inputs
 
 import collage_neuron
-from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
 from collage_neuron.passes.backends.nki import custom_op, source_cache, target
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki

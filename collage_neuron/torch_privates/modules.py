@@ -1,4 +1,4 @@
-"""Private names of torch.compile: what it captures, when it looks again, what it raises."""
+"""Private names of torch.nn and torch.compile: hooks, norms; what is captured, and what is raised."""
 
 from __future__ import annotations
 
@@ -7,13 +7,40 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_map
+
+NORMS = torch.nn.modules.batchnorm._NormBase
+"""The base of BatchNorm*, SyncBatchNorm and InstanceNorm*: those that take bf16 activations beside fp32 statistics.
+"""
+
+
+def has_pre_hook(module: torch.nn.Module, hook: Any) -> bool:
+    """Returns True if `hook` is registered: a module that is compiled twice gets it once."""
+    return hook in module._forward_pre_hooks.values()
+
+
+def has_load_hook(module: torch.nn.Module, hook: Any) -> bool:
+    """The same for hooks before `load_state_dict`, which torch wraps."""
+    hooks: Any = module._load_state_dict_pre_hooks.values()
+    return any(wrapped.hook is hook for wrapped in hooks)
+
+
+def drop_load_hook(module: torch.nn.Module, hook: Any) -> None:
+    """Takes such a hook away; torch does so only for who has the handle, and a copied or pickled model has none."""
+    hooks: Any = module._load_state_dict_pre_hooks
+    for key in [key for key, wrapped in hooks.items() if wrapped.hook is hook]:
+        del hooks[key]
+
+
+def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:
+    """`nest` with its tensors changed: in tuples, lists, dictionaries, and outputs that a library has registered."""
+    return tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, nest)
 
 
 def not_compiled(function: Callable[..., Any]) -> Any:
     """Keeps a compiler around the training loop out of a function, as torch.optim does.
 
     `torch.compiler.disable` imports the compiler, seconds that `import collage_neuron` would take longer.
-    Noticed by `tests/repository/test_trainers.py::test_torch_compile_around_the_step_leaves_the_update_alone`.
     """
     return _disable_dynamo(function)
 
@@ -25,7 +52,6 @@ def guarding(graphs: int) -> Any:
 
     To save time it takes for granted that hooks of modules stay as they are, and each parameter's dtype, shape and
     `requires_grad`, and which of them are tied: a layer that is thawed would never get a gradient.
-    Noticed by `tests/matmuls/test_surroundings.py::test_what_changes_about_a_model_is_noticed`.
     """
     return torch._dynamo.config.patch(
         skip_nnmodule_hook_guards=False,
@@ -36,10 +62,7 @@ def guarding(graphs: int) -> Any:
 
 
 class Surroundings:
-    """What torch.compile takes for granted of a model: hooks of all modules, and the forward of each class.
-
-    Noticed by `tests/matmuls/test_changes.py`.
-    """
+    """What torch.compile takes for granted of a model: hooks of all modules, and the forward of each class."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._hooks = _global_hooks()
@@ -57,8 +80,5 @@ def _global_hooks() -> list[tuple[Any, ...]]:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises of a function that it cannot capture, or for whose result our backend raised.
-
-    Noticed by `tests/matmuls/test_surroundings.py::test_what_cannot_be_captured_is_rejected_with_the_reason`.
-    """
+    """What torch.compile raises of a function that it cannot capture, or for whose result our backend raised."""
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit

@@ -1,13 +1,20 @@
-"""What `compare` says of its runs: a table, whether they can be compared, and which strategy to take."""
+"""What `compare` says of its runs: a table and a page, whether they can be compared, and which strategy to take."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, median, stdev
+from typing import Any
 
+from collage_neuron.cli.charts import CHARTS, Figure, above_fp32, line_chart
+from collage_neuron.cli.html_page import Card, document
+from collage_neuron.cli.html_page import table as html_table
+from collage_neuron.cli.palette import assigned
 from collage_neuron.monitoring.metrics import Record
+from collage_neuron.monitoring.run_log import Log
 
 UNCOMPILED = "uncompiled"
 """The name of the run with the model and optimizer as the script made them."""
@@ -49,8 +56,8 @@ def cells(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """The comparison: heads of the columns with numbers, and one row per strategy, with means over its seeds."""
     head = ("strategy", "bytes/parameter", "loss", "above fp32", "EDQ", "lost updates", "step", "whole run")
     rows = [_row(strategy, runs) for strategy in strategies_of(runs)]
-    kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
-    return [head[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    return [head[i] for i in filled], [[row[i] for i in filled] for row in rows]
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -86,11 +93,11 @@ def above(strategy: str, runs: Sequence[Run]) -> list[float]:
     return [run.final - fp32[run.seed] for run in runs if run.strategy == strategy and run.seed in fp32]
 
 
-def _differences(found: Sequence[float]) -> str:
-    if not found:
+def _differences(apart: Sequence[float]) -> str:
+    if not apart:
         return ""
-    spread = f" ± {spread_of(found):.4f}" if len(found) > 1 else ""
-    mean = f"{fmean(found):+.4f}"
+    spread = f" ± {spread_of(apart):.4f}" if len(apart) > 1 else ""
+    mean = f"{fmean(apart):+.4f}"
     return f"{'0.0000' if mean in ('+0.0000', '-0.0000') else mean}{spread}"
 
 
@@ -183,9 +190,11 @@ def recommendation(runs: Sequence[Run], again: str = ALONE) -> str:
         return f"one seed cannot tell a difference from chance: {_with_seeds(again)} gives a recommendation"
     if not all(math.isfinite(run.final) for run in fp32):
         return "no recommendation: a loss of fp32 is not finite"
+    # The model as the script made it has no strategy that could be recommended.
     sizes = {run.strategy: run.bytes_per_parameter for run in runs if run.strategy != UNCOMPILED}
     trifle = NEGLIGIBLE * abs(fmean(run.losses[0] - run.final for run in fp32))
     near = [name for name in sizes if _is_near(above(name, runs), trifle)]
+    # fp32 is near to itself, so there is one.
     least = min(near, key=sizes.__getitem__)
     smaller = [name for name in sizes if sizes[name] < sizes[least]]
     verb = "needs less and loses more" if len(smaller) == 1 else "need less and lose more"
@@ -206,3 +215,80 @@ def _with_seeds(again: str) -> str:
 def _is_near(apart: Sequence[float], trifle: float) -> bool:
     """Returns True if the mean difference is within twice its standard error, or a trifle; never for NaN."""
     return fmean(apart) <= max(trifle, 2 * spread_of(apart) / math.sqrt(len(apart)))
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+POINTS = 400
+"""Maximal number of points of a curve; of more, neighbours are averaged."""
+
+
+def figure_page(runs: Sequence[Run], heading: str, sentences: Sequence[str]) -> str:
+    """The table, and each strategy's loss above that of fp32, over memory and over the run, as HTML.
+
+    Raises:
+        ModuleNotFoundError: plotly is not installed.
+    """
+    logs, several = list(map(as_log, runs)), len({run.seed for run in runs}) > 1
+    cards: list[Card] = []
+    if memory := loss_over_memory(runs):
+        bars = "; bars: the standard deviation between seeds" * several
+        compared = " minus that of fp32 from the same seed" * _has_fp32(runs)
+        cards.append(("Loss over memory", f"final loss of each strategy{compared}{bars}", memory))
+    steps = "number of the printed loss" if is_printed(runs) else "step"
+    if difference := above_fp32(logs, steps):
+        spread = ", mean over the seeds; shaded: their standard deviation" * several
+        note = f"minus the loss of fp32 from the same seed, a running mean{spread}; in the grey band the axis is linear"
+        cards.append(("Loss above fp32 over the run", note, difference))
+    first = [log for log, run in zip(logs, runs, strict=True) if run.seed == runs[0].seed]
+    shown = [log for log in first if log.name == "fp32"] or first
+    what = "there is no fp32 to compare with" if shown is first else "of fp32, which the others are compared with"
+    if curves := line_chart(CHARTS[0], shown):
+        curves["layout"]["xaxis"]["title"]["text"] = steps
+        cards.append(("Loss over the run", f"of the first seed; {what}", curves))
+    head, rows = cells(runs)
+    return document(heading, sentences, html_table(head, rows, assigned(strategies_of(runs))), [cards], "compare")
+
+
+def as_log(run: Run) -> Log:
+    """The losses of a run as a log of at most POINTS steps."""
+    size = -(-len(run.losses) // POINTS)
+    # Neighbours become their mean, at the step of the first.
+    means = {k + 1: fmean(run.losses[k : k + size]) for k in range(0, len(run.losses), size)}
+    records = [{"step": step, "loss": mean} for step, mean in means.items()]
+    return Log(run.strategy, Path(), {"strategy": run.strategy, "seed": run.seed}, records)
+
+
+def loss_over_memory(runs: Sequence[Run]) -> Figure | None:
+    """A point for each strategy: bytes per parameter, and its final loss, above fp32's where that was trained."""
+    points = [(name, _losses(name, runs), colour) for name, colour in
+              zip(strategies_of(runs), assigned(strategies_of(runs)), strict=True) if name != UNCOMPILED]  # fmt: skip
+    sizes = {run.strategy: run.bytes_per_parameter for run in runs}
+    traces: list[dict[str, Any]] = []
+    for name, losses, colour in points:
+        if not losses:
+            continue
+        spread = stdev(losses) if len(losses) > 1 else 0.0
+        traces.append({
+            "type": "scatter", "mode": "markers", "name": name, "x": [sizes[name]], "y": [fmean(losses)],
+            "error_y": {"type": "data", "array": [spread], "visible": spread > 0, "thickness": 1.2},
+            "hovertemplate": f"{name}: %{{y:.4f}} ± {spread:.4f}, %{{x:g}} bytes<extra></extra>", "meta": colour,
+            # Later ones are smaller: of points in one place all are seen.
+            "marker": {"size": 18 - 12 * len(traces) / len(points)},
+        })  # fmt: skip
+    vertical = "final loss above fp32" if _has_fp32(runs) else "final loss"
+    layout = {"xaxis": {"title": {"text": "bytes per parameter, gradient included"}, "dtick": 2},
+              "yaxis": {"title": {"text": vertical}}, "height": 380, "showlegend": True}  # fmt: skip
+    return {"data": traces, "layout": layout} if traces else None
+
+
+def _losses(name: str, runs: Sequence[Run]) -> list[float]:
+    """The finite final losses of a strategy, above those of fp32 where there are such."""
+    finals = above(name, runs) if _has_fp32(runs) else [run.final for run in runs if run.strategy == name]
+    return list(filter(math.isfinite, finals))
+
+
+def _has_fp32(runs: Sequence[Run]) -> bool:
+    """Returns True if there is something to compare with fp32."""
+    names = strategies_of(runs)
+    return "fp32" in names and len(names) > 1
