@@ -143,12 +143,6 @@ def power(a: Arithmetic, x: Any, exponent: float) -> Any:
     return a.round(forms[exponent](value) if exponent in forms else torch.pow(value, float(exponent)))
 
 
-@rule(aten.pow.Tensor_Tensor, aten.pow.Scalar)
-def power_of(a: Arithmetic, x: Any, exponent: Any) -> Any:
-    """x ** exponent of an exponent for each element; backends differ by their own error."""
-    return a.round(torch.pow(a.read(x), a.read(exponent)))
-
-
 @rule(aten.sigmoid.default)
 def sigmoid(a: Arithmetic, x: Any) -> Any:
     """1 / (1 + e ** -x)."""
