@@ -81,7 +81,7 @@ def _stays_small(gains: Gains, new: Mapping[str, Sum], name: str) -> bool:
     while True:
         errors = Errors(values, noisy, gains)
         powers = {n: _power(errors, x, n) for n, x in new.items()}
-        if any(power > 1 for power in powers.values()):
+        if any(power > 1 for power in powers.values()):  # errors of a square do not average out
             return False
         now = noisy | {n for n, power in powers.items() if power and n != "param"}
         if now == noisy:
@@ -93,7 +93,7 @@ def _power(errors: Errors, x: Sum, name: str) -> float:
     """The power in which a new value depends on errors: they are added to a parameter, and may decay in a state."""
     if name in errors.noisy:  # what its own terms are beside the others, they were before
         return max(map(errors.of_sum, (change.others for change in errors.values.changes(x, name))), default=0.0)
-    power = errors.of_sum(x)
+    power = errors.of_sum(x)  # of a state that has errors from now on
     if not power or name != "param":
         return power
     return power if all(map(errors.is_added, errors.values.alternatives(x))) else math.inf

@@ -57,6 +57,7 @@ class Gains:
         self._states["grad"] = _GRADIENT
         self._of_atom = cache(self._find)  # there may be exponentially many paths to an atom
         rest = {name: x for name, x in new.items() if name not in self._states}
+        # The gain of an average of another state follows once that of the other is known.
         while known := {n: g for n, x in rest.items() if not math.isnan((g := self._of_state(x, n)).value)}:
             self._states |= known
             self._of_atom = cache(self._find)

@@ -108,7 +108,7 @@ class Signs:
         kind, operands, name = self.values.atoms[atom]
         if kind == "input":
             return name in self.states
-        if kind == "maximum":
+        if kind == "maximum":  # one bound from below is enough
             return any(self.of_sum(x) for x in operands if not (self.positive_numbers and x.keys() <= {ONE}))
         if kind in ("where", "minimum"):
             return all(map(self.of_sum, operands[:2]))

@@ -104,6 +104,7 @@ class _Structure:
         """The possible new values of a state other than its old one; empty if the state is only kept or replaced."""
         starts, leaves = self._starts(name), self.values.alternatives(self.new[name])
         changed = [x for x in leaves if x not in starts]
+        # Kept in some elements, and replaced in the others: nothing adds up (a gradient of before, behind a mask).
         if len(changed) < len(leaves) and not any(name in self.values.inputs(x) for x in changed):
             return []
         return changed
@@ -192,6 +193,7 @@ class _Structure:
     def _names(self, node: fx.Node) -> list[str]:
         """Names of the states whose value, before or after the step, is this node."""
         value = self.values.of[node]
+        # By value and not by node: code may read what it stored, or what it stored a copy of.
         after = [name for name, x in self.new.items() if equal(x, value) and self.values.inputs(x)]
         return after or [name for name in self.new if _is_placeholder(node, name)]
 
@@ -245,6 +247,7 @@ class _ParameterAverages:
     """Finds averages of the parameter, or of the states `known`, whatever is added to these in the same step."""
 
     def __init__(self, graph: fx.Graph, outputs: Mapping[str, Any], known: frozenset[str]) -> None:
+        # Opaque inputs: `slow.lerp(p, w)` is to be a mean of `slow` and `param`, and not of all that p is made of now.
         named: dict[fx.Node, str] = {outputs[name]: name for name in known}
         named |= dict.fromkeys(spine(graph), "param") | {outputs["param"]: "param"}
         self.outputs, self.values = outputs, Values(graph, named | _copies(graph, named))
@@ -327,6 +330,7 @@ def roles_of(captured: Captured, slots: Sequence[float], following: Recording | 
     values, new = _numbered(graph, slots)
     unsigned = nonnegative(values, {name: x for name, x in new.items() if captured.fresh.get(name, 0.0) >= 0})
     others = sorted(new.keys() - slow - idle - {"param"})
+    # From here on later roles replace earlier ones: what is shown by more comes after.
     roles: dict[str, Role] = dict.fromkeys(sorted(slow), "signed")
     roles |= {name: "sum" if name in sums else "slow" for name in roles if name in unsigned}
     roles |= {name: "maximum" for name in others if name in unsigned and _is_maximum(values, new[name], name)}

@@ -93,7 +93,7 @@ class Algebra:
 
     def atom(self, kind: str, *operands: Sum, name: str = "") -> Sum:
         """The sum that consists of this one factor; operands that differ only in their numbers give the same factor."""
-        key: Any = kind, name, *map(frozenset, operands)
+        key: Any = kind, name, *map(frozenset, operands)  # the products alone: in the next step, numbers are others
         if self.exact:
             unknown = not all(map(is_known, operands))  # equal to nothing, not even to itself
             key = *key, *(frozenset(x.items()) for x in operands), len(self.atoms) if unknown else None
@@ -111,6 +111,7 @@ class Algebra:
 
     def times(self, x: Sum, y: Sum) -> Sum:
         """x * y, multiplied out unless it is a square, or too long."""
+        # (g - m) * (g - m) is the square of one factor, which cannot be negative; multiplied out, that would be lost.
         if (len(x) > 1 and x.keys() == y.keys()) or len(x) * len(y) > TERMS:
             x, y = self._factor(x), self._factor(y)
         return reduce(plus, (self._product(p, q, c * d) for (p, c), (q, d) in pairs(x.items(), y.items())), {})
@@ -149,7 +150,7 @@ class Algebra:
         ((p, c),) = self._factor(x).items()
         if exponent.is_integer():
             return {frozenset((a, e * exponent) for a, e in p if exponent): _power_of_number(c, exponent)}
-        if exponent < 0:
+        if exponent < 0:  # rsqrt(x) has the atoms of 1 / sqrt(x)
             return self.power(self.power(x, -exponent), -1.0)
         if not all(e % 2 == 0 or self._is_magnitude(a) for a, e in p):
             return self.atom("power", x, name=str(exponent))
@@ -224,7 +225,7 @@ class Algebra:
         """
         done: list[Sum] = []
         todo = [x]
-        while todo and len(todo) + len(done) < 4 * TERMS:
+        while todo and len(todo) + len(done) < 4 * TERMS:  # each choice doubles them: what is left then stays whole
             branches = self._branches(todo[0], is_chosen or self.is_choice)
             (todo if branches else done).extend(branches or todo[:1])
             del todo[0]

@@ -52,6 +52,7 @@ _TABLE: Mapping[str, Rule] = {
     "mul.Tensor mul.Scalar logical_and.default bitwise_and.Tensor": Algebra.times,
     "div.Tensor div.Scalar": Algebra.over,
     "addcmul.default": lambda v, x, y, z, value=UNIT: plus(x, v.times(v.times(y, z), value)),
+    # Whatever ATen computes first: these are numbers without roundings.
     "addcdiv.default": lambda v, x, y, z, value=UNIT: plus(x, v.times(v.over(y, z), value)),
     "lerp.Scalar lerp.Tensor": lambda v, x, y, weight: plus(x, v.times(minus(y, x), weight)),
     "neg.default": lambda v, x: scaled(x, -1.0),
@@ -127,7 +128,7 @@ class Values(Algebra):
             args: Any = fx.node.map_arg(node.args, self._of)
             kwargs: Any = fx.node.map_arg(node.kwargs, self._of)
             return RULES[node.target](self, *map(_operand, args), **{k: _operand(x) for k, x in kwargs.items()})
-        numbers = [x for x in node.args if isinstance(x, (int, float))]
+        numbers = [x for x in node.args if isinstance(x, (int, float))]  # roll(x, 1) is not roll(x, 2)
         return self.atom(str(node.target), *(self.of[x] for x in node.all_input_nodes), name=str(numbers))
 
     def _slot(self, name: str) -> Sum:

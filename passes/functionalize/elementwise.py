@@ -74,9 +74,9 @@ def _pure_overload(name: str, func: Any) -> Any:
     packet = getattr(aten, name, None)
     wanted = [str(a.type) for a in schema(func).arguments if a.name != "out"]
     for overload in packet.overloads() if packet else ():
-        found = getattr(packet, overload)
-        if [str(a.type) for a in schema(found).arguments] == wanted:
-            return found
+        pure = getattr(packet, overload)
+        if [str(a.type) for a in schema(pure).arguments] == wanted:  # add_.Tensor and add.Tensor share no object
+            return pure
     raise UnsupportedUpdate(f"the update calls {func}, which has no form that writes to nothing; use plain operations")
 
 
@@ -130,7 +130,7 @@ class Builder:
                 f"the update uses {op.target}, which returns several tensors and has no rule; write the update with "
                 "operations that return one"
             )
-        if written is None and self._is_view(op):
+        if written is None and self._is_view(op):  # its storage has a value already
             return
         args = tuple(map(self._argument, op.args))
         kwargs = {k: self._argument(x) for k, x in op.kwargs}

@@ -85,7 +85,7 @@ def logical_not(a: Arithmetic, x: Any) -> Any:
 def isnan(a: Arithmetic, x: Any) -> Any:
     """The mask of NaN."""
     value = a.read(x)
-    return Mask(value != value)
+    return Mask(value != value)  # no backend needs an operation for it
 
 
 @rule(aten.isinf.default)
@@ -98,7 +98,7 @@ def isinf(a: Arithmetic, x: Any) -> Any:
 def where(a: Arithmetic, mask: Any, x: Any, y: Any) -> Any:
     """x where the mask is true, else y: exact. Of expansions whole pairs. A mask that the host knows chooses one."""
     truth = a.truth(mask)
-    if isinstance(truth, bool):
+    if isinstance(truth, bool):  # of two numbers of the host
         return a.choice(x if truth else y)
     return torch.where(truth, a.choice(x), a.choice(y))
 
