@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -121,7 +121,7 @@ def _verify_stages(update: Update) -> None:
 
 def _verify_results(update: Update, stage: Stage, last: bool) -> None:
     """Checks the order of results: those of the stage; then, in the last stage, wanted values, sums and counts."""
-    results = stage.results
+    results: Sequence[object] = stage.results  # of a wrong update, numbers may be among them
     targets: list[object] = [n.target if isinstance(n, fx.Node) and n.target in REDUCTIONS else None for n in results]
     small = slice(len(stage.outputs), len(stage.gives))  # may be of any operation
     kinds: list[object] = [None] * len(stage.outputs) + targets[small]
