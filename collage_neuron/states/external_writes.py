@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
     book.marks.params[p] = (what, mark_of(p))
     book.param_bits.pop(p, None)
     note_words(optimizer, p)
-    if what == FRESH and "param" + MASTER not in book.words.get(p, {}):  # a master tells what it belongs to
+    if what == FRESH and "param" + MASTER not in book.marks.words.get(p, {}):  # a master tells what it belongs to
         _note_bits(book, p)
 
 
@@ -71,7 +70,7 @@ def _note_bits(book: Bookkeeping, p: torch.Tensor) -> None:
 
     To the host, since before the first step no states are there yet, and a lazy device would compile the copy.
     """
-    if p in book.words and p.dtype == torch.bfloat16 and not p.is_meta:
+    if p in book.marks.words and p.dtype == torch.bfloat16 and not p.is_meta:
         book.param_bits[p] = local(p.detach()).to("cpu", copy=True), version(p)
 
 
@@ -102,27 +101,27 @@ def remember_step(optimizer: Optimizer) -> None:
         book.marks.params.clear()
         book.mark(words, STEPPED)
         remember_states(optimizer)
-        book.words.clear()
-        book.words.update(words)
+        book.marks.words.clear()
+        book.marks.words.update(words)
+        coarse_writes.sample_after_step(book, words)
     else:
-        book.marks.mark_all(*_split_and_highs(in_step))
-        _note_all_words(book, in_step)
-    coarse_writes.sample_after_step(book, book.words)
+        split = _split(in_step)
+        book.marks.mark_all(split, in_step.at(split.highs), in_step.at(split.words))
+        coarse_writes.sample_after_step(book, split.params)
 
 
-def _split_and_highs(in_step: structure_guard.Seen) -> tuple[Split, list[torch.Tensor]]:
-    """Where there are low words, and the states there."""
-    split, places = in_step.structure.once("low words", lambda: _found_split(in_step))
-    return split, [in_step.states[i][name] for i, name in places]
+def _split(in_step: structure_guard.Seen) -> Split:
+    """Where there are low words."""
+    found: Split = in_step.structure.once("low words", lambda: _look_for_low_words(in_step))
+    return found
 
 
-def _found_split(in_step: structure_guard.Seen) -> tuple[Split, list[tuple[int, str]]]:
-    """Where there are low words; of the states, the place of the owner and the name."""
-    names = list(map(names_in, in_step.states))
-    numbered = [(i, name) for i, of_state in enumerate(names) for name in of_state.watched]
-    places = [(i, name) for i, name in numbered if isinstance(in_step.states[i][name], torch.Tensor)]
-    params = [p for p, of_state in zip(in_step.owners, names, strict=True) if of_state.words]
-    return Split(params, [(in_step.owners[i], name) for i, name in places]), places
+def _look_for_low_words(in_step: structure_guard.Seen) -> Split:
+    names = [*enumerate(map(names_in, in_step.states))]
+    watched = [(i, name) for i, of_state in names for name in of_state.watched]
+    highs = [(i, name) for i, name in watched if isinstance(in_step.states[i][name], torch.Tensor)]
+    words = [(i, key) for i, of_state in names for key in of_state.words]
+    return Split(in_step.owners, [in_step.owners[i] for i, of_state in names if of_state.words], highs, words)
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -134,7 +133,7 @@ def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
 def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
     """Notes that `new` is in the place of `old`, and holds the same."""
     book = bookkeeping(optimizer)
-    for of_old in (book.marks.params, book.words, book.param_bits):
+    for of_old in (book.marks.params, book.marks.words, book.param_bits):
         of_old.pop(old, None)
     format_record.replace(optimizer, old, new)
     remember(optimizer, new, FRESH)
@@ -147,7 +146,7 @@ def drop_stale(optimizer: Optimizer) -> None:
         ValueError: codes were written; nothing was changed.
     """
     book, in_step = bookkeeping(optimizer), structure_guard.of(optimizer)
-    if in_step is not None and book.marks.are_those_of(*_split_and_highs(in_step)):
+    if in_step is not None and book.marks.are_those_of(in_split := _split(in_step), in_step.at(in_split.highs)):
         return  # states are not cleared either: the low words are where the last step left them
     _drop_stale_of_states(optimizer)
     restore_words(optimizer)
@@ -356,36 +355,14 @@ def note_words(optimizer: Optimizer, p: torch.Tensor) -> None:
     """Remembers the further words of `p` as they are now, or that it has none."""
     words = words_of(optimizer.state.get(p, {}))
     if words:
-        bookkeeping(optimizer).words[p] = words
+        bookkeeping(optimizer).marks.words[p] = words
     else:
-        bookkeeping(optimizer).words.pop(p, None)
-
-
-def _note_all_words(book: Bookkeeping, in_step: structure_guard.Seen) -> None:
-    """Remembers the further words of all parameters, after a step."""
-    owners, places = in_step.structure.once("words", lambda: _places_of_words(in_step))
-    words = [in_step.states[i][key] for i, key in places]
-    held = book.words.values()
-    if (
-        list(map(id, chain.from_iterable(map(dict.values, held)))) == list(map(id, words))
-        and list(chain.from_iterable(held)) == [key for _, key in places]
-        and list(map(id, book.words)) == owners
-    ):
-        return
-    book.words.clear()  # in place: an optimizer made by copy.copy shares them
-    for (i, key), word in zip(places, words, strict=True):
-        book.words.setdefault(in_step.owners[i], {})[key] = word
-
-
-def _places_of_words(in_step: structure_guard.Seen) -> tuple[list[int], list[tuple[int, str]]]:
-    """The ids of the parameters with further words; for each word the place of its owner and its key."""
-    places = [(i, key) for i, state in enumerate(in_step.states) for key in words_of(state)]
-    return list(dict.fromkeys(id(in_step.owners[i]) for i, _ in places)), places
+        bookkeeping(optimizer).marks.words.pop(p, None)
 
 
 def restore_words(optimizer: Optimizer) -> None:
     """Gives parameters back the words that were cleared away with their states."""
-    words = bookkeeping(optimizer).words
+    words = bookkeeping(optimizer).marks.words
     split = structure_guard.once(optimizer, "split", lambda: set(map(id, split_words(optimizer.state))))
     cleared = [p for p in words if id(p) not in split]
     if cleared:
