@@ -20,13 +20,13 @@ from collage_neuron.passes.analysis.value_numbering import Values
 
 def nonnegative(values: Values, new: Mapping[str, Sum]) -> frozenset[str]:
     """Names of the states that an update leaves at 0 or above, if they were; `new` are their values after the step."""
-    found = frozenset(new) - {"param", "grad"}
+    states = frozenset(new) - {"param", "grad"}
     while True:  # the largest set that follows from itself
-        signs = Signs(values, found)
-        now = frozenset(name for name in found if signs.of_sum(new[name]))
-        if now == found:
-            return found
-        found = now
+        signs = Signs(values, states)
+        now = frozenset(name for name in states if signs.of_sum(new[name]))
+        if now == states:
+            return states
+        states = now
 
 
 def magnitudes(values: Values, next_: Mapping[str, list[Sum]]) -> frozenset[str]:
@@ -35,20 +35,20 @@ def magnitudes(values: Values, next_: Mapping[str, list[Sum]]) -> frozenset[str]
     The smallest such set: an average of an average of squares is one of magnitudes too, but what is only multiplied by
     a number in each step (Rprop's step sizes) is none.
     """
-    found = frozenset[str]()
+    states = frozenset[str]()
     while True:
-        now = frozenset(n for n, leaves in next_.items() if any(_adds_magnitudes(values, x, n, found) for x in leaves))
-        if now == found:
-            return found
-        found = now
+        now = frozenset(n for n, leaves in next_.items() if any(_adds_magnitudes(values, x, n, states) for x in leaves))
+        if now == states:
+            return states
+        states = now
 
 
-def _adds_magnitudes(values: Values, x: Sum, name: str, found: frozenset[str]) -> bool:
+def _adds_magnitudes(values: Values, x: Sum, name: str, states: frozenset[str]) -> bool:
     """Returns True if a term of x shows it, or of a sum of which x is a function: a root, a reciprocal, a logarithm.
 
     One term is enough: the others may be what a square was multiplied out to (VSGD), or a constant.
     """
-    signs = Signs(values, found, positive_numbers=True)
+    signs = Signs(values, states, positive_numbers=True)
 
     @cache  # there may be exponentially many paths to an atom
     def inside(atom: int) -> bool:
