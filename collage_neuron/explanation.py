@@ -22,7 +22,7 @@ from collage_neuron.optimizer import first_step_report
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.optimizer.first_step_report import line_of
 from collage_neuron.optimizer.pending_models import require_compiled
-from collage_neuron.passes.analysis.accumulators import denominators, slow_states
+from collage_neuron.passes.analysis.state_roles import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.printer import (
     fold_draws,

@@ -22,7 +22,7 @@ Sums go over all elements of a parameter, a module, a group or the optimizer:
   "imprecision"). `zero`: the percentage of all elements with delta = 0, which that code counts as lost too;
 * `low_norms`: for the parameter (`param`) and each state, the norm after the step of the part that the first component
   does not hold: of `lo`, or of master - h;
-* `stalled`: for each state that accumulates slowly (`passes/analysis/accumulators.py`: second moments and similar
+* `stalled`: for each state that accumulates slowly (`passes/analysis/state_roles.py`: second moments and similar
   states) and is rounded to nearest (a stochastic store leaves most small decreases out, and follows on average), the
   percentage, of the elements that should have decreased, whose stored value did not change. "Should" means
   in fp32 arithmetic, from the same stored values. `falling` is the percentage of all elements that should have

@@ -17,7 +17,7 @@ ARITHMETICS = ("fp32", "bf16")
 
 
 Role = Literal["slow", "sum", "signed", "idle", "decaying", "maximum", "average", "long", "counter"]
-"""What an update shows of a state (passes/analysis/roles.py); of states that are not recognised, nothing.
+"""What an update shows of a state (passes/analysis/state_roles.py); of states that are not recognised, nothing.
 
 `slow`: an average or maximum of what cannot be negative; `sum`: a sum of such values without decay (Adagrad's), of
 which no rounding error is ever forgotten; `signed`: a slow state that may be negative, such as an average of the

@@ -78,7 +78,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = structure_guard.look(optimizer)
-    if step_counts.widen(optimizer, ours.seen):
+    if step_counts.widen(optimizer):
         ours.seen = structure_guard.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)

@@ -51,16 +51,12 @@ class Left(NamedTuple):
 def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
     """Sees to it, once, that low words stay with the parameters when the optimizer goes."""
     if ours.leaving is None:
-        ours.leaving = weakref.finalize(optimizer, _leave, ours.words, ours.formats, ours.marks)
+        ours.leaving = weakref.finalize(optimizer, _leave, ours.formats, ours.marks)
         ours.leaving.atexit = False
 
 
-def _leave(
-    words: Mapping[torch.Tensor, Mapping[str, torch.Tensor]],
-    formats: Mapping[torch.Tensor, Mapping[str, str]],
-    marks: Marks,
-) -> None:
-    for p, further in words.items():
+def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> None:
+    for p, further in marks.words.items():
         _, mark = marks.params.get(p, ("", None))
         if mark is not None:
             record = {name: fmt for name, fmt in formats.get(p, {}).items() if name == "param"}

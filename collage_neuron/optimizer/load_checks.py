@@ -162,7 +162,7 @@ def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
     """Forgets what was known of the last state; low words of all but `kept` belong to what the parameters will hold."""
     ours = bookkeeping(optimizer)
     ours.interrupted = ""
-    ours.words.clear()
+    ours.marks.words.clear()
     ours.marks.states.clear()
     ours.groups.clear()  # of another strategy it was told
     for p in split_params(optimizer.state):

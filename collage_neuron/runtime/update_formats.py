@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import STRATEGIES, check_strategy, formats_for, tells_roles
-from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
-from collage_neuron.passes.analysis.roles import pattern, roles_of
+from collage_neuron.passes.analysis.state_roles import idle_states, pattern, roles_of, slow_states
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states import strategy_checks, structure_guard

@@ -40,11 +40,10 @@ class Bookkeeping:
     """Everything that lasts between the steps of one optimizer, outside `state` and `param_groups`."""
 
     marks: Marks = field(default_factory=Marks)
-    """How parameters and states with low words were when those were found to be theirs (`external_writes`)."""
+    """How parameters and states with low words were when those were found to be theirs (`external_writes`), and the
+    further words of parameters."""
     formats: dict[torch.Tensor, dict[str, str]] = field(default_factory=dict)
     """The names of the formats that each parameter (`param`) and its states are kept in (`format_record`)."""
-    words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """The further words of each parameter, the tensors that its state holds too (`external_writes`)."""
     param_bits: dict[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """What parameters held when their low words were stored, on the host, and the version that loads of the model leave
     them with; where other code is expected to write them before the next step (`external_writes`)."""
@@ -133,14 +132,17 @@ class Bookkeeping:
         A copy looks at states anew.
         """
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OF_ONE}
-        return kept | {"marks": [(p, what, mark == mark_of(p)) for p, (what, mark) in self.marks.params.items()]}
+        params = [(p, what, mark == mark_of(p)) for p, (what, mark) in self.marks.params.items()]
+        return kept | {"marks": params, "words": self.marks.words}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Marks the copies of parameters anew; one that was written in the original still counts as written."""
         own = dict(state)
         if "twin" in own:  # as version 0.3.0 called it
             own["as_written"] = own.pop("twin")
+        words = own.pop("words", {})
         vars(self).update(vars(Bookkeeping()) | own | {"marks": Marks()})
+        self.marks.words.update(words)
         self.marks.params.update({p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]})
 
     def of_copy(self) -> Bookkeeping:

@@ -52,27 +52,27 @@ def _in_rows(samples: Mapping[torch.Tensor, torch.Tensor]) -> list[tuple[list[to
 
 def check_writes(optimizer: Optimizer, written: Mapping[torch.Tensor, int]) -> None:
     """Before a step: how often each parameter was written since the last one."""
-    ours = bookkeeping(optimizer)
+    book = bookkeeping(optimizer)
     written = {p: times for p, times in written.items() if _is_sampled(p)}
-    if ours.told_of_writes or not written:
+    if book.told_of_writes or not written:
         return
     if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
         # torch.distributed.checkpoint has loaded the weights, and takes its hidden step before it loads states.
-        ours.samples.clear()
+        book.samples.clear()
         return
     # All at once: this runs in every step of a loop that clamps its weights.
-    rows = _in_rows({p: x for p in written if p in ours.samples and (x := sample(p)).shape == ours.samples[p].shape})
-    pairs = [(torch.stack([ours.samples[p] for p in params]), now) for params, now in rows if now.numel()]
+    rows = _in_rows({p: x for p in written if p in book.samples and (x := sample(p)).shape == book.samples[p].shape})
+    pairs = [(torch.stack([book.samples[p] for p in params]), now) for params, now in rows if now.numel()]
     small = max((_share(_changed(*pair) & _is_near(*pair)) for pair in pairs), default=0.0)
     large = max((_share(_changed(*pair)) for pair in pairs), default=0.0)
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-    ours.samples |= dict.fromkeys(written, nothing)  # filled by the next `sample_after_step`
+    book.samples |= dict.fromkeys(written, nothing)  # filled by the next `sample_after_step`
     if max(small, large) >= 0.02:  # a wrapper may move weights by less than an ulp of most
-        ours.writes = _within(ours.writes, ours.steps)
-        _warn(optimizer, "", small >= 0.02 or len(ours.writes) >= TIMES)
+        book.writes = _within(book.writes, book.steps)
+        _warn(optimizer, "", small >= 0.02 or len(book.writes) >= TIMES)
     elif pairs and max(written.values()) == 1 and not any(_is_bounded(now) for _, now in pairs):
-        ours.idle_writes = _within(ours.idle_writes, ours.steps)
-        _warn(optimizer, IDLE, len(ours.idle_writes) >= TIMES_IDLE)
+        book.idle_writes = _within(book.idle_writes, book.steps)
+        _warn(optimizer, IDLE, len(book.idle_writes) >= TIMES_IDLE)
 
 
 def _is_sampled(p: torch.Tensor) -> bool:
@@ -85,10 +85,10 @@ def _within(steps: list[int], now: int) -> list[int]:
 
 
 def _warn(optimizer: Optimizer, what: str, due: bool) -> None:
-    ours = bookkeeping(optimizer)
+    book = bookkeeping(optimizer)
     if due:
-        ours.told_of_writes = True
-        ours.samples.clear()
+        book.told_of_writes = True
+        book.samples.clear()
         warnings.warn(
             f"parameters of this {type(optimizer).__name__} are written between steps: what is written into the "
             f"parameter itself is rounded to bf16, 8 significant bits{what}. Code around the optimizer (Lookahead, "
@@ -98,17 +98,17 @@ def _warn(optimizer: Optimizer, what: str, due: bool) -> None:
         )
 
 
-def sample_after_step(ours: Bookkeeping, params: Iterable[torch.Tensor]) -> None:
+def sample_after_step(book: Bookkeeping, params: Iterable[torch.Tensor]) -> None:
     """After a step over `params` with low words: samples what was seen to be written; after the first one, all."""
-    ours.steps += 1
-    if ours.told_of_writes:
+    book.steps += 1
+    if book.told_of_writes:
         return
-    if ours.steps == 1:
-        ours.samples |= dict.fromkeys(filter(_is_sampled, params), torch.empty(0, dtype=torch.float32, device="cpu"))
-    elif ours.steps == 2:
-        ours.samples = {p: x for p, x in ours.samples.items() if not x.numel()}  # `check_writes` emptied those written
-    for alike, rows in _in_rows({p: sample(p) for p in ours.samples}):
-        ours.samples.update(zip(alike, rows.unbind(), strict=True))
+    if book.steps == 1:
+        book.samples |= dict.fromkeys(filter(_is_sampled, params), torch.empty(0, dtype=torch.float32, device="cpu"))
+    elif book.steps == 2:
+        book.samples = {p: x for p, x in book.samples.items() if not x.numel()}  # `check_writes` emptied those written
+    for alike, rows in _in_rows({p: sample(p) for p in book.samples}):
+        book.samples.update(zip(alike, rows.unbind(), strict=True))
 
 
 def _changed(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:

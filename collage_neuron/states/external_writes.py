@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from collage_neuron.states import coarse_writes, fitting_words, format_record, s
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
-from collage_neuron.states.state_keys import names_in, split_params, split_words, words_of
+from collage_neuron.states.state_keys import names_in, split_words, words_of
 from collage_neuron.states.store import is_stored, kept_format, store
 from collage_neuron.states.write_detection import STEPPED as STEPPED
 from collage_neuron.states.write_detection import Split, mark_of
@@ -58,21 +57,21 @@ FRESH, LOADED = "compiled", "loaded"
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
     """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
-    ours = bookkeeping(optimizer)
-    ours.marks.params[p] = (what, mark_of(p))
-    ours.param_bits.pop(p, None)
+    book = bookkeeping(optimizer)
+    book.marks.params[p] = (what, mark_of(p))
+    book.param_bits.pop(p, None)
     note_words(optimizer, p)
-    if what == FRESH and "param" + MASTER not in ours.words.get(p, {}):  # a master tells what it belongs to
-        _note_bits(ours, p)
+    if what == FRESH and "param" + MASTER not in book.marks.words.get(p, {}):  # a master tells what it belongs to
+        _note_bits(book, p)
 
 
-def _note_bits(ours: Bookkeeping, p: torch.Tensor) -> None:
+def _note_bits(book: Bookkeeping, p: torch.Tensor) -> None:
     """Copies the bits of `p`, if it has low words, until the next step.
 
     To the host, since before the first step no states are there yet, and a lazy device would compile the copy.
     """
-    if p in ours.words and p.dtype == torch.bfloat16 and not p.is_meta:
-        ours.param_bits[p] = local(p.detach()).to("cpu", copy=True), version(p)
+    if p in book.marks.words and p.dtype == torch.bfloat16 and not p.is_meta:
+        book.param_bits[p] = local(p.detach()).to("cpu", copy=True), version(p)
 
 
 def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor, what: str = FRESH) -> None:
@@ -83,46 +82,46 @@ def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor,
 
 def before_load(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     """Called before `load_state_dict` of a model writes each of `params` once, if it does not raise."""
-    ours = bookkeeping(optimizer)
+    book = bookkeeping(optimizer)
     for p in params:
-        what, mark = ours.marks.params.get(p, (LOADED, None))
-        if what == STEPPED and p not in ours.param_bits and mark == mark_of(p):
-            _note_bits(ours, p)
-        if p in ours.param_bits:
-            bits, expected = ours.param_bits[p]
-            ours.param_bits[p] = bits, expected + 1
+        what, mark = book.marks.params.get(p, (LOADED, None))
+        if what == STEPPED and p not in book.param_bits and mark == mark_of(p):
+            _note_bits(book, p)
+        if p in book.param_bits:
+            bits, expected = book.param_bits[p]
+            book.param_bits[p] = bits, expected + 1
 
 
 def remember_step(optimizer: Optimizer) -> None:
     """After a step: all low words belong to their parameters."""
-    ours, found = bookkeeping(optimizer), structure_guard.of(optimizer)
-    ours.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
-    if found is None:
+    book, in_step = bookkeeping(optimizer), structure_guard.of(optimizer)
+    book.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
+    if in_step is None:
         words = split_words(optimizer.state)
-        ours.marks.params.clear()
-        ours.mark(words, STEPPED)
+        book.marks.params.clear()
+        book.mark(words, STEPPED)
         remember_states(optimizer)
-        ours.words.clear()
-        ours.words.update(words)
+        book.marks.words.clear()
+        book.marks.words.update(words)
+        coarse_writes.sample_after_step(book, words)
     else:
-        ours.marks.mark_all(*_split_and_highs(found))
-        _note_all_words(ours, found)
-    coarse_writes.sample_after_step(ours, ours.words)
+        split = _split(in_step)
+        book.marks.mark_all(split, in_step.at(split.highs), in_step.at(split.words))
+        coarse_writes.sample_after_step(book, split.params)
 
 
-def _split_and_highs(found: structure_guard.Seen) -> tuple[Split, list[torch.Tensor]]:
-    """Where there are low words, and the states there."""
-    split, places = found.structure.once("low words", lambda: _found_split(found))
-    return split, [found.states[i][name] for i, name in places]
+def _split(in_step: structure_guard.Seen) -> Split:
+    """Where there are low words."""
+    found: Split = in_step.structure.once("low words", lambda: _look_for_low_words(in_step))
+    return found
 
 
-def _found_split(found: structure_guard.Seen) -> tuple[Split, list[tuple[int, str]]]:
-    """Where there are low words; of the states, the place of the owner and the name."""
-    names = list(map(names_in, found.states))
-    numbered = [(i, name) for i, of_state in enumerate(names) for name in of_state.watched]
-    places = [(i, name) for i, name in numbered if isinstance(found.states[i][name], torch.Tensor)]
-    params = [p for p, of_state in zip(found.owners, names, strict=True) if of_state.words]
-    return Split(params, [(found.owners[i], name) for i, name in places]), places
+def _look_for_low_words(in_step: structure_guard.Seen) -> Split:
+    names = [*enumerate(map(names_in, in_step.states))]
+    watched = [(i, name) for i, of_state in names for name in of_state.watched]
+    highs = [(i, name) for i, name in watched if isinstance(in_step.states[i][name], torch.Tensor)]
+    words = [(i, key) for i, of_state in names for key in of_state.words]
+    return Split(in_step.owners, [in_step.owners[i] for i, of_state in names if of_state.words], highs, words)
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -133,8 +132,8 @@ def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
 
 def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
     """Notes that `new` is in the place of `old`, and holds the same."""
-    ours = bookkeeping(optimizer)
-    for of_old in (ours.marks.params, ours.words, ours.param_bits):
+    book = bookkeeping(optimizer)
+    for of_old in (book.marks.params, book.marks.words, book.param_bits):
         of_old.pop(old, None)
     format_record.replace(optimizer, old, new)
     remember(optimizer, new, FRESH)
@@ -146,18 +145,18 @@ def drop_stale(optimizer: Optimizer) -> None:
     Raises:
         ValueError: codes were written; nothing was changed.
     """
-    ours, found = bookkeeping(optimizer), structure_guard.of(optimizer)
-    if found is not None and ours.marks.are_those_of(*_split_and_highs(found)):
+    book, in_step = bookkeeping(optimizer), structure_guard.of(optimizer)
+    if in_step is not None and book.marks.are_those_of(in_split := _split(in_step), in_step.at(in_split.highs)):
         return  # states are not cleared either: the low words are where the last step left them
     _drop_stale_of_states(optimizer)
     restore_words(optimizer)
-    written = _written(ours)
+    written = _written(book)
     if not written:
         return
-    marks = {p: ours.marks.params[p][1] for p, what in written.items() if what == STEPPED and p not in ours.param_bits}
+    marks = {p: book.marks.params[p][1] for p, what in written.items() if what == STEPPED and p not in book.param_bits}
     coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items() if mark is not None})
-    split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(ours, p, fmt)}
-    fitting = {p: fmt for p, fmt in split.items() if written[p] == STEPPED and not _is_known(ours, p)}
+    split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(book, p, fmt)}
+    fitting = {p: fmt for p, fmt in split.items() if written[p] == STEPPED and not _is_known(book, p)}
     left = split.keys() - fitting_words.reset_at_once(optimizer, fitting)
     stale = {p: _stale(optimizer, p) for p in left}
     for p, where in stale.items():
@@ -181,52 +180,52 @@ def _is_replica(p: torch.Tensor) -> bool:
     return is_distributed() and not is_sharded(p)
 
 
-def _is_known(ours: Bookkeeping, p: torch.Tensor) -> bool:
+def _is_known(book: Bookkeeping, p: torch.Tensor) -> bool:
     """Returns True if it is known what `p` was when its low words were stored, in all processes alike."""
-    noted = ours.param_bits.get(p)
+    noted = book.param_bits.get(p)
     # Processes load alike, and each knows of it; of what one of them sent to the others, these know nothing.
     return noted is not None and (not _is_replica(p) or version(p) == noted[1])
 
 
-def _is_right(ours: Bookkeeping, p: torch.Tensor, fmt: Format) -> bool:
+def _is_right(book: Bookkeeping, p: torch.Tensor, fmt: Format) -> bool:
     """Returns True if all low words of `p`, which was written, count as far as they fit, and in its format all do."""
-    what, _ = ours.marks.params[p]
+    what, _ = book.marks.params[p]
     starts = what == LOADED or (what == FRESH and _is_replica(p))
-    return fmt.always_fits and not starts and not _is_known(ours, p)
+    return fmt.always_fits and not starts and not _is_known(book, p)
 
 
 def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     """Where the low word of `p`, which was written, does not count any more; on the CPU."""
-    ours = bookkeeping(optimizer)
-    what, _ = ours.marks.params[p]
-    known = what != LOADED and _is_known(ours, p)
-    if (what == FRESH and _is_replica(p)) or (what == STEPPED and known and _brought_others(ours)):
+    book = bookkeeping(optimizer)
+    what, _ = book.marks.params[p]
+    known = what != LOADED and _is_known(book, p)
+    if (what == FRESH and _is_replica(p)) or (what == STEPPED and known and _brought_others(book)):
         return torch.ones(p.shape, dtype=torch.bool, device="cpu")
-    return torch.ne(*_bits(ours, p)) if known else ~belongs(optimizer, p)
+    return torch.ne(*_bits(book, p)) if known else ~belongs(optimizer, p)
 
 
-def _bits(ours: Bookkeeping, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _bits(book: Bookkeeping, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bits of `p`, and those that were noted; on the CPU."""
-    return _on_host(p).view(torch.int16), ours.param_bits[p][0].view(torch.int16)
+    return _on_host(p).view(torch.int16), book.param_bits[p][0].view(torch.int16)
 
 
-def _brought_others(ours: Bookkeeping) -> bool:
+def _brought_others(book: Bookkeeping) -> bool:
     """Returns True if a load since the last step brought other weights: then all that it brought begin anew.
 
     Most weights of a checkpoint of some steps before have the bits that they have now, with other low words. Where no
     bit differs in any parameter, weights were swapped in and out, for an evaluation.
     """
-    loaded = [p for p, (what, _) in ours.marks.params.items() if what == STEPPED and _is_known(ours, p)]
+    loaded = [p for p, (what, _) in book.marks.params.items() if what == STEPPED and _is_known(book, p)]
     versions = [version(p) for p in loaded]
-    if ours.load_compared is None or ours.load_compared[0] != versions:
-        differ = any(not torch.equal(*_bits(ours, p)) for p in loaded)
-        ours.load_compared = versions, differ
-    return ours.load_compared[1]
+    if book.load_compared is None or book.load_compared[0] != versions:
+        differ = any(not torch.equal(*_bits(book, p)) for p in loaded)
+        book.load_compared = versions, differ
+    return book.load_compared[1]
 
 
-def _written(ours: Bookkeeping) -> dict[torch.Tensor, str]:
+def _written(book: Bookkeeping) -> dict[torch.Tensor, str]:
     """Parameters whose low words may not be theirs, and what happened last to them."""
-    return ours.moved() | {p: what for p, (what, _) in ours.marks.params.items() if what == LOADED}
+    return book.moved() | {p: what for p, (what, _) in book.marks.params.items() if what == LOADED}
 
 
 def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
@@ -241,11 +240,11 @@ def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Forma
 
 def _split_among(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, Format]:
     """The formats of those of `params` that are kept in several words, all as their formats have them."""
-    found = structure_guard.of(optimizer)
+    in_step = structure_guard.of(optimizer)
     known = (
         _split_formats(optimizer, params)
-        if found is None
-        else found.structure.once("split formats", lambda: _split_formats(optimizer, found.owners))
+        if in_step is None
+        else in_step.structure.once("split formats", lambda: _split_formats(optimizer, in_step.owners))
     )
     return {p: known[id(p)] for p in params if id(p) in known}
 
@@ -266,9 +265,9 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
 
     Nothing is dropped yet: other weights may be there for a moment only (an average, for an evaluation).
     """
-    ours = bookkeeping(optimizer)
-    split = _split_among(optimizer, [p]) if p in _written(ours) else {}
-    if split and not _is_right(ours, p, split[p]):
+    book = bookkeeping(optimizer)
+    split = _split_among(optimizer, [p]) if p in _written(book) else {}
+    if split and not _is_right(book, p, split[p]):
         own = local(value)
         own.copy_(torch.where(_stale(optimizer, p).to(own.device), local(p.detach()).float(), own))
     return value
@@ -356,45 +355,19 @@ def note_words(optimizer: Optimizer, p: torch.Tensor) -> None:
     """Remembers the further words of `p` as they are now, or that it has none."""
     words = words_of(optimizer.state.get(p, {}))
     if words:
-        bookkeeping(optimizer).words[p] = words
+        bookkeeping(optimizer).marks.words[p] = words
     else:
-        bookkeeping(optimizer).words.pop(p, None)
-
-
-def _note_all_words(ours: Bookkeeping, seen: structure_guard.Seen) -> None:
-    """Remembers the further words of all parameters, after a step."""
-    owners, places = seen.structure.once("words", lambda: _places_of_words(seen))
-    words = [seen.states[i][key] for i, key in places]
-    held = ours.words.values()
-    if (
-        list(map(id, chain.from_iterable(map(dict.values, held)))) == list(map(id, words))
-        and list(chain.from_iterable(held)) == [key for _, key in places]
-        and list(map(id, ours.words)) == owners
-    ):
-        return
-    ours.words.clear()  # in place: an optimizer made by copy.copy shares them
-    for (i, key), word in zip(places, words, strict=True):
-        ours.words.setdefault(seen.owners[i], {})[key] = word
-
-
-def _places_of_words(seen: structure_guard.Seen) -> tuple[list[int], list[tuple[int, str]]]:
-    """The ids of the parameters with further words; for each word the place of its owner and its key."""
-    places = [(i, key) for i, state in enumerate(seen.states) for key in words_of(state)]
-    return list(dict.fromkeys(id(seen.owners[i]) for i, _ in places)), places
+        bookkeeping(optimizer).marks.words.pop(p, None)
 
 
 def restore_words(optimizer: Optimizer) -> None:
     """Gives parameters back the words that were cleared away with their states."""
-    words, seen = bookkeeping(optimizer).words, structure_guard.of(optimizer)
-    of_structure = (
-        None if seen is None else seen.structure.once("split", lambda: list(map(id, split_words(optimizer.state))))
-    )
-    if of_structure == list(map(id, words)):
-        return
-    split = split_params(optimizer.state)
-    if words.keys() <= split:
-        return
-    structure_guard.changed(optimizer)
-    held = set(params_of(optimizer))
-    for p in words.keys() & held - split:
-        optimizer.state.setdefault(p, {}).update(words[p])
+    words = bookkeeping(optimizer).marks.words
+    split = structure_guard.once(optimizer, "split", lambda: set(map(id, split_words(optimizer.state))))
+    cleared = [p for p in words if id(p) not in split]
+    if cleared:
+        structure_guard.changed(optimizer)
+        held = set(map(id, params_of(optimizer)))
+        for p in cleared:
+            if id(p) in held:
+                optimizer.state.setdefault(p, {}).update(words[p])

@@ -41,15 +41,10 @@ def belongs(p: torch.Tensor, states: Mapping[str, Any], name: str, record: Mappi
     words_of_name = {k: v for k, v in states.items() if str(k).startswith(name) and isinstance(v, torch.Tensor)}
     state = {k: local(v).cpu() for k, v in words_of_name.items()}
     hi = local(p.detach()).cpu() if name == "param" else state[name]
-    if name + MASTER in state:
-        # Not decoded, which gives the high word wherever the master is another's.
-        return (state[name + MASTER].bfloat16() == hi) | ~hi.isfinite()
     fmt = kept_format(hi, state, name, record)
-    # Not as a parameter is decoded, which gives what fits whatever the words are.
-    gap = word_encoding.decode(fmt, [hi, *(state[key] for key in fmt.keys(name)[1:])]) - hi.float()
-    rounded = (hi.float() + gap * SHORTER).bfloat16()
-    # The high word of a state stops at the largest number (`split_capped`), and the sum may go on from there.
-    return (rounded.clamp(-LARGEST, LARGEST) == hi) | ~hi.isfinite()
+    words = [hi, *(state[key] for key in fmt.keys(name)[1:])]
+    fits: torch.Tensor = _fits(fmt, word_encoding.of_each(fmt, words), hi.float())
+    return fits
 
 
 def reset_where(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format, where: torch.Tensor) -> None:
@@ -107,9 +102,11 @@ def _update(fmt: Format) -> Update:
 
 def _fits(fmt: Format, words: Sequence[Any], high: Any) -> Any:
     """Where the value of the words is within half a bf16 ulp of the high word, or this is not finite."""
-    if fmt.keys("param")[1] == "param" + MASTER:
+    if MASTER in [component.suffix for component in fmt.components]:
+        # Not decoded, which gives the high word wherever the master is another's.
         near = round_to(widen(words[1]), "bf16")
     else:
+        # Not as a parameter is decoded, which gives what fits whatever the words are.
         near = round_to(high + (fmt.decode(words) - high) * SHORTER, "bf16")
         # The high word of a state stops at the largest number (`split_capped`), and the sum may go on from there.
         near = torch.where(near > LARGEST, LARGEST, torch.where(near < -LARGEST, -LARGEST, near))

@@ -32,10 +32,10 @@ from collage_neuron.states.store import Record, State, format_by_keys, read_fp32
 
 def record_of(optimizer: Optimizer, p: torch.Tensor) -> Record:
     """The record of the parameter `p`, which callers write to: format names by state name, and by `param`."""
-    kept = bookkeeping(optimizer).formats
-    record = kept.get(p)
+    recorded = bookkeeping(optimizer).formats
+    record = recorded.get(p)
     if record is None:
-        record = kept[p] = _saved(optimizer).get(p, {})
+        record = recorded[p] = _saved(optimizer).get(p, {})
     return record
 
 
@@ -64,10 +64,10 @@ def check_saved(group: Mapping[str, Any], index: int) -> None:
 
 def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> None:
     """Restores an earlier record."""
-    kept = bookkeeping(optimizer).formats
+    recorded = bookkeeping(optimizer).formats
     kept_before = dict(records)
-    kept.clear()  # in place: an optimizer made by copy.copy shares it
-    kept.update(kept_before)
+    recorded.clear()  # in place: an optimizer made by copy.copy shares it
+    recorded.update(kept_before)
 
 
 def keep(optimizer: Optimizer, params: Collection[torch.Tensor], before: Mapping[torch.Tensor, Record]) -> None:
@@ -78,9 +78,9 @@ def keep(optimizer: Optimizer, params: Collection[torch.Tensor], before: Mapping
 
 def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
     """Moves the record of `old` to `new`, which replaces it."""
-    kept = bookkeeping(optimizer).formats
-    if old in kept:
-        kept[new] = kept.pop(old)
+    recorded = bookkeeping(optimizer).formats
+    if old in recorded:
+        recorded[new] = recorded.pop(old)
 
 
 def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
@@ -121,13 +121,13 @@ def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:
     It is one string per group: checkpoints that store each leaf under its own key would split a mapping, and then
     require the same keys in every template.
     """
-    found: dict[torch.Tensor, dict[str, str]] = {}
+    records: dict[torch.Tensor, dict[str, str]] = {}
     for i, group in enumerate(optimizer.param_groups):
         for name, column in _columns(group, i).items():
             for p, fmt in zip(group["params"], column, strict=False):
                 if fmt is not None:
-                    found.setdefault(p, {})[name] = fmt
-    return found
+                    records.setdefault(p, {})[name] = fmt
+    return records
 
 
 def _columns(group: Mapping[str, Any], index: int) -> dict[str, list[str | None]]:

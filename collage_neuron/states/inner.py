@@ -35,17 +35,17 @@ class Inner(NamedTuple):
 
 def inner_of(optimizer: Optimizer) -> list[Inner]:
     """The optimizers that one holds, in attributes, groups and containers, and those that these hold; each once."""
-    return _found(optimizer, _attributes("", optimizer))
+    return _inner_in(optimizer, _attributes("", optimizer))
 
 
 def are_copied(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
     """Returns True if `state`, of which a copy of an optimizer is made, has the optimizers that it holds."""
-    there = {id(each.optimizer) for each in _found(optimizer, _items("", state))}
+    there = {id(each.optimizer) for each in _inner_in(optimizer, _items("", state))}
     return all(id(each.optimizer) in there for each in inner_of(optimizer))
 
 
-def _found(optimizer: Optimizer, held: Iterable[tuple[str, Any]]) -> list[Inner]:
-    found: list[Inner] = []
+def _inner_in(optimizer: Optimizer, held: Iterable[tuple[str, Any]]) -> list[Inner]:
+    inner: list[Inner] = []
     known, waiting = {id(optimizer)}, list(held)
     while waiting:
         path, x = waiting.pop(0)
@@ -53,13 +53,13 @@ def _found(optimizer: Optimizer, held: Iterable[tuple[str, Any]]) -> list[Inner]
             continue
         known.add(id(x))
         if isinstance(x, Optimizer):
-            others = (optimizer.state, *(each.optimizer.state for each in found))
+            others = (optimizer.state, *(each.optimizer.state for each in inner))
             is_shared = any(x.state is state for state in others)
-            found.append(Inner(x, "" if is_shared else _prefix(path, {each.prefix for each in found})))
+            inner.append(Inner(x, "" if is_shared else _prefix(path, {each.prefix for each in inner})))
             waiting += _attributes(path, x)
         else:
             waiting += _items(path, x)
-    return found
+    return inner
 
 
 def _attributes(path: str, x: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -100,13 +100,13 @@ def _prefix(path: str, taken: Collection[str]) -> str:
 
 def check(optimizer: Optimizer) -> None:
     """Raises UnsupportedUpdate for inner optimizers that cannot be compiled with the outer one."""
-    name, found = type(optimizer).__name__, inner_of(optimizer)
-    if not found and not torch_privates.has_hooks(optimizer):  # a step kept from before could not be taken over
+    name, inner = type(optimizer).__name__, inner_of(optimizer)
+    if not inner and not torch_privates.has_hooks(optimizer):  # a step kept from before could not be taken over
         raise UnsupportedUpdate(
             f"{name} cannot be compiled: its constructor does not call that of torch.optim.Optimizer, and makes no "
             "hooks as it does; let it call super().__init__()"
         )
-    if not found:
+    if not inner:
         return
     if optimizer.state is not optimizer.state:
         raise UnsupportedUpdate(
@@ -114,7 +114,7 @@ def check(optimizer: Optimizer) -> None:
             "stored there; keep one dictionary, or compile the optimizers that it steps"
         )
     own = set(map(id, params_of(optimizer)))
-    for each in found:
+    for each in inner:
         inside = type(each.optimizer).__name__
         if hasattr(type(each.optimizer), "_collage_base"):
             raise UnsupportedUpdate(
@@ -186,8 +186,8 @@ def state_of(optimizer: Optimizer, p: Any, inner: Sequence[Inner]) -> dict[Any, 
     if not inner or type(state) is not dict:
         return state
     lent = ((each.prefix, dict.get(each.optimizer.state, p)) for each in inner if each.prefix)
-    found = ({f"{prefix}{k}": x for k, x in own.items()} for prefix, own in lent if isinstance(own, dict))
-    return {k: x for each in (state, *found) for k, x in each.items()}
+    of_inner = ({f"{prefix}{k}": x for k, x in own.items()} for prefix, own in lent if isinstance(own, dict))
+    return {k: x for each in (state, *of_inner) for k, x in each.items()}
 
 
 def lend(optimizer: Optimizer, inner: Iterable[Inner]) -> None:
@@ -287,5 +287,5 @@ def put_states(optimizer: Optimizer, states: Any) -> None:
 
 def own_class(cls: type) -> type:
     """A class of objects that have groups and states of their own: torch's where these are asked of an inner one."""
-    found = (getattr(cls, name, None) for name in ("param_groups", "state"))
-    return Optimizer if any(hasattr(x, "__set__") for x in found) else cls
+    properties = (getattr(cls, name, None) for name in ("param_groups", "state"))
+    return Optimizer if any(hasattr(x, "__set__") for x in properties) else cls

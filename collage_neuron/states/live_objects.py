@@ -26,8 +26,8 @@ def objects_of(kinds: Collection[type]) -> list[Any]:
     wanted = set(kinds)
     with _ONE, _listed_by_collector():
         steps = list(chain.from_iterable(_selected(wanted, generation) for generation in range(3)))
-        found = list(chain.from_iterable(steps))
-    return [x for x in found if type(x) in wanted]
+        objects = list(chain.from_iterable(steps))
+    return [x for x in objects if type(x) in wanted]
 
 
 def _selected(wanted: set[type], generation: int) -> Iterator[Iterator[Any]]:
@@ -69,13 +69,13 @@ def _listed_by_collector() -> Iterator[None]:
 
 def with_subclasses(cls: type) -> set[type]:
     """A class and all classes that inherit from it."""
-    found: set[type] = {cls}
+    classes: set[type] = {cls}
     left = [cls]
     while left:
-        new: set[type] = set(type.__subclasses__(left.pop())) - found
-        found |= new
+        new: set[type] = set(type.__subclasses__(left.pop())) - classes
+        classes |= new
         left += new
-    return found
+    return classes
 
 
 # --- models, and copies of these --------------------------------------------------------------------------------------
@@ -104,13 +104,13 @@ def copies_of_models(held: set[int]) -> list[tuple[torch.nn.Module, torch.nn.Mod
     modules, optimizers = _modules(living), [o for o in living if isinstance(o, Optimizer)]
     known = held | {id(p) for o in optimizers for group in groups_of(o) for p in group["params"]}
     known |= {id(p) for m in modules if hasattr(type(m), AVERAGES_EXACTLY) for p in m.parameters()}
-    found = []
+    pairs = []
     for model in (m for outer in _outermost(modules, held) for m in _nested(outer, held)):
         alike = [m for m in modules if type(m) is type(model) and known.isdisjoint(map(id, m.parameters()))]
         for copy in (m for m in alike if _shapes(m) == _shapes(model)):
-            found.append((model, copy))
+            pairs.append((model, copy))
             known.update(map(id, copy.parameters()))
-    return found
+    return pairs
 
 
 def _modules(living: Iterable[object]) -> list[torch.nn.Module]:

@@ -48,16 +48,16 @@ def may_be_of_view(x: object, p: Tensor) -> bool:
     return p.numel() % x.numel() == 0
 
 
-def learn(ours: Bookkeeping, captured: Captured) -> None:
+def learn(book: Bookkeeping, captured: Captured) -> None:
     """Remembers the names of the states of an update that have other shapes than their parameter."""
-    ours.small.update(captured.small)
-    ours.seen_as.update(captured.shapes if captured.seen_as is None else {*captured.shapes, *captured.small})
+    book.small.update(captured.small)
+    book.seen_as.update(captured.shapes if captured.seen_as is None else {*captured.shapes, *captured.small})
 
 
-def may_be_state(name: str, x: Tensor, p: Tensor, ours: Bookkeeping) -> bool:
+def may_be_state(name: str, x: Tensor, p: Tensor, book: Bookkeeping) -> bool:
     """Returns True if a state of a name that is known may have the shape that `x` has, which is not that of `p`."""
-    of_rows = name in ours.small and may_be_of_rows(x, p)
-    return of_rows or (name in ours.seen_as and may_be_of_view(x, p))
+    of_rows = name in book.small and may_be_of_rows(x, p)
+    return of_rows or (name in book.seen_as and may_be_of_view(x, p))
 
 
 def _start(x: object, name: str, p: Tensor, captured: Captured) -> Any:
@@ -91,8 +91,8 @@ def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -
             old, shape = state.get(name), captured.shape_of(name, p.shape)
             if not _is_kept(old, p, shape):
                 structure_guard.changed(optimizer)
-                found = torch.as_tensor(_start(old, name, p, captured), dtype=torch.float32, device=p.device)
-                state[name] = found.expand(shape).clone(memory_format=torch.contiguous_format)
+                start = torch.as_tensor(_start(old, name, p, captured), dtype=torch.float32, device=p.device)
+                state[name] = start.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def _is_kept(x: Any, p: Tensor, shape: tuple[int, ...]) -> bool:

@@ -23,14 +23,13 @@ from collage_neuron.states.store import is_host_scalar
 
 def remember(optimizer: Optimizer) -> None:
     """Remembers the parameters of `optimizer`, which has just been compiled."""
-    ours = bookkeeping(optimizer)
-    ours.compiled_with = [list(group["params"]) for group in optimizer.param_groups]
-    ours.narrow = _narrow(optimizer)
+    book = bookkeeping(optimizer)
+    book.compiled_with = [list(group["params"]) for group in optimizer.param_groups]
+    book.narrow = _narrow(optimizer)
 
 
 def _narrow(optimizer: Optimizer) -> set[torch.Tensor]:
-    params = params_of(optimizer)
-    return {p for p in params if p.dtype == torch.bfloat16}
+    return {p for p in params_of(optimizer) if p.dtype == torch.bfloat16}
 
 
 def follow(optimizer: Optimizer) -> None:
@@ -54,9 +53,8 @@ def follow(optimizer: Optimizer) -> None:
 
 def forget(optimizer: Optimizer) -> None:
     """Called after the first step, from which on parameters may not be replaced."""
-    ours, seen = bookkeeping(optimizer), structure_guard.of(optimizer)
-    ours.compiled_with = []
-    ours.narrow = _narrow(optimizer) if seen is None else seen.structure.once("narrow", lambda: _narrow(optimizer))
+    bookkeeping(optimizer).compiled_with = []
+    bookkeeping(optimizer).narrow = structure_guard.once(optimizer, "narrow", lambda: _narrow(optimizer))
 
 
 def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object]) -> None:
@@ -66,22 +64,22 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
 
     `places` say in words where the parameters are.
     """
-    ours, seen = bookkeeping(optimizer), structure_guard.of(optimizer)
-    known = {} if seen is None else seen.structure.known
+    book, in_step = bookkeeping(optimizer), structure_guard.of(optimizer)
+    known = {} if in_step is None else in_step.structure.known
     # If it is the set that an earlier step made of parameters of these types, none can have been converted since.
-    same: set[int] = known.setdefault("same", set()) if known.get("narrow") is ours.narrow else set()
+    same: set[int] = known.setdefault("same", set()) if known.get("narrow") is book.narrow else set()
     if same.issuperset(map(id, params)):
         return
     for p, where in zip(params, places, strict=True):
-        check_converted([p], [where], ours.narrow)
-        if p.dtype == torch.bfloat16 and p in ours.fp32:
+        check_converted([p], [where], book.narrow)
+        if p.dtype == torch.bfloat16 and p in book.fp32:
             _warn_of_rounding(where)
-            ours.fp32 = {q for q in ours.fp32 if q.dtype == torch.float32}  # one warning for all
+            book.fp32 = {q for q in book.fp32 if q.dtype == torch.float32}  # one warning for all
         state = optimizer.state.get(p, {})
         for key, value in state.items():
             unlike = isinstance(value, torch.Tensor) and value.shape != p.shape and value.dim() > 0
             unlike = unlike and not is_shared_word(key, state)
-            if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
+            if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, book):
                 raise ValueError(
                     f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
                     "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "

@@ -24,19 +24,15 @@ Place = tuple[dict[str, Any], str]
 """A state and a key in it."""
 
 
-def widen(optimizer: Optimizer, seen: structure_guard.Seen | None = None) -> bool:
-    """Makes such counts fp32, and warns of those that may stand still; returns True if there were any.
-
-    `seen` is what the step in progress has found, if it did.
-    """
-    if seen is not None and not seen.structure.once("narrow counts", lambda: bool(_places(optimizer))):
+def widen(optimizer: Optimizer) -> bool:
+    """Makes such counts fp32, and warns of those that may stand still; returns True if there were any."""
+    if not structure_guard.once(optimizer, "narrow counts", lambda: bool(_places(optimizer))):
         return False
     places = _places(optimizer)
-    if places:
-        _warn(optimizer, places)
-        for state, key in places:
-            state[key] = state[key].float()
-    return bool(places)
+    _warn(optimizer, places)
+    for state, key in places:
+        state[key] = state[key].float()
+    return True
 
 
 def _places(optimizer: Optimizer) -> list[Place]:
@@ -64,14 +60,16 @@ def _warn(optimizer: Optimizer, places: Iterable[Place]) -> None:
 
 def check_unshared(optimizer: Optimizer) -> None:
     """Raises ValueError if two states of an optimizer of torch hold one 0-d tensor: each step would count twice."""
-    if (seen := structure_guard.of(optimizer)) is None:
+    if (in_step := structure_guard.of(optimizer)) is None:
         return
-    values = list(chain.from_iterable(map(dict.values, seen.states)))
-    places = seen.structure.once("counts", lambda: tuple(isinstance(x, torch.Tensor) and not x.dim() for x in values))
+    values = list(chain.from_iterable(map(dict.values, in_step.states)))
+    places = in_step.structure.once(
+        "counts", lambda: tuple(isinstance(x, torch.Tensor) and not x.dim() for x in values)
+    )
     counts = list(map(id, compress(values, places)))
     if len(counts) == len(set(counts)):
         return
-    name = next(k for state in seen.states for k, x in state.items() if id(x) in counts and counts.count(id(x)) > 1)
+    name = next(k for state in in_step.states for k, x in state.items() if id(x) in counts and counts.count(id(x)) > 1)
     raise ValueError(
         f"two states hold one tensor as {name!r}, and {type(optimizer).__name__} would advance it once for each of "
         f"them in every step; nothing was updated: give each state its own (state[{name!r}] = state[{name!r}].clone())"

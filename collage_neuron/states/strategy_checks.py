@@ -3,7 +3,7 @@
 A name in a mapping that no parameter has a state of is a spelling mistake. Optimizers that run Muon and Adam in one
 step have states that only some parameters have: one mapping names them all.
 
-`plus` gives two words to states that are recognised to accumulate slowly (`passes/analysis/accumulators.py`). First
+`plus` gives two words to states that are recognised to accumulate slowly (`passes/analysis/state_roles.py`). First
 moments lose little in bf16. Any other state of which the parameter's update takes a root, or by which it divides, may
 be a second moment that was not recognised: it would stand still, and the step could be wrong by any factor.
 
@@ -30,8 +30,7 @@ from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
-from collage_neuron.passes.analysis.accumulators import denominators, lossy_denominators, slow_states
-from collage_neuron.passes.analysis.decays import decays
+from collage_neuron.passes.analysis.state_roles import decays, denominators, lossy_denominators, slow_states
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -79,13 +78,13 @@ def _misspelt(
 
     Each mapping whose names are states is noted, and not looked at again.
     """
-    found: dict[frozenset[str], list[dict[str, Any]]] = {}
+    by_names: dict[frozenset[str], list[dict[str, Any]]] = {}
     for group, strategy in zip(optimizer.param_groups, strategies, strict=True):
         if isinstance(strategy, Mapping) and group["params"]:
-            found.setdefault(frozenset(strategy.keys() - {"param", "*"}), []).append(group)
+            by_names.setdefault(frozenset(strategy.keys() - {"param", "*"}), []).append(group)
     known = bookkeeping(optimizer).named
-    there = list(shown) if found else []
-    for names, groups in found.items():
+    there = list(shown) if by_names else []
+    for names, groups in by_names.items():
         if not names or names in known:
             continue
         ids = set(map(id, groups))
@@ -127,11 +126,11 @@ def warn_imprecise(
     base: type[Optimizer], optimizer: Optimizer, graph: fx.Graph, settings: Settings, formats: Mapping[str, Format]
 ) -> None:
     """Warns of the imprecise states of an update of bf16 parameters, of each once in the life of an optimizer."""
-    told = bookkeeping(optimizer).told
-    found = imprecise_states(graph, settings, torch.bfloat16) & formats.keys()  # others are one number, in fp32
-    new = sorted(name for name in found - told if formats[name].name != "fp32")
+    warned = bookkeeping(optimizer).told
+    imprecise = imprecise_states(graph, settings, torch.bfloat16) & formats.keys()  # others are one number, in fp32
+    new = sorted(name for name in imprecise - warned if formats[name].name != "fp32")
     if new:
-        told.update(new)
+        warned.update(new)
         warnings.warn(_sentence(base, new, graph, settings, formats), ImpreciseState, stacklevel=2)
 
 
@@ -141,10 +140,10 @@ def warn_stuck(
     """Warns of averages of magnitudes that cannot decrease in their formats, of each once for an optimizer."""
     compensated = len(formats["param"].components) > 1 or formats["param"].draw is not None
     stuck = _stuck(recording, formats) if compensated else {}
-    told = bookkeeping(optimizer).told
-    new = sorted(name for name in stuck if f"stuck {name}" not in told)
+    warned = bookkeeping(optimizer).told
+    new = sorted(name for name in stuck if f"stuck {name}" not in warned)
     if new:
-        told.update(f"stuck {name}" for name in new)
+        warned.update(f"stuck {name}" for name in new)
         warn_user(_stuck_sentence(base, new, stuck[new[0]], settings, formats[new[0]].name), ImpreciseState)
 
 
@@ -163,8 +162,8 @@ def _stuck(recording: Recording, formats: Mapping[str, Format]) -> dict[str, flo
     graph = recording.captured.graph
     words = [n for n in slow_states(graph) if n in formats and formats[n].draw is None and not formats[n].is_coded]
     narrow = [n for n in words if digits(formats[n]) <= digits(format_named("bf16"))]
-    found = decays(graph, recording.slots) if narrow else {}
-    return {n: found[n] for n in narrow if n in found and found[n] < 2.0 ** -digits(formats[n])}
+    decay_of = decays(graph, recording.slots) if narrow else {}
+    return {n: decay_of[n] for n in narrow if n in decay_of and decay_of[n] < 2.0 ** -digits(formats[n])}
 
 
 def _sentence(

@@ -54,13 +54,13 @@ class Structure:
         """The result called `what`, which must depend on nothing but the key; computed when it is first asked for."""
         if what not in self.known:
             self.known[what] = make()
-        found: T = self.known[what]
-        return found
+        result: T = self.known[what]
+        return result
 
     def table(self, what: Any) -> dict[Any, Any]:
         """Results called `what` by keys, for what depends on more than the structure; `keep` adds to it."""
-        found: dict[Any, Any] = self.known.setdefault(what, {})
-        return found
+        result: dict[Any, Any] = self.known.setdefault(what, {})
+        return result
 
     def keep(self, table: dict[Any, Any], key: Any, value: T) -> T:
         """Adds to a table, which forgets the oldest of more results than its groups can need in a step."""
@@ -90,6 +90,10 @@ class Seen:
     answers: dict[Any, Any] = field(default_factory=dict)
     """What holds for this step and is asked for each group, by the question."""
 
+    def at(self, places: Sequence[tuple[int, str]]) -> list[Any]:
+        """What is in the states, by the place of its owner and its key."""
+        return [self.states[i][key] for i, key in places]
+
     def state_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         """The states of `params`; empty ones where there is none."""
         if are_same(params, self.owners):
@@ -102,20 +106,26 @@ class Seen:
         return dict(zip(map(id, self.owners), self.states, strict=True))
 
 
-def once_a_step(seen: Seen | None, question: Any, answer: Callable[[], T]) -> T:
-    """The answer to a question that has the same one in the whole step; `seen` is what the step found, if it did."""
-    if seen is None:
+def once_a_step(in_step: Seen | None, question: Any, answer: Callable[[], T]) -> T:
+    """The answer to a question that has the same one in the whole step; `in_step` is what it found, if it did."""
+    if in_step is None:
         return answer()
-    if question not in seen.answers:
-        seen.answers[question] = answer()
-    found: T = seen.answers[question]
-    return found
+    if question not in in_step.answers:
+        in_step.answers[question] = answer()
+    result: T = in_step.answers[question]
+    return result
+
+
+def once(optimizer: Optimizer, what: Any, make: Callable[[], T]) -> T:
+    """`Structure.once` of what the step in progress has found; between steps, and in an unusual one, made anew."""
+    in_step = of(optimizer)
+    return make() if in_step is None else in_step.structure.once(what, make)
 
 
 def states_of(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
     """The states of `params`, of what the step has found if it did; else new ones where there is none."""
-    seen = of(optimizer)
-    return [optimizer.state[p] for p in params] if seen is None else seen.state_of(params)
+    in_step = of(optimizer)
+    return [optimizer.state[p] for p in params] if in_step is None else in_step.state_of(params)
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -125,9 +135,9 @@ def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 def of(optimizer: Optimizer) -> Seen | None:
     """What the step in progress found; None if some of it was changed since, if it is unusual, and between steps."""
-    ours: Bookkeeping | None = vars(optimizer).get(ATTRIBUTE)
-    found: Seen | None = None if ours is None else ours.seen
-    return found if found is not None and found.optimizer is optimizer else None  # shadows share the bookkeeping
+    book: Bookkeeping | None = vars(optimizer).get(ATTRIBUTE)
+    in_step: Seen | None = None if book is None else book.seen
+    return in_step if in_step is not None and in_step.optimizer is optimizer else None  # shadows share the bookkeeping
 
 
 def changed(optimizer: Optimizer) -> None:
@@ -140,18 +150,18 @@ def look(optimizer: Optimizer) -> Seen | None:
 
     None if it is unusual: a tensor of a type of its own (DTensor), or a state that is not a dictionary of plain values.
     """
-    ours, params = bookkeeping(optimizer), params_of(optimizer)
+    book, params = bookkeeping(optimizer), params_of(optimizer)
     owners, states = list(optimizer.state), list(optimizer.state.values())
     values = _plain_values(params, owners, states)
     if values is None:
-        ours.structure = None
+        book.structure = None
         return None
-    key, held = _key(optimizer, states, values, list(ours.formats.values())), (*params, *owners, *ours.formats)
-    if ours.structure is None or not ours.structure.is_of(key, held, params, values):
+    key, held = _key(optimizer, states, values, list(book.formats.values())), (*params, *owners, *book.formats)
+    if book.structure is None or not book.structure.is_of(key, held, params, values):
         are_tensors = tuple(type(x) in ORDINARY for x in values)
         guard = torch_privates.guard([*params, *compress(values, are_tensors)])
-        ours.structure = Structure(key, held, are_tensors, guard)
-    return Seen(optimizer, params, owners, states, ours.structure)
+        book.structure = Structure(key, held, are_tensors, guard)
+    return Seen(optimizer, params, owners, states, book.structure)
 
 
 def _plain_values(params: Sequence[Any], owners: Sequence[Any], states: Sequence[Any]) -> list[Any] | None:

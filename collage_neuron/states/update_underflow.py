@@ -16,8 +16,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import DEFAULT, bytes_with_adam, param_format
 from collage_neuron.numerics.underflow import LOST, Pace, Scale, cheapest, is_short, lost
-from collage_neuron.passes.analysis.accumulators import denominators
-from collage_neuron.passes.analysis.decays import decays
+from collage_neuron.passes.analysis.state_roles import decays, denominators
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping

@@ -96,15 +96,15 @@ class StepKind(NamedTuple):
     """The names of the numbers that are not."""
 
 
-def kind_in(seen: Seen, p: torch.Tensor, state: Mapping[str, Any]) -> StepKind:
+def kind_in(in_step: Seen, p: torch.Tensor, state: Mapping[str, Any]) -> StepKind:
     """The kind of a parameter with this state."""
-    return _kinds(seen).of(p, state)
+    return _kinds(in_step).of(p, state)
 
 
-def _kinds(seen: Seen) -> _Kinds:
-    small = tuple(sorted(bookkeeping(seen.optimizer).small))
-    found: _Kinds = seen.structure.once(("kinds", small), lambda: _Kinds(small))
-    return found
+def _kinds(in_step: Seen) -> _Kinds:
+    small = tuple(sorted(bookkeeping(in_step.optimizer).small))
+    kinds: _Kinds = in_step.structure.once(("kinds", small), lambda: _Kinds(small))
+    return kinds
 
 
 class _Alike(NamedTuple):
@@ -122,23 +122,23 @@ class _Alike(NamedTuple):
         )
 
 
-def alike(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[list[Any]] | None:
+def alike(in_step: Seen, params: Sequence[torch.nn.Parameter]) -> list[list[Any]] | None:
     """`params` by the recordings that they share, if only the structure tells them apart; else None."""
-    what = "alike", *sorted(bookkeeping(seen.optimizer).small)
-    known, key = seen.structure.table(what), tuple(map(id, params))  # the structure holds the parameters
-    found: list[_Alike] | None = known.get(key)
-    if found is None:
-        found = seen.structure.keep(known, key, _by_kind(seen, params))
-    return [part.params for part in found] if all(part.agree(seen.state_of(part.params)) for part in found) else None
+    what = "alike", *sorted(bookkeeping(in_step.optimizer).small)
+    known, key = in_step.structure.table(what), tuple(map(id, params))  # the structure holds the parameters
+    parts: list[_Alike] | None = known.get(key)
+    if parts is None:
+        parts = in_step.structure.keep(known, key, _by_kind(in_step, params))
+    return [part.params for part in parts] if all(part.agree(in_step.state_of(part.params)) for part in parts) else None
 
 
-def _by_kind(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[_Alike]:
-    kinds = _kinds(seen)
-    found: dict[int, _Alike] = {}
-    for p, state in zip(params, seen.state_of(params), strict=True):
+def _by_kind(in_step: Seen, params: Sequence[torch.nn.Parameter]) -> list[_Alike]:
+    kinds = _kinds(in_step)
+    parts: dict[int, _Alike] = {}
+    for p, state in zip(params, in_step.state_of(params), strict=True):
         kind = kinds.of(p, state)
-        found.setdefault(kind.id, _Alike([], kind)).params.append(p)
-    return list(found.values())
+        parts.setdefault(kind.id, _Alike([], kind)).params.append(p)
+    return list(parts.values())
 
 
 def _is_one(numbers: Iterator[Any]) -> bool:
@@ -182,21 +182,21 @@ class _Kinds:
 
 def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
     """Parameters that share an update: those with equal host scalars (step counts), states, class, dtype, device."""
-    found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
-    seen = structure_guard.of(optimizer)
+    buckets_: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    in_step = structure_guard.of(optimizer)
     try:
-        if seen is not None and (same := alike(seen, params)) is not None:
+        if in_step is not None and (same := alike(in_step, params)) is not None:
             return same
-        kinds = _Kinds(bookkeeping(optimizer).small) if seen is None else _kinds(seen)
+        kinds = _Kinds(bookkeeping(optimizer).small) if in_step is None else _kinds(in_step)
         keys = _keys(
-            kinds, params, [optimizer.state.get(p, {}) for p in params] if seen is None else seen.state_of(params)
+            kinds, params, [optimizer.state.get(p, {}) for p in params] if in_step is None else in_step.state_of(params)
         )
     except UnsupportedUpdate:
         require_known(optimizer)  # a word of an unknown format looks like a state of the user's
         raise
     for p, key in zip(params, keys, strict=True):
-        found[key].append(p)
-    return list(found.values())
+        buckets_[key].append(p)
+    return list(buckets_.values())
 
 
 def require_known(optimizer: Optimizer) -> None:
@@ -210,9 +210,9 @@ def _keys(
     kinds: _Kinds, params: Sequence[torch.nn.Parameter], states: Sequence[Mapping[str, Any]]
 ) -> list[tuple[Any, ...]]:
     """A key for each parameter, equal for those that share a recording."""
-    kept = [(kinds.of(p, state), state) for p, state in zip(params, states, strict=True)]
-    numbers = _read([state[name] for kind, state in kept for name in kind.tensors])
+    each = [(kinds.of(p, state), state) for p, state in zip(params, states, strict=True)]
+    numbers = _read([state[name] for kind, state in each for name in kind.tensors])
     return [
         (kind.id, *islice(numbers, len(kind.tensors)), *(number(state[name]) for name in kind.others))
-        for kind, state in kept
+        for kind, state in each
     ]

@@ -1,5 +1,7 @@
 """Marks: how parameters with low words, and states with such words, were when those words were found to be theirs.
 
+The further words of parameters are noted with them: code may clear the states in which they are (`restore_words`).
+
 After a step of which the structure is known (`structure_guard`), the marks are lists, one for all parameters, which the
 next step compares as a whole. They become dictionaries, by parameter, where something asks for those or has changed.
 """
@@ -29,10 +31,14 @@ def mark_of(p: torch.Tensor) -> Mark:
 class Split(NamedTuple):
     """Where in a step's parameters and states there are low words; it depends on the structure alone."""
 
+    owners: Sequence[torch.Tensor]
+    """The parameters with states."""
     params: Sequence[torch.Tensor]
-    """The parameters with low words."""
-    highs: Sequence[tuple[torch.Tensor, str]]
-    """The parameters and names of states with low words."""
+    """Those with low words."""
+    highs: Sequence[tuple[int, str]]
+    """The states with low words: the place of the owner, and the name."""
+    words: Sequence[tuple[int, str]]
+    """The further words of the owners themselves: the place, and the key."""
 
 
 class _Columns(NamedTuple):
@@ -43,12 +49,13 @@ class _Columns(NamedTuple):
     addresses: list[int]
     highs: list[torch.Tensor]
     high_versions: list[int]
+    words: list[torch.Tensor]
 
 
-def _columns(split: Split, highs: list[torch.Tensor]) -> _Columns:
+def _columns(split: Split, highs: list[torch.Tensor], words: list[torch.Tensor]) -> _Columns:
     """The marks as they are now; all tensors are of torch's own types."""
     versions, addresses = map(torch_privates.version, split.params), map(torch.Tensor.data_ptr, split.params)
-    return _Columns(split, [*versions], [*addresses], highs, [*map(torch_privates.version, highs)])
+    return _Columns(split, [*versions], [*addresses], highs, [*map(torch_privates.version, highs)], words)
 
 
 class Marks:
@@ -57,6 +64,7 @@ class Marks:
     def __init__(self) -> None:
         self._params: dict[torch.Tensor, tuple[str, Mark | None]] = {}
         self._states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = {}
+        self._words: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._all: _Columns | None = None
 
     @property
@@ -71,23 +79,29 @@ class Marks:
         self._spread()
         return self._states
 
+    @property
+    def words(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """The further words of each parameter, the tensors that its state holds too, by key."""
+        self._spread()
+        return self._words
+
     def held(self) -> set[int]:
         """The ids of the states that this refers to."""
         found = [high for names in self._states.values() for high, _ in names.values()]
         return set(map(id, found if self._all is None else self._all.highs))
 
-    def mark_all(self, split: Split, highs: list[torch.Tensor]) -> None:
+    def mark_all(self, split: Split, highs: list[torch.Tensor], words: list[torch.Tensor]) -> None:
         """Marks everything in `split`, of which `highs` are the states, and nothing else, after a step."""
-        self._params.clear()
-        self._states.clear()
-        self._all = _columns(split, highs)
+        for of_param in (self._params, self._states, self._words):
+            of_param.clear()
+        self._all = _columns(split, highs, words)
 
     def are_those_of(self, split: Split, highs: list[torch.Tensor]) -> bool:
         """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
         noted = self._all
         if noted is None or noted.split is not split:
             return False
-        now = _columns(split, highs)
+        now = _columns(split, highs, [])
         # Tensors are compared by identity: == of lists would compare the values of those that differ.
         same = [*map(id, now.highs)] == [*map(id, noted.highs)]
         return same and (now[1:3], now.high_versions) == (noted[1:3], noted.high_versions)
@@ -99,5 +113,8 @@ class Marks:
         noted, self._all = self._all, None
         marks = zip(noted.versions, noted.addresses, strict=True)
         self._params.update({p: (STEPPED, mark) for p, mark in zip(noted.split.params, marks, strict=True)})
-        for (p, name), high, version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
-            self._states.setdefault(p, {})[name] = high, version
+        owners = noted.split.owners
+        for (i, name), high, version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
+            self._states.setdefault(owners[i], {})[name] = high, version
+        for (i, key), word in zip(noted.split.words, noted.words, strict=True):
+            self._words.setdefault(owners[i], {})[key] = word

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.analysis.first_moments import unread_states
+from collage_neuron.passes.analysis.state_roles import unread_states
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.states.visible_states import ParamShaped, require_known, visible
 from collage_neuron.trace.calls import Uncompiled

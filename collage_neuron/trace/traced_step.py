@@ -480,6 +480,5 @@ def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:
         return ASKS
     if torch_privates.modes():
         return "a mode of torch's sees each operation"
-    seen = structure_guard.of(optimizer)
-    p = _other(optimizer) if seen is None else seen.structure.once("cannot wait", lambda: _other(optimizer))
+    p = structure_guard.once(optimizer, "cannot wait", lambda: _other(optimizer))
     return "" if p is None else f"the values of a {type(p).__name__} of {p.dtype} on {p.device} cannot wait"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import rounding
-from collage_neuron.passes.analysis.perturbation import Perturbation
+from collage_neuron.validation.perturbation import Perturbation
 from collage_neuron.validation.sample import STACKED, Expected, Sample
 
 RUNS = 12

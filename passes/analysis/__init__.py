@@ -1,1 +1,1 @@
-"""Analyses of a captured graph: the roles of its states, the parameter's path, value numbering, perturbation."""
+"""Analyses of a captured graph: values as sums of products, the roles of states, the parameter's path."""

@@ -8,28 +8,25 @@ Given::
 Result: `exp_avg` is a first moment. `grad_avg` is none: its square stands under a root, which a small error of it may
 make negative.
 
-A first moment decays by a number below 1 in each step, changes its sign with the gradient, and is found in what
-becomes of the parameter and of other states only as it is, as its size, or behind a sign, in the first power. It is
-added to the parameter, which is not computed from it anew, and no other term may cancel it (`gains`). What depends
+A first moment changes its sign with the gradient (`state_roles`) and decays by a number below 1 in each step. What
+becomes of the parameter and of other states has it only as it is, as its size, or behind a sign, in the first power. It
+is added to the parameter, which is not computed from it anew, and no other term may cancel it (`gains`). What depends
 on it in this way has its errors too, so the same is required of that. A state of which this is not shown gets more
 bits.
 
 A state that the step makes of the gradient and does not read (momentum of SGD, in its first step) shows nothing of
-this: the step that follows it does (`unread_states`).
+this: the step that follows it does (`state_roles.unread_states`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from functools import cache, lru_cache
-
-import torch.fx as fx
+from functools import cache
 
 from collage_neuron.passes.analysis.gains import Gains
-from collage_neuron.passes.analysis.polynomials import TERMS, Product, Sum, plus
+from collage_neuron.passes.analysis.value_algebra import Product, Sum
 from collage_neuron.passes.analysis.value_numbering import Values, is_slot
-from collage_neuron.passes.ir.stage import returned
 
 
 def first_moments(new: Mapping[str, Sum], among: Collection[str], gains: Gains) -> frozenset[str]:
@@ -37,14 +34,7 @@ def first_moments(new: Mapping[str, Sum], among: Collection[str], gains: Gains) 
 
     The values of `gains` know the numbers of the step.
     """
-    values = gains.values
-    return frozenset(
-        n
-        for n in among
-        if _is_average(values, new[n], n)
-        and not any(map(gains.holds_weights, _without_own(values, new[n], n)))
-        and _stays_small(gains, new, n)
-    )
+    return frozenset(n for n in among if _is_average(gains, new[n], n) and _stays_small(gains, new, n))
 
 
 LONG = 0.99
@@ -53,75 +43,33 @@ LONG = 0.99
 
 def is_long(values: Values, x: Sum, name: str) -> bool:
     """Returns True if x, the new value of a first moment, keeps more than `LONG` of the old one."""
-    (own,) = values.atom("input", name=name)
-    return any(LONG < (leaf.get(own) or 0.0) < 1 for leaf in values.alternatives(x, name))
+    return any(LONG < change.kept < 1 for change in values.changes(x, name))
 
 
-@lru_cache(maxsize=256)  # asked again in each step, for the same few graphs
-def unread_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states that a captured update makes of the gradient and the parameter, without reading them."""
-    outputs = returned(graph)
-    assert isinstance(outputs, dict)
-    read = {str(n.target) for n in graph.nodes if n.op == "placeholder" and n.users}
-    return frozenset(n for n, x in outputs.items() if n not in (*_NO_STATES, *read) and _is_of_gradient(x))
+def _is_average(gains: Gains, x: Sum, name: str) -> bool:
+    """Returns True if every alternative of x keeps the state, or decays it and adds something; one at least decays.
+
+    What is added has nothing of the state but its sign, and little of the weights. An alternative that states decide
+    about is none, since it may be that of a maximum.
+    """
+    values, errors = gains.values, Errors(gains.values, frozenset({name}), None)
+    changes = [*values.changes(x, name, lambda atom: _is_chosen_by_gradient(values, atom, name))]
+    return bool(changes) and all(
+        0 < change.kept < 1
+        and not change.is_scaled
+        and any(map(values.support, change.others))
+        and not errors.of_sum(change.others)
+        and not gains.holds_weights(change.others)
+        for change in changes
+    )
 
 
-def _is_of_gradient(x: fx.Node) -> bool:
-    """Returns True if a value depends on the gradient, and on no state."""
-    found, todo = set[fx.Node](), [x]
-    while todo:
-        node = todo.pop()
-        todo += [n for n in node.all_input_nodes if n not in found]
-        found.add(node)
-    names = {str(n.target) for n in found if n.op == "placeholder"}
-    return "grad" in names and all(n in _NO_STATES or is_slot(n) for n in names)
-
-
-_NO_STATES = {"param", "grad"}
-
-
-def _is_average(values: Values, x: Sum, name: str) -> bool:
-    """Returns True if every alternative of x keeps the state, or decays it and adds something; one at least decays."""
-    (own,) = values.atom("input", name=name)
-    errors = _Errors(values, frozenset({name}), None)
-    changed = [leaf for leaf in _alternatives(values, x, name) if leaf != {own: 1.0}]
-    return bool(changed) and all(_decays(errors, leaf, own) for leaf in changed)
-
-
-def _decays(errors: _Errors, x: Sum, own: Product) -> bool:
-    """Returns True for `c * own + others` with c from 0 to below 1, where the size of the state is in no other term."""
-    old = [(p, c) for p, c in x.items() if errors.of_product(p)]
-    others = [p for p in x if not errors.of_product(p) and errors.values.support(p)]
-    return len(old) == 1 and bool(others) and _is_decay(*old[0], own)
-
-
-def _is_decay(p: Product, c: float | None, own: Product) -> bool:
-    """Returns True if p is the state times a number above 0 and below 1: what is multiplied by 0 is replaced."""
-    return own == p and c is not None and 0 < c < 1
-
-
-def _alternatives(values: Values, x: Sum, name: str) -> list[Sum]:
-    """The alternatives of x by `where`, unless a mask depends on states, since that may be a maximum."""
-    done: list[Sum] = []
-    todo = [x]
-    while todo:
-        leaf = todo.pop()
-        found = next(((p, a) for p in leaf for a, e in p if e == 1 and _chooses(values, a, name)), None)
-        if found is None or len(done) + len(todo) > TERMS:
-            done.append(leaf)
-            continue
-        (p, a), c = found, leaf[found[0]]
-        rest = {q: d for q, d in leaf.items() if q != p}
-        todo += [plus(rest, values.times({p - {(a, 1.0)}: c}, of)) for of in values.atoms[a].operands[:2]]
-    return done
-
-
-def _chooses(values: Values, atom: int, name: str) -> bool:
+def _is_chosen_by_gradient(values: Values, atom: int, name: str) -> bool:
     """Returns True for a choice, by the parameter and its gradient, between values of which one has the state."""
     kind, operands, _ = values.atoms[atom]
     if kind != "where" or not any(name in values.inputs(x) for x in operands[:2]):
         return False
-    return all(n in _NO_STATES or is_slot(n) for n in values.inputs(operands[2]))
+    return all(n in ("param", "grad") or is_slot(n) for n in values.inputs(operands[2]))
 
 
 def _stays_small(gains: Gains, new: Mapping[str, Sum], name: str) -> bool:
@@ -131,9 +79,9 @@ def _stays_small(gains: Gains, new: Mapping[str, Sum], name: str) -> bool:
     """
     values, noisy = gains.values, frozenset({name})
     while True:
-        errors = _Errors(values, noisy, gains)
+        errors = Errors(values, noisy, gains)
         powers = {n: _power(errors, x, n) for n, x in new.items()}
-        if any(power > 1 for power in powers.values()):
+        if any(power > 1 for power in powers.values()):  # errors of a square do not average out
             return False
         now = noisy | {n for n, power in powers.items() if power and n != "param"}
         if now == noisy:
@@ -141,23 +89,17 @@ def _stays_small(gains: Gains, new: Mapping[str, Sum], name: str) -> bool:
         noisy = now
 
 
-def _power(errors: _Errors, x: Sum, name: str) -> float:
+def _power(errors: Errors, x: Sum, name: str) -> float:
     """The power in which a new value depends on errors: they are added to a parameter, and may decay in a state."""
     if name in errors.noisy:  # what its own terms are beside the others, they were before
-        return max(map(errors.of_sum, _without_own(errors.values, x, name)), default=0.0)
-    power = errors.of_sum(x)
+        return max(map(errors.of_sum, (change.others for change in errors.values.changes(x, name))), default=0.0)
+    power = errors.of_sum(x)  # of a state that has errors from now on
     if not power or name != "param":
         return power
     return power if all(map(errors.is_added, errors.values.alternatives(x))) else math.inf
 
 
-def _without_own(values: Values, x: Sum, name: str) -> list[Sum]:
-    """The alternatives of x, the new value of a state, each without the terms that have the old one as a factor."""
-    (own,) = values.atom("input", name=name)
-    return [{p: c for p, c in leaf.items() if not own <= p} for leaf in values.alternatives(x, name)]
-
-
-class _Errors:
+class Errors:
     """The power in which a value depends on the errors of the states in `noisy`; infinity for other functions.
 
     With `gains` it is infinity too where terms may cancel, since errors become larger beside what is left.

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from collage_neuron.passes.analysis.polynomials import NEVER_NEGATIVE, ONE, Product, Sum
+from collage_neuron.passes.analysis.value_algebra import NEVER_NEGATIVE, ONE, Product, Sum
 from collage_neuron.passes.analysis.value_numbering import Values, is_slot
 
 
@@ -57,10 +57,11 @@ class Gains:
         self._states["grad"] = _GRADIENT
         self._of_atom = cache(self._find)  # there may be exponentially many paths to an atom
         rest = {name: x for name, x in new.items() if name not in self._states}
-        while found := {n: g for n, x in rest.items() if not math.isnan((g := self._of_state(x, n)).value)}:
-            self._states |= found
+        # The gain of an average of another state follows once that of the other is known.
+        while known := {n: g for n, x in rest.items() if not math.isnan((g := self._of_state(x, n)).value)}:
+            self._states |= known
             self._of_atom = cache(self._find)
-            rest = {name: x for name, x in rest.items() if name not in found}
+            rest = {name: x for name, x in rest.items() if name not in known}
 
     def cancels(self, x: Sum, terms: Collection[Product]) -> bool:
         """Returns True if less than half of some of the terms of x may be left, beside what is made of the weights."""
@@ -78,7 +79,7 @@ class Gains:
 
     def holds_weights(self, x: Sum) -> bool:
         """Returns True if the weights are more than a fifth of what is in x of the gradient: no small decay is."""
-        of_weights = [math.inf if c is None else abs(c) for p, c in x.items() if self.is_weights(p)]
+        of_weights = [math.inf if math.isnan(c) else abs(c) for p, c in x.items() if self.is_weights(p)]
         return sum(of_weights) > sum(term.gross for term in self._terms(x)) / 5
 
     def _terms(self, x: Sum) -> list[Gain]:
@@ -88,12 +89,12 @@ class Gains:
         terms = self._terms(x)
         return _total(terms) if terms else _WEIGHTS
 
-    def _of_product(self, p: Product, c: float | None) -> Gain:
+    def _of_product(self, p: Product, c: float) -> Gain:
         """The gain of c * p; a factor whose exponent is even, or no whole number, is a size."""
         gains = {(a, e): self._of_atom(a) if float(e).is_integer() and e % 2 else _SIZE for a, e in p}
         signed = [(e, gain) for (_, e), gain in gains.items() if gain is not _SIZE]
         sizes = frozenset(factor for factor, gain in gains.items() if gain is _SIZE)
-        if c is None or len(signed) > 1:
+        if math.isnan(c) or len(signed) > 1:
             return _UNKNOWN
         if not signed:
             return Gain(c, abs(c), sizes, True)
@@ -104,17 +105,14 @@ class Gains:
 
     def _of_state(self, x: Sum, name: str) -> Gain:
         """What a state becomes in the end, if its old value decays; the same of all alternatives that change it."""
-        (own,) = self.values.atom("input", name=name)
-        found = []
-        for leaf in self.values.alternatives(x, name):
-            if leaf == {own: 1.0}:
-                continue
-            decay, others = leaf.get(own, 0.0), {p: c for p, c in leaf.items() if not own <= p}
-            if decay is None or not -1 < decay < 1:
+        gains = list[Gain]()
+        for change in self.values.changes(x, name):
+            if not -1 < change.kept < 1:
                 return _UNKNOWN
-            gain = self._of_sum(others)
-            found.append(gain._replace(value=gain.value / (1 - decay), gross=gain.gross / (1 - abs(decay))))
-        return found[0] if found and all(gain == found[0] for gain in found) else _UNKNOWN
+            gain = self._of_sum(change.others)
+            value, gross = gain.value / (1 - change.kept), gain.gross / (1 - abs(change.kept))
+            gains.append(gain._replace(value=value, gross=gross))
+        return _common(gains)
 
     def _find(self, atom: int) -> Gain:
         kind, operands, name = self.values.atoms[atom]
@@ -123,10 +121,14 @@ class Gains:
         if kind in NEVER_NEGATIVE or kind == "number":  # a tensor that is filled with a number of the step
             return _SIZE
         if kind in ("where", "maximum", "minimum"):  # bounds that are numbers do not count
-            gains = [_factor(self._of_sum(x)) for x in operands[:2] if self.values.inputs(x)]
-            return gains[0] if gains and all(gain == gains[0] for gain in gains) else _UNKNOWN
+            return _common([_factor(self._of_sum(x)) for x in operands[:2] if self.values.inputs(x)])
         gain = _factor(self._of_sum(operands[0])) if kind in ("sum", "sign") else _UNKNOWN
         return _GRADIENT._replace(value=math.copysign(1.0, gain.value)) if kind == "sign" and gain.value else gain
+
+
+def _common(gains: Sequence[Gain]) -> Gain:
+    """The gain that all have; unknown if they differ, or there are none."""
+    return gains[0] if gains and all(gain == gains[0] for gain in gains) else _UNKNOWN
 
 
 def _factor(gain: Gain) -> Gain:

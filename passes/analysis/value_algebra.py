@@ -1,25 +1,82 @@
-"""Arithmetic on sums of products: what the operations of an update make of them, with factors that are numbered."""
+"""Sums of products of indivisible factors (atoms), and what arithmetic makes of them.
+
+This is what a value in an update is equal to, whatever the numbers of a step are (`value_numbering`). A coefficient is
+NaN where it is not known: it stays so in all arithmetic, and no comparison with it is true.
+"""
 
 from __future__ import annotations
 
-import operator
+import math
+from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import product as pairs
-from typing import Any
+from typing import Any, NamedTuple
 
-from collage_neuron.passes.analysis.polynomials import (
-    NEVER_NEGATIVE,
-    ONE,
-    TERMS,
-    Atom,
-    Product,
-    Sum,
-    both,
-    nonzero,
-    number_power,
-    plus,
-    scaled,
-)  # fmt: skip
+Product = frozenset[tuple[int, float]]
+"""Atoms, each with its exponent; the empty product is 1."""
+
+Sum = Mapping[Product, float]
+"""Products with their coefficients. The empty sum is 0."""
+
+ONE: Product = frozenset()
+TERMS = 16
+"""The number of terms beyond which sums are not multiplied out."""
+
+
+class Atom(NamedTuple):
+    """An indivisible factor: an input, or an operation on sums."""
+
+    kind: str
+    """`input`, `fill`, `abs`, `sign`, `power`, `sum`, `where`, `maximum`, `minimum`, ..., or an operation's name."""
+    operands: tuple[Sum, ...]
+    name: str = ""
+    """The name of an input, or the exponent of a power."""
+
+
+NEVER_NEGATIVE = {"abs", "norm", "power", "exp", "sigmoid", "mask", "fill"}
+"""Kinds of atoms that cannot be negative; a tensor filled with a number holds 0, 1, or an initial value."""
+
+
+def number(x: float) -> Sum:
+    """A number as a sum."""
+    return {ONE: float(x)} if x else {}
+
+
+def plus(x: Sum, y: Sum) -> Sum:
+    """x + y: products whose coefficient becomes 0 are dropped."""
+    total = dict(x)
+    for p, c in y.items():
+        total[p] = total[p] + c if p in total else c
+    return {p: c for p, c in total.items() if c != 0}
+
+
+def minus(x: Sum, y: Sum) -> Sum:
+    """x - y."""
+    return plus(x, scaled(y, -1.0))
+
+
+def scaled(x: Sum, factor: float) -> Sum:
+    """x times a number."""
+    return {p: c * factor for p, c in x.items()} if factor != 0 else {}
+
+
+def is_known(x: Sum) -> bool:
+    """Returns True if no coefficient of x is unknown: only then is x equal to what has the same coefficients."""
+    return not any(map(math.isnan, x.values()))
+
+
+def equal(x: Sum, y: Sum) -> bool:
+    """Returns True for the same products with the same coefficients, of which some may not be known."""
+    return x.keys() == y.keys() and all(c == y[p] or (math.isnan(c) and math.isnan(y[p])) for p, c in x.items())
+
+
+def _power_of_number(x: float, exponent: float) -> float:
+    """A power of a coefficient; unknown where it is not a real number."""
+    return x**exponent if x > 0 or (x and exponent.is_integer()) else math.nan
+
+
+def _nonzero(exponents: Mapping[int, float]) -> Product:
+    return frozenset((a, e) for a, e in exponents.items() if e)
 
 
 class Algebra:
@@ -36,9 +93,9 @@ class Algebra:
 
     def atom(self, kind: str, *operands: Sum, name: str = "") -> Sum:
         """The sum that consists of this one factor; operands that differ only in their numbers give the same factor."""
-        key: Any = kind, name, *map(frozenset, operands)
+        key: Any = kind, name, *map(frozenset, operands)  # the products alone: in the next step, numbers are others
         if self.exact:
-            unknown = any(None in x.values() for x in operands)  # equal to nothing, not even to itself
+            unknown = not all(map(is_known, operands))  # equal to nothing, not even to itself
             key = *key, *(frozenset(x.items()) for x in operands), len(self.atoms) if unknown else None
         if key not in self._numbers:
             self._numbers[key] = len(self.atoms)
@@ -47,21 +104,33 @@ class Algebra:
             self._inputs.append(frozenset(names))
         return {frozenset({(self._numbers[key], 1.0)}): 1.0}
 
+    def input(self, name: str) -> Product:
+        """The product that consists of the input `name` alone."""
+        (product,) = self.atom("input", name=name)
+        return product
+
     def times(self, x: Sum, y: Sum) -> Sum:
         """x * y, multiplied out unless it is a square, or too long."""
+        # (g - m) * (g - m) is the square of one factor, which cannot be negative; multiplied out, that would be lost.
         if (len(x) > 1 and x.keys() == y.keys()) or len(x) * len(y) > TERMS:
             x, y = self._factor(x), self._factor(y)
-        return reduce(plus, (self._product(p, q, both(operator.mul, c, d)) for (p, c), (q, d) in
-                             pairs(x.items(), y.items())), {})  # fmt: skip
+        return reduce(plus, (self._product(p, q, c * d) for (p, c), (q, d) in pairs(x.items(), y.items())), {})
+
+    def over(self, x: Sum, y: Sum) -> Sum:
+        """x / y."""
+        return self.times(x, self.power(y, -1.0))
 
     def _factor(self, x: Sum) -> Sum:
         """x as a single product."""
         if len(x) <= 1:
             return x
-        lead = x[min(x, key=sorted)] if self.exact and None not in x.values() else None
-        return scaled(self.atom("sum", x if lead is None else scaled(x, 1 / lead)), lead)
+        if not (self.exact and is_known(x)):
+            return scaled(self.atom("sum", x), math.nan)
+        # Sums that differ by a factor only are one atom, so that (x - y) * (2 * x - 2 * y) is a square.
+        lead = x[min(x, key=sorted)]
+        return scaled(self.atom("sum", scaled(x, 1 / lead)), lead)
 
-    def _product(self, p: Product, q: Product, coefficient: float | None) -> Sum:
+    def _product(self, p: Product, q: Product, coefficient: float) -> Sum:
         """The product of two, with `x * sign(x)` as `|x|`."""
         exponents = dict(p)
         for a, e in q:
@@ -71,8 +140,8 @@ class Algebra:
             if exponents.get(of[0], 0.0) % 2 == 1 and a in exponents:
                 (magnitude,) = self.absolute({frozenset({(of[0], exponents.pop(of[0]))}): 1.0})
                 exponents[a] -= 1
-                return self._product(nonzero(exponents), magnitude, coefficient)
-        return {nonzero(exponents): coefficient}
+                return self._product(_nonzero(exponents), magnitude, coefficient)
+        return {_nonzero(exponents): coefficient}
 
     def power(self, x: Sum, exponent: float) -> Sum:
         """x ** exponent; the root of an even power is that of the absolute value."""
@@ -80,13 +149,13 @@ class Algebra:
             return x
         ((p, c),) = self._factor(x).items()
         if exponent.is_integer():
-            return {frozenset((a, e * exponent) for a, e in p if exponent): number_power(c, exponent)}
-        if exponent < 0:
+            return {frozenset((a, e * exponent) for a, e in p if exponent): _power_of_number(c, exponent)}
+        if exponent < 0:  # rsqrt(x) has the atoms of 1 / sqrt(x)
             return self.power(self.power(x, -exponent), -1.0)
         if not all(e % 2 == 0 or self._is_magnitude(a) for a, e in p):
             return self.atom("power", x, name=str(exponent))
         roots = (self._root(a, e * exponent) for a, e in p)
-        return reduce(self.times, roots, {ONE: number_power(c, exponent)})
+        return reduce(self.times, roots, {ONE: _power_of_number(c, exponent)})
 
     def _root(self, atom: int, exponent: float) -> Sum:
         """The root of an even power of one factor: a power of |factor|, or of the factor where that is the same."""
@@ -99,27 +168,26 @@ class Algebra:
         if not x:
             return x
         ((p, c),) = self._factor(x).items()
-        result: Sum = {ONE: None if c is None else abs(c)}
+        result: Sum = {ONE: abs(c)}
         for a, e in p:
-            if e % 2 == 0 or self._is_magnitude(a):
-                result = self.times(result, {frozenset({(a, e)}): 1.0})
-            else:
-                ((magnitude,),) = self.atom("abs", {frozenset({(a, 1.0)}): 1.0})
-                result = self.times(result, {frozenset({(magnitude[0], e)}): 1.0})
+            own: Sum = {frozenset({(a, 1.0)}): 1.0}
+            result = self.times(
+                result, self.power(own if e % 2 == 0 or self._is_magnitude(a) else self.atom("abs", own), e)
+            )
         return result
 
     def sign(self, x: Sum) -> Sum:
         """The sign of x: of a product, the product of the signs."""
         ((p, c),) = self._factor(x).items() or ((ONE, 0.0),)
         signs = (self.atom("sign", {frozenset({(a, 1.0)}): 1.0}) for a, e in p if e % 2 and not self._is_magnitude(a))
-        return reduce(self.times, signs, {ONE: c if c is None else (c > 0) - (c < 0)} if c != 0 else {})
+        return reduce(self.times, signs, {ONE: c if math.isnan(c) else math.copysign(1.0, c)} if c else {})
 
     def _is_magnitude(self, atom: int) -> bool:
         return self.atoms[atom].kind in NEVER_NEGATIVE
 
     def largest(self, x: Sum, y: Sum) -> Sum:
         """maximum(x, y); for y = -x or y = |x| it is |x|."""
-        if x and plus(x, y) == {} and None not in x.values():
+        if x and plus(x, y) == {}:
             return self.absolute(x)
         return y if self._is_absolute(y, x) else x if self._is_absolute(x, y) else self.atom("maximum", x, y)
 
@@ -127,15 +195,20 @@ class Algebra:
         """minimum(x, y); for y = |x| it is x."""
         return x if self._is_absolute(y, x) else y if self._is_absolute(x, y) else self.atom("minimum", x, y)
 
+    def between(self, x: Sum, min: Sum | None = None, max: Sum | None = None) -> Sum:
+        """x, clamped from below, from above, or from both sides."""
+        x = x if min is None else self.largest(x, min)
+        return x if max is None else self.smallest(x, max)
+
     def _is_absolute(self, x: Sum, of: Sum) -> bool:
         """Returns True if x is exactly |of|."""
-        return len(of) == 1 and None not in of.values() and x == self.absolute(of)
+        return len(of) == 1 and is_known(of) and x == self.absolute(of)
 
     def chosen(self, mask: Sum, x: Sum, y: Sum) -> Sum:
         """x where the mask is true, else y; for y = -x and a mask that compares x with a number it is |x|."""
-        if x == y and None not in x.values():
+        if x == y and is_known(x):
             return x
-        if x and plus(x, y) == {} and None not in x.values() and self._compares(mask, x) and not self.exact:
+        if x and plus(x, y) == {} and self._compares(mask, x) and not self.exact:
             return self.absolute(x)  # or -|x|: only its size is known
         return self.atom("where", x, y, mask)
 
@@ -144,6 +217,37 @@ class Algebra:
         return len(atoms) == 1 and atoms[0].kind == "mask" and {frozenset(o) for o in atoms[0].operands} <= {
             frozenset(x), frozenset({ONE}), frozenset()
         }  # fmt: skip
+
+    def alternatives(self, x: Sum, is_chosen: Callable[[int], bool] | None = None) -> list[Sum]:
+        """The possible values of an element of x: every candidate of a `where`, a maximum or a clamp.
+
+        With `is_chosen`, of those choices only for whose atoms it is true.
+        """
+        done: list[Sum] = []
+        todo = [x]
+        while todo and len(todo) + len(done) < 4 * TERMS:  # each choice doubles them: what is left then stays whole
+            branches = self._branches(todo[0], is_chosen or self.is_choice)
+            (todo if branches else done).extend(branches or todo[:1])
+            del todo[0]
+        return done + todo
+
+    def _branches(self, x: Sum, is_chosen: Callable[[int], bool]) -> list[Sum]:
+        for p, c in x.items():
+            for a, e in p:
+                if e == 1 and is_chosen(a):
+                    rest = {q: d for q, d in x.items() if q != p}
+                    others: Sum = {p - {(a, e)}: c}
+                    return [plus(rest, self.times(others, of)) for of in self.atoms[a].operands[:2]]
+        return []
+
+    def is_choice(self, atom: int) -> bool:
+        """Returns True if an atom may be either of its operands; `minimum(g, g.abs())` is always `g`."""
+        kind, operands, _ = self.atoms[atom]
+        return kind in ("where", "maximum") or (kind == "minimum" and any(not self.inputs(x) for x in operands))
+
+    def depends(self, atom: int, name: str) -> bool:
+        """Returns True if an atom depends on the input `name`."""
+        return name in self._inputs[atom]
 
     def inputs(self, x: Sum) -> set[str]:
         """Names of the inputs that x depends on."""

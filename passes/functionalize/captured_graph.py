@@ -47,24 +47,26 @@ def _build(
     inputs = roles | {name: after[name] for name in fresh}
     given = Step(roles["param"].shape, inputs, now, [op for op in recorder.ops if id(op) not in skip])
     step, builder, axes = _graph_of(given, len(recorder.slots))
-    seen = step.shape if step.is_seen else None
+    seen_as = step.shape if step.is_seen else None
     states = _states(step)
     _check_same_shapes(roles, after)
     small = tuple(name for name, ref in states.items() if ref.shape != step.shape)
     outputs = {name: builder.value_of(ref) for name, ref in ({"param": step.now["param"]} | states).items()}
     builder.graph.output(outputs | _new_gradient(builder, step.now))
     builder.graph.eliminate_dead_code()
-    told = [f"{name}: {axes[name]}" if name in axes else name for name in small]
-    text = builder.graph.python_code("self").src + (f"# {', '.join(told)}: not one for each element" if small else "")
+    reduced = [f"{name}: {axes[name]}" if name in axes else name for name in small]
+    text = builder.graph.python_code("self").src + (
+        f"# {', '.join(reduced)}: not one for each element" if small else ""
+    )
     shapes = {name: after[name].shape for name in states if name not in small and after[name].shape != given.shape}
-    if seen:
-        text += f"# seen as {seen}, {shapes}"
+    if seen_as:
+        text += f"# seen as {seen_as}, {shapes}"
     reductions = (is_reduction(node.target) or node.target in ENDINGS for node in builder.graph.nodes)
     reduces = bool(small) or any(reductions)
     fills = {k: v for k, (_, v) in fresh.items()}
-    kept = tuple(name for name in states if name not in small)
+    of_elements = tuple(name for name in states if name not in small)
     return Captured(
-        builder.graph, kept, fills, text, "grad" not in now, reduces, small, axes, seen_as=seen, shapes=shapes
+        builder.graph, of_elements, fills, text, "grad" not in now, reduces, small, axes, seen_as=seen_as, shapes=shapes
     )
 
 

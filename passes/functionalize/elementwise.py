@@ -37,17 +37,6 @@ def fills(op: Op) -> bool:
     return op.target in _FULLS or op.target in _FILLS
 
 
-def is_full(op: Op) -> bool:
-    """Returns True if `op` fills a new tensor with a number from its arguments."""
-    return op.target in _FULLS
-
-
-def filled_by_slot(op: Op, number: int) -> Op:
-    """`op`, one of the family of `full`, with its value as the slot `number`."""
-    at = _FULLS[op.target]
-    return op._replace(args=(*op.args[:at], Slot(number), *op.args[at + 1 :]))
-
-
 def filled(created: dict[str, Ref], ops: Sequence[Op]) -> dict[str, tuple[Op, float]]:
     """Of the states that a step created, those that started as a tensor filled with a number: how, and with which."""
     if not created:
@@ -59,9 +48,10 @@ def filled(created: dict[str, Ref], ops: Sequence[Op]) -> dict[str, tuple[Op, fl
 def number_fills(recorder: Recorder, fresh: set[int]) -> None:
     """Numbers that fill tensors become the last slots, but for those that a new state starts with."""
     for i, op in enumerate(recorder.ops):
-        if is_full(op) and id(op) not in fresh:
-            recorder.slots.append(fill_value(op) or 0.0)
-            recorder.ops[i] = filled_by_slot(op, len(recorder.slots) - 1)
+        at = _FULLS.get(op.target)
+        if at is not None and id(op) not in fresh:
+            recorder.ops[i] = op._replace(args=(*op.args[:at], Slot(len(recorder.slots)), *op.args[at + 1 :]))
+            recorder.slots.append(float(op.args[at]))
 
 
 def functional_overload(func: Any) -> tuple[Any, int | str | None]:
@@ -84,9 +74,9 @@ def _pure_overload(name: str, func: Any) -> Any:
     packet = getattr(aten, name, None)
     wanted = [str(a.type) for a in schema(func).arguments if a.name != "out"]
     for overload in packet.overloads() if packet else ():
-        found = getattr(packet, overload)
-        if [str(a.type) for a in schema(found).arguments] == wanted:
-            return found
+        pure = getattr(packet, overload)
+        if [str(a.type) for a in schema(pure).arguments] == wanted:  # add_.Tensor and add.Tensor share no object
+            return pure
     raise UnsupportedUpdate(f"the update calls {func}, which has no form that writes to nothing; use plain operations")
 
 
@@ -140,7 +130,7 @@ class Builder:
                 f"the update uses {op.target}, which returns several tensors and has no rule; write the update with "
                 "operations that return one"
             )
-        if written is None and self._is_view(op):
+        if written is None and self._is_view(op):  # its storage has a value already
             return
         args = tuple(map(self._argument, op.args))
         kwargs = {k: self._argument(x) for k, x in op.kwargs}

@@ -139,13 +139,13 @@ class MatrixBuilder(Builder):
             return self._outer(op, *refs)
         if not refs or tuple(torch.broadcast_shapes(*(x.shape for x in refs))) != out.shape:
             raise self._refusal(op)
-        found: list[Label] = [None] * len(out.shape)
+        axes: list[Label] = [None] * len(out.shape)
         for ref in refs:
             first = len(out.shape) - len(ref.shape)
             for i, label in enumerate(self._axes_of(op, ref), start=first):
                 if ref.shape[i - first] == out.shape[i]:
-                    found[i] = self._same(op, found[i], label)
-        return tuple(found)
+                    axes[i] = self._same(op, axes[i], label)
+        return tuple(axes)
 
     def _outer(self, op: Op, x: Ref, y: Ref) -> Axes:
         if x.shape[-1] != 1:
@@ -163,7 +163,7 @@ class MatrixBuilder(Builder):
             x, y = y, x
         if not isinstance(x, _Size) or x.size != (y.size if isinstance(y, _Size) else self.shape[y]):
             raise self._refusal(op)
-        x.known = y
+        x.known = y  # for all tensors that have this label, those of before too
         return y
 
     def _reduce(self, op: Op, out: Ref) -> None:
@@ -177,8 +177,8 @@ class MatrixBuilder(Builder):
             # matrix with one row is kept for each of its elements, and is recognised as that of a vector is
             self._axes[out], self.cells[out.storage] = axes, self.value_of(x)
             return
-        kept = len(out.shape) == count
-        left = tuple((None if i in gone else a) for i, a in enumerate(axes) if kept or i not in gone)
+        keeps_rank = len(out.shape) == count
+        left = tuple((None if i in gone else a) for i, a in enumerate(axes) if keeps_rank or i not in gone)
         self._keep(op, out, self.graph.call_function(_REDUCED[op.target], (self.value_of(x), left)), left)
 
     def _shows_same(self, op: Op, out: Ref) -> bool:

@@ -52,19 +52,19 @@ def in_one_shape(step: Step) -> Iterator[Step]:
     refs = [*step.inputs.values(), *step.now.values(), *(ref for op in step.ops for ref in refs_in(op))]
     shapes = dict.fromkeys((step.shape, *(ref.shape for ref in refs if _is_whole(ref, count))))
     for shape in shapes if len(shapes) > 1 and count > 1 else ():
-        seen = _Seen(shape, count)
-        if all(map(seen.may_be, step.ops)):
-            yield Step(shape, seen.refs(step.inputs), seen.refs(step.now), [seen.op(x) for x in step.ops], True)
+        view = _Seen(shape, count)
+        if all(map(view.may_be, step.ops)):
+            yield Step(shape, view.refs(step.inputs), view.refs(step.now), [view.op(x) for x in step.ops], True)
 
 
 def without_idle_views(step: Step) -> Step:
     """The step without views that nothing reads or writes, such as `state["m"][:4, :1]` in `zeros_like`."""
-    needed, kept = set(step.now.values()), list[Op]()
+    needed, used = set(step.now.values()), list[Op]()
     for op in reversed(step.ops):
         if not _shows(op) or needed.intersection(x for x in op.outs if x is not None):
             needed.update(refs_in(op))
-            kept.append(op)
-    return step._replace(ops=kept[::-1])
+            used.append(op)
+    return step._replace(ops=used[::-1])
 
 
 def _is_whole(ref: Ref, count: int) -> bool:

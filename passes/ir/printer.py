@@ -60,8 +60,8 @@ def format_stage_list(update: Update) -> Iterator[str]:
     for number, stage in enumerate(update.stages if len(update.stages) > 1 else ()):
         sizes = {r.name: SIZES[update.extents.get(r.name, NUMBER)] for r in stage.reduced}
         own = {size: [name for name, other in sizes.items() if other == size] for size in sizes.values()}
-        found = ", ".join(f"{', '.join(names)} ({size}{' each' * (len(names) > 1)})" for size, names in own.items())
-        does = {REDUCTION: f"adds elements up to {found}", NUMBERS: f"computes from such sums {found}"}
+        sums = ", ".join(f"{', '.join(names)} ({size}{' each' * (len(names) > 1)})" for size, names in own.items())
+        does = {REDUCTION: f"adds elements up to {sums}", NUMBERS: f"computes from such sums {sums}"}
         stores = f"computes each element and stores {', '.join(stage.outputs)}"
         reads = ", ".join([*stage.inputs, *stage.numbers])
         yield f"  {number}, {stage.kind}: {does.get(stage.kind, stores)}; reads {reads}"
@@ -78,14 +78,14 @@ GENERATOR = re.compile(r"  (\w+) = (?:whole|lshift|shift_right|or_|xor|and_|add)
 
 def fold_draws(text: str) -> str:
     """The text of an update with one line in place of each stretch of operations that draw random bits."""
-    lines, found = text.splitlines(), list[str]()
+    lines, folded = text.splitlines(), list[str]()
     for drawing, group in groupby(lines, lambda line: GENERATOR.match(line) is not None):
         own = [*group]
         first = next((i for i, line in enumerate(own) if drawing and " = add(" not in line), len(own))
-        found += own[:first]
+        folded += own[:first]
         if own[first:]:
-            found += [_folded(own[first:], lines)] if drawing else own[first:]
-    return "\n".join(found)
+            folded += [_folded(own[first:], lines)] if drawing else own[first:]
+    return "\n".join(folded)
 
 
 def _folded(drawn: Sequence[str], lines: Sequence[str]) -> str:

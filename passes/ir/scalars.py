@@ -137,7 +137,7 @@ class ScalarProgram:
     def index(self, form: str, scalar: Scalar) -> int:
         """The entry that holds `scalar` in `form`, appended if it is new."""
         entry = (form, scalar)
-        if entry not in self.entries:
+        if entry not in self.entries:  # equal scalars share an entry, however often passes ask for them
             self.entries.append(entry)
         return self.entries.index(entry)
 

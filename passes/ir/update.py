@@ -185,8 +185,8 @@ class Captured:
         """The shape of a state, for a parameter of that shape."""
         if name in self.states:
             return self.shapes.get(name, tuple(shape))
-        seen = self.seen_as or shape
-        return tuple(1 if a is None else seen[a] for a in self.axes.get(name, ()))
+        sizes = self.seen_as or shape
+        return tuple(1 if a is None else sizes[a] for a in self.axes.get(name, ()))
 
     def extent_of(self, name: str) -> str:
         """The extent of a state of `small` (`numerics.matrix_sums`)."""

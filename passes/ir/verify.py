@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -58,18 +58,18 @@ def _verify_blocks(update: Update) -> None:
 
 def _uniform(stage: Stage, block: int, blocks: Mapping[str, int]) -> set[fx.Node]:
     """The nodes of a stage that are the same for all elements of a block."""
-    found = set[fx.Node]()
+    uniform = set[fx.Node]()
     elements = {*stage.inputs, "index"}
     for node in stage.body.nodes:
         if node.op == "placeholder":
             alike = node.target not in elements or blocks.get(str(node.target)) == block
         elif node.target is block_max:
-            alike = node.args[1] == block or node.args[0] in found
+            alike = node.args[1] == block or node.args[0] in uniform
         else:
-            alike = node.op == "call_function" and found.issuperset(node.all_input_nodes)
+            alike = node.op == "call_function" and uniform.issuperset(node.all_input_nodes)
         if alike:
-            found.add(node)
-    return found
+            uniform.add(node)
+    return uniform
 
 
 def _verify_operations(stage: Stage, words: frozenset[str]) -> None:
@@ -121,16 +121,14 @@ def _verify_stages(update: Update) -> None:
 
 def _verify_results(update: Update, stage: Stage, last: bool) -> None:
     """Checks the order of results: those of the stage; then, in the last stage, wanted values, sums and counts."""
-    output = next(n for n in reversed(stage.body.nodes) if n.op == "output")
-    (results,) = output.args
-    assert isinstance(results, tuple)
-    found: list[object] = [n.target if isinstance(n, fx.Node) and n.target in REDUCTIONS else None for n in results]
+    results: Sequence[object] = stage.results  # of a wrong update, numbers may be among them
+    targets: list[object] = [n.target if isinstance(n, fx.Node) and n.target in REDUCTIONS else None for n in results]
     small = slice(len(stage.outputs), len(stage.gives))  # may be of any operation
-    kinds: list[object] = [None] * len(stage.outputs) + found[small]
+    kinds: list[object] = [None] * len(stage.outputs) + targets[small]
     kinds += [None] * (len(stage.gives) - len(kinds))
     if last:
         kinds += [None] * len(update.wanted) + [total] * len(update.sums) + [count] * len(update.counts)
-    if found != kinds:
+    if targets != kinds:
         raise VerificationError(
             f"the update returns {len(results)} values, not its {len(kinds)} outputs, sums and counts in order"
         )

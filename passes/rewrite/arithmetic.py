@@ -88,5 +88,5 @@ def times(a: Arithmetic, x: Any, y: Any) -> Fp32:
 
 def total_increment(x: Any) -> Fp32 | None:
     """The raw update that leads to the new parameter `x`; None if the update replaces the parameter instead."""
-    parts = [increment() for increment in lift(x).increments]
+    parts = [increment() for increment in lift(x).increments]  # only now: what is not measured is not in the graph
     return functools.reduce(operator.add, parts) if parts else None

@@ -143,7 +143,7 @@ class PairSum(Expanded):
     """The increments that were grown into `base` before."""
 
     def plus(self, a: Arithmetic, increment: Fp32) -> PairSum:
-        rounded = bf16(increment)
+        rounded = bf16(increment)  # one addition less than growing each: the order of the released AdamW
         total = rounded if self.delta is None else bf16(rounded + self.delta)
         return PairSum(self.base, total, self.grown)
 
@@ -182,7 +182,7 @@ def choose(mask: Fp32, x: Expansion, y: Expansion) -> Expansion:
 
 def larger(x: Expansion, y: Expansion) -> Expansion:
     """The larger of two expansions, NaN if either is NaN; they compare as numbers, high words first."""
-    low = torch.logical_and(x.hi == y.hi, x.lo >= y.lo)
+    low = torch.logical_and(x.hi == y.hi, x.lo >= y.lo)  # low words decide where high ones are equal, and only there
     return choose(torch.logical_or(torch.logical_or(x.hi > y.hi, low), x.hi != x.hi), x, y)
 
 

@@ -72,8 +72,8 @@ class Cut:
         cutting = _Cutting(update)
         stages = tuple(cutting.stages())
         small = {name: cutting.known[x] for name, x in cutting.kept.items()}
-        found = {name: cutting.places[node].extent for node, name in cutting.known.items()}
-        extents = {name: extent for name, extent in found.items() if extent != NUMBER}
+        of_numbers = {name: cutting.places[node].extent for node, name in cutting.known.items()}
+        extents = {name: extent for name, extent in of_numbers.items() if extent != NUMBER}
         return replace(update, stages=stages, small=small, extents={**update.extents, **extents})
 
 
@@ -92,24 +92,24 @@ def places(graph: fx.Graph, of_elements: Iterable[str], small: Mapping[str, str]
     Inputs with the names `of_elements` have a value for each element, those in `small` their extents; the others are
     numbers.
     """
-    extents, found = {**small, **dict.fromkeys(of_elements, ELEMENT)}, dict[fx.Node, _Place]()
+    extents, place_of = {**small, **dict.fromkeys(of_elements, ELEMENT)}, dict[fx.Node, _Place]()
     for node in graph.nodes:
-        inputs = [found[x] for x in node.all_input_nodes]
+        inputs = [place_of[x] for x in node.all_input_nodes]
         level, extent = max((x.level for x in inputs), default=0), joined(x.extent for x in inputs)
         if node.op == "placeholder":
-            found[node] = _Place(0, extents.get(str(node.target), NUMBER))
+            place_of[node] = _Place(0, extents.get(str(node.target), NUMBER))
         elif node.target in OF_TENSOR:
-            found[node] = _Place(level + 1, NUMBER)
-        elif node.target in ENDINGS:
-            found[node] = _Place(level + (extent == ELEMENT), str(node.args[1]))
+            place_of[node] = _Place(level + 1, NUMBER)
+        elif node.target in ENDINGS:  # only one of elements needs a pass over them
+            place_of[node] = _Place(level + (extent == ELEMENT), str(node.args[1]))
         else:
-            found[node] = _Place(level, extent)
-    return found
+            place_of[node] = _Place(level, extent)
+    return place_of
 
 
-def _adds_elements(node: fx.Node, found: Mapping[fx.Node, _Place]) -> bool:
+def _adds_elements(node: fx.Node, place_of: Mapping[fx.Node, _Place]) -> bool:
     """Returns True for a reduction of a value for each element: one of rows, or of columns, is ordinary arithmetic."""
-    of_elements = node.target in ENDINGS and found[node.all_input_nodes[0]].extent == ELEMENT
+    of_elements = node.target in ENDINGS and place_of[node.all_input_nodes[0]].extent == ELEMENT
     return of_elements or node.target in OF_TENSOR
 
 
@@ -217,10 +217,10 @@ class _Cutting:
 
     def _ancestors(self, results: Sequence[fx.Node]) -> Mapping[fx.Node, Any]:
         """What the results need, without what known numbers need."""
-        found, waiting = dict[fx.Node, Any](), list(results)
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found[node] = None
-                waiting += () if node in self.known else node.all_input_nodes
-        return found
+        needed, todo = dict[fx.Node, Any](), list(results)
+        while todo:
+            node = todo.pop()
+            if node not in needed:
+                needed[node] = None
+                todo += () if node in self.known else node.all_input_nodes
+        return needed

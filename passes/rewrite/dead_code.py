@@ -43,7 +43,7 @@ class EliminateDeadCode:
 def _without_dead_code(stage: Stage) -> Stage:
     if all(n.users or n.op in ("placeholder", "output") for n in stage.body.nodes):
         return stage
-    body = fx.Graph()
+    body = fx.Graph()  # a copy: other updates may have the same stage
     body.output(body.graph_copy(stage.body, {}))
     body.eliminate_dead_code()
     return replace(stage, body=body)

@@ -122,6 +122,7 @@ class _Interpreter(fx.Interpreter):
             return super().run_node(n)
         self._begin(n.name)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        # `g + p * wd` must not add to p: only on the way from the old parameter to the new one is p an accumulator.
         if n not in self._spine and n.target not in CARRIES:
             args = tuple(lift(x).off_path(self._arithmetic) for x in args)
         with pointing_at(n.meta.get("place")):
@@ -164,12 +165,12 @@ class _Writing:
 
     def numbers(self) -> Collection[fx.Node]:
         """The nodes that reductions, or states without a value for each element, made the same for several."""
-        found = places(self.writer.graph, self.writer.inputs, self._small)
+        place_of = places(self.writer.graph, self.writer.inputs, self._small)
         of_small = {x.node for x in self.writer.small.values()}
         for node in self.writer.graph.nodes:
             of_small |= {node} if not of_small.isdisjoint(node.all_input_nodes) else set()
-        is_shared = {node for node, place in found.items() if place.extent != ELEMENT}
-        return {node for node in is_shared if found[node].level or node in of_small}
+        is_shared = {node for node, place in place_of.items() if place.extent != ELEMENT}
+        return {node for node in is_shared if place_of[node].level or node in of_small}
 
 
 def _outputs(run: _Run, name: str, fmt: Format) -> dict[str, Value]:
@@ -186,16 +187,16 @@ def _wanted(writing: _Writing, graph: fx.Graph, run: _Run, names: Collection[str
 
     The latter is computed in fp32 arithmetic from the same stored values, since bf16 arithmetic rounds every operation.
     """
-    found: dict[str, Value] = {name: total_increment(run.after[name]) for name in names}
-    rest = [name for name, value in found.items() if value is None]
+    wanted: dict[str, Value] = {name: total_increment(run.after[name]) for name in names}
+    rest = [name for name, value in wanted.items() if value is None]
     if rest and run.arithmetic.name != "fp32":
         run = writing.run(part_of(graph, rest), "fp32")
     read = run.arithmetic.read
     for name in rest:
         value = read(run.after[name])
-        found[name] = value - read(run.before[name]) if name == "param" else value
+        wanted[name] = value - read(run.before[name]) if name == "param" else value
     alike = writing.numbers()
-    return [_shaped(run.arithmetic, value, run.before["param"], alike) for value in found.values()]
+    return [_shaped(run.arithmetic, value, run.before["param"], alike) for value in wanted.values()]
 
 
 def part_of(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
@@ -218,4 +219,4 @@ def _shaped(a: Arithmetic, value: Any, param: Any, alike: Collection[fx.Node]) -
     if lift(value).host is None and getattr(value, "node", None) not in alike:
         return value
     number, like = a.read(value), a.read(param)
-    return torch.where(like == like, number, number)
+    return torch.where(like == like, number, number)  # an operation that no pass folds, of the parameter's shape

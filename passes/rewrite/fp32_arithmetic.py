@@ -37,7 +37,7 @@ class Sum(Accumulator):
         return self.settled * factor
 
     def scaled(self, a: Arithmetic, factor: Scalar) -> Sum:
-        if a.is_far(factor):
+        if a.is_far(factor):  # x + x * (0.1 - 1) would cancel nine tenths of x
             return Sum(self.settled * a.read(factor), None, False)
         return self.plus(a, self.settled * a.read(factor - 1))
 

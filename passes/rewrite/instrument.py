@@ -69,12 +69,12 @@ class Instrument:
             name: Change(fmt, [new[key] for key in fmt.keys(name)], [old[key] for key in fmt.keys(name) if key in old])
             for name, fmt in update.formats.items()
         }
-        found = measures_of(changes, wanted)
+        measures = measures_of(changes, wanted)
         writer.begin("sums and counts")
-        measures = [total(x) for x in found.sums.values()] + [count(mask) for mask in found.counts.values()]
+        added_up = [total(x) for x in measures.sums.values()] + [count(mask) for mask in measures.counts.values()]
         return update.with_body(
-            writer.finish([*results[:outputs], *measures]),
-            wanted=(), sums=tuple(found.sums), counts=tuple(found.counts),
+            writer.finish([*results[:outputs], *added_up]),
+            wanted=(), sums=tuple(measures.sums), counts=tuple(measures.counts),
         )  # fmt: skip
 
 
@@ -112,30 +112,30 @@ def measures_of(changes: Mapping[str, Change], wanted: Mapping[str, Value]) -> M
 
     `wanted` has the raw update (`param`), and what a state would be if its format kept every number.
     """
-    found = Measures({}, {})
+    measures = Measures({}, {})
     for name, change in changes.items():
         if name in wanted and change.old:
-            (_of_param if name == "param" else _of_state)(found, name, change, wanted[name])
+            (_of_param if name == "param" else _of_state)(measures, name, change, wanted[name])
         if len(change.new) > 1 and not change.fmt.is_coded:
-            found.square(f"low {name}", change.fmt.decode(change.new) - widen(change.new[0]))
-    return found
+            measures.square(f"low {name}", change.fmt.decode(change.new) - widen(change.new[0]))
+    return measures
 
 
-def _of_param(found: Measures, name: str, change: Change, raw: Value) -> None:
+def _of_param(measures: Measures, name: str, change: Change, raw: Value) -> None:
     pushed = raw != 0.0
-    found.square("raw", raw)
-    found.counts["zero"] = raw == 0.0
+    measures.square("raw", raw)
+    measures.counts["zero"] = raw == 0.0
     for which, effective in change.effects.items():
-        found.square(which, effective)
-        found.sums[f"{which}*raw"] = effective * raw
-        found.counts[f"lost {which}"] = torch.logical_and(pushed, effective == 0.0)
+        measures.square(which, effective)
+        measures.sums[f"{which}*raw"] = effective * raw
+        measures.counts[f"lost {which}"] = torch.logical_and(pushed, effective == 0.0)
 
 
-def _of_state(found: Measures, name: str, change: Change, wanted: Value) -> None:
+def _of_state(measures: Measures, name: str, change: Change, wanted: Value) -> None:
     old, new = change.fmt.decode(change.old), change.fmt.decode(change.new)
     falling = wanted < old
-    found.counts[f"falling {name}"] = falling
-    found.counts[f"stalled {name}"] = torch.logical_and(falling, new == old)
+    measures.counts[f"falling {name}"] = falling
+    measures.counts[f"stalled {name}"] = torch.logical_and(falling, new == old)
 
 
 def _unstored(node: fx.Node) -> fx.Node:

@@ -57,7 +57,7 @@ class Store:
 
 
 def _components(name: str, fmt: Format, values: Mapping[str, Value], random: Randomness) -> Sequence[Value]:
-    if name in values:
+    if name in values:  # else its words are outputs: those of an expansion, which are rounded
         return fmt.store(name, values[name], random)
     words = [values[key] for key in word_keys(name, fmt)]
     return [narrow(word, component.storage) for word, component in zip(words, fmt.components, strict=True)]

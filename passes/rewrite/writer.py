@@ -64,7 +64,7 @@ class Writer:
         """The entry of the scalar vector that holds `value` in `form`."""
         number = self.scalars.index(form, value)
         if number == len(self._entries):
-            before = self._entries[-1] if self._entries else self._index
+            before = self._entries[-1] if self._entries else self._index  # in the order of the vector
             self._entries.append(self._input(f"c{number}", self._component if before is None else before.node))
         return self._entries[number]
 

@@ -136,13 +136,11 @@ def wide_inputs(update: Update, largest: float = 2.0**20) -> Tensors:
     return [components[key] for key in update.inputs]
 
 
-LARGEST = {"exp": 80.0, "sigmoid": 80.0, "softplus": 40.0, "power_of_number": 80.0, "power_of": 4.0}
+LARGEST = {"exp": 80.0, "sigmoid": 80.0, "softplus": 40.0}
 """Where exp, which overflows at 88, is computed of more than these."""
 
 
-INEXACT = frozenset(
-    {"rsqrt", "power_minus_half", "exp", "sigmoid", "log", "power", "power_of", "power_of_number", "softplus"}
-)
+INEXACT = frozenset({"rsqrt", "power_minus_half", "exp", "sigmoid", "log", "power", "softplus"})
 """Rules whose results are made of functions of a backend's own: of some ulps each."""
 
 

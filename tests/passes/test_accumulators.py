@@ -20,7 +20,7 @@ from torch import Tensor
 
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.analysis.accumulators import slow_states
+from collage_neuron.passes.analysis.state_roles import slow_states
 
 SLOW = {name: (idiom, ("v",), {"v"}) for name, idiom in AVERAGES.items()} | OTHERS
 

@@ -16,7 +16,7 @@ from torch_cases import CASES
 
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.analysis.roles import roles_of
+from collage_neuron.passes.analysis.state_roles import roles_of
 from collage_neuron.runtime.step_plan import Job
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_exact

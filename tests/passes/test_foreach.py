@@ -30,8 +30,9 @@ REWRITTEN = {
 }  # fmt: skip
 AS_WRITTEN = {
     "_foreach_addcdiv Tensor", "_foreach_addcdiv_ Tensor", "_foreach_addcmul Tensor", "_foreach_addcmul_ Tensor",
+    "_foreach_pow List", "_foreach_pow_ List", "_foreach_pow ScalarAndTensor",
 }  # fmt: skip
-"""Overloads of those that are not: a number of each parameter in one tensor."""
+"""Overloads of those that are not: a number of each parameter in one tensor, and an exponent of each element."""
 
 
 class Foreach(Optimizer):

@@ -19,7 +19,7 @@ import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.analysis.roles import roles_of
+from collage_neuron.passes.analysis.state_roles import roles_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 

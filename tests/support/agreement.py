@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import collage_neuron
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.analysis.accumulators import idle_states, magnitude_states, sum_states
+from collage_neuron.passes.analysis.state_roles import idle_states, magnitude_states, sum_states
 from collage_neuron.runtime.step_plan import Job
 
 Make = Callable[[list[torch.nn.Parameter]], Optimizer]

@@ -14,8 +14,7 @@ from torch import Tensor
 from updates import OPTIMIZERS, rewritten
 
 from collage_neuron.numerics.strategies import formats_for
-from collage_neuron.passes.analysis.accumulators import slow_states
-from collage_neuron.passes.analysis.roles import roles_of
+from collage_neuron.passes.analysis.state_roles import roles_of, slow_states
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify

@@ -95,8 +95,6 @@ ONE_OP: dict[str, Body] = {
     "ones": op(aten.sub.Tensor, "x", op(aten.mul.Tensor, op(aten.ones_like.default, "x"), "g")),
     "full": op(aten.add.Tensor, op(aten.full_like.default, "x", 0.25), "x"),
     "sigmoid": op(aten.sigmoid.default, "x"),
-    "power_of": op(aten.pow.Tensor_Tensor, op(aten.abs.default, "x"), "g"),
-    "power_of_number": op(aten.pow.Scalar, 2.0, "x"),
     "softplus": op(aten.softplus.default, "x", 2.0, 2.5),
     "atan2": op(aten.atan2.default, "x", "g"),
     "nan_to_num": op(aten.nan_to_num.default, "x", 0.5),

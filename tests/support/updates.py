@@ -10,7 +10,7 @@ from planned import capture
 
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, formats_for
-from collage_neuron.passes.analysis.roles import roles_of
+from collage_neuron.passes.analysis.state_roles import roles_of
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import run_passes

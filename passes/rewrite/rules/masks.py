@@ -18,13 +18,13 @@ from collage_neuron.passes.rewrite.rules.registry import Rule, rule
 aten = torch.ops.aten
 
 
-@rule(aten.maximum.default)
+@rule(aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor)
 def maximum(a: Arithmetic, x: Any, y: Any) -> Any:
     """The larger: exact. Of expansions the larger pair."""
     return torch.maximum(a.choice(x), a.choice(y))
 
 
-@rule(aten.minimum.default)
+@rule(aten.minimum.default, aten.clamp_max.default, aten.clamp_max.Tensor)
 def minimum(a: Arithmetic, x: Any, y: Any) -> Any:
     """The smaller: exact. Of expansions the smaller pair."""
     return torch.minimum(a.choice(x), a.choice(y))
@@ -35,18 +35,6 @@ def clamp(a: Arithmetic, x: Any, min: Any = None, max: Any = None) -> Any:
     """minimum(maximum(x, min), max)."""
     x = x if min is None else maximum(a, x, min)
     return x if max is None else minimum(a, x, max)
-
-
-@rule(aten.clamp_min.default, aten.clamp_min.Tensor)
-def clamp_min(a: Arithmetic, x: Any, min: Any) -> Any:
-    """maximum(x, min)."""
-    return maximum(a, x, min)
-
-
-@rule(aten.clamp_max.default, aten.clamp_max.Tensor)
-def clamp_max(a: Arithmetic, x: Any, max: Any) -> Any:
-    """minimum(x, max)."""
-    return minimum(a, x, max)
 
 
 FINITE = torch.finfo(torch.float32).max
@@ -97,7 +85,7 @@ def logical_not(a: Arithmetic, x: Any) -> Any:
 def isnan(a: Arithmetic, x: Any) -> Any:
     """The mask of NaN."""
     value = a.read(x)
-    return Mask(value != value)
+    return Mask(value != value)  # no backend needs an operation for it
 
 
 @rule(aten.isinf.default)
@@ -110,7 +98,7 @@ def isinf(a: Arithmetic, x: Any) -> Any:
 def where(a: Arithmetic, mask: Any, x: Any, y: Any) -> Any:
     """x where the mask is true, else y: exact. Of expansions whole pairs. A mask that the host knows chooses one."""
     truth = a.truth(mask)
-    if isinstance(truth, bool):
+    if isinstance(truth, bool):  # of two numbers of the host
         return a.choice(x if truth else y)
     return torch.where(truth, a.choice(x), a.choice(y))
 
