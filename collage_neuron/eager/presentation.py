@@ -255,10 +255,10 @@ class Presentation:
         is_held = self._aliases or self._are_parts_held or self._has_two_names or bookkeeping(self.optimizer).pins
         return not is_held and self.gradients.are_single
 
-    def agreed(self, planned: int) -> int:
+    def agreed(self, planned: int, sent: object = None) -> int:
         """What all processes do with the step that have parts of its parameters, one of which has `planned` this."""
         params = self.params()
-        return cross_rank_check.agreed(params, [id(p) in self.gradients.of for p in params], planned)
+        return cross_rank_check.agreed(params, [id(p) in self.gradients.of for p in params], planned, sent)
 
     @torch.no_grad()
     def restore_words(self) -> None:

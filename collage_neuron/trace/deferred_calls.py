@@ -21,6 +21,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT
 from collage_neuron.trace import adopted_tensors, factory_tensors, fused_ops, method_cache  # noqa: F401  # placeholders get method_cache
 from collage_neuron.trace.call_sequence import CallSequence
 from collage_neuron.trace.calls import (
@@ -120,6 +121,8 @@ class DeferredCalls:
         self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
         self.met: dict[int, torch.Tensor] = {}
         """What is inside tensors that have met values that wait, by their places: with their own values."""
+        self.may_send = False
+        """True if what is added up between processes waits: only if they agree on what is launched."""
         self.has_met = False
         """True if there were some."""
         self._just_met: list[int] = []
@@ -245,7 +248,7 @@ class DeferredCalls:
             except Uncompiled as error:
                 return self._now(str(error), func, args, kwargs)
         rule = rule_of(func)
-        if rule is None or torch.is_grad_enabled():
+        if rule is None or torch.is_grad_enabled() or (func in (ALL_REDUCE, WAIT) and not self.may_send):
             return self._now(f"{func} cannot wait", func, args, kwargs)
         found: list[float] = []
         self._just_met = []

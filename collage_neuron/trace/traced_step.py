@@ -156,6 +156,7 @@ class TracedStep:
         self._names: dict[int, adopted_tensors.Name] | None = None
         self._inside = inside
         self._mode = DeferredCalls(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
+        self._mode.may_send = presentation.has_shards
         if not presentation.has_shards and (not spare or kinds[0].fills):
             self._mode.see_made()
         on_host = all(map(_is_cpu, params))
@@ -282,8 +283,8 @@ class TracedStep:
         self.traces.computed()
         self._began.presentation.compute()
 
-    def _agree(self, planned: int) -> None:
-        """Over shards, comes to an agreement with other processes, once a step.
+    def _agree(self, planned: int, jobs: Sequence[Job] = ()) -> None:
+        """Over shards, comes to an agreement with other processes, once a step: what is launched are `jobs`.
 
         Raises:
             UnsupportedUpdate: one of them cannot launch it.
@@ -292,7 +293,8 @@ class TracedStep:
         if self._has_agreed or not self._began.presentation.has_shards:
             return
         self._has_agreed = True
-        if self._began.presentation.agreed(planned) != planned:
+        sent = shards.sent(jobs, self._began.params)
+        if self._began.presentation.agreed(planned, sent) != planned:
             raise UnsupportedUpdate("another process, which has parts or replicas of a parameter, cannot launch it")
 
     # --- after it ---------------------------------------------------------------------------------------------------
@@ -341,7 +343,8 @@ class TracedStep:
         planned, reads = planned_of(before, named, left, mode)
         planned = [each.followed_by(self.following) for each in planned]
         for each in planned if self._has_parts else ():
-            shards.check_elementwise(each.recording)
+            shards.check_parts(each.recording.captured, self._of_part is None)
+            shards.check_sent(each.recording.captured, [self._began.params[i] for i in each.params])
         quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, mode.tensors)
         cones = mode.cones
         return self.traces.add(StepKind(before, named, cones, left, left.named(), planned, reads, quick, users))
@@ -404,7 +407,7 @@ class TracedStep:
         try:
             jobs = self._jobs(kind, mode)
             self._launching.validate(optimizer, kind, mode.numbers, self._began.params, jobs)
-            self._agree(LAUNCHES)
+            self._agree(LAUNCHES, jobs)
         except UnsupportedUpdate:
             structure_guard.changed(optimizer)
             self._began.presentation.enter()
