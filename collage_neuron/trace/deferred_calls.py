@@ -121,6 +121,8 @@ class DeferredCalls:
         self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
         self.met: dict[int, torch.Tensor] = {}
         """What is inside tensors that have met values that wait, by their places: with their own values."""
+        self.reading: Callable[[list[tuple[int, int]]], AbstractContextManager[object]] = nullcontext
+        """The context in which values are read before updates are launched."""
         self.may_send = False
         """True if what is added up between processes waits: only if they agree on what is launched."""
         self.has_met = False
@@ -297,8 +299,9 @@ class DeferredCalls:
 
     def add_values(self, reads: Iterable[tuple[int, int]]) -> None:
         """Adds the values of tensors of one element to the numbers: their places, and after how many calls."""
-        with _unobserved():
-            for place, before in reads:
+        asked = list(reads)
+        with _unobserved(), self.reading(asked) if asked else nullcontext():
+            for place, before in asked:
                 self.numbers.append(float(self._value(place, before)))
 
     def _copied(self, place: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import traced_shards as runs
 from worlds import run_world
 
-from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES
+from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, READS
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_traced_shards_have_the_words_of_whole_parameters(name: str, launched: l
 
 @pytest.mark.parametrize("name", [*runs.SUMMED, "lamb of columns"])
 def test_sums_over_shards_are_launched(name: str, as_written: list[dict[str, runs.Ended]]) -> None:
-    """Of parameters, and of parts: as in float64, but for some roundings."""
+    """Of parameters, of parts, and of all: as in float64, but for some roundings."""
     for own in as_written:
         assert own[name].different == []
         assert (own[name].misses, own[name].why) == (0, "")
@@ -72,7 +72,7 @@ def test_all_processes_take_the_same_decision(tmp_path: Path) -> None:
     """None waits for others that do not come, and states have the same formats."""
     for own in run_world(2, tmp_path, runs.one_decision):
         *decided, said = own.sent
-        assert decided == [LAUNCHES, AS_WRITTEN, LAUNCHES]
+        assert decided == [LAUNCHES, AS_WRITTEN, READS, AS_WRITTEN, LAUNCHES]
         assert "about to take different steps" in str(said)
         for said, *wrong in (own.without_one, own.without_all):
             assert "about to take different steps" in said
@@ -82,4 +82,6 @@ def test_all_processes_take_the_same_decision(tmp_path: Path) -> None:
         assert "rejects this step, or raises in it" in said or "one process" in said
         assert changed == []
         assert own.unlike == []
+        assert own.kept_and_read.different == []
+        assert own.kept_and_read.misses
         assert own.misses

@@ -65,6 +65,33 @@ class Sized(Lamb):
         p.sub_(g, alpha=group["lr"] / p.numel())
 
 
+class OneNorm(Written):
+    """Scales all gradients by one norm."""
+
+    keeps = False
+    """True if one process keeps a value, and cannot launch the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it gives no loss
+        params = [p for group in self.param_groups for p in group["params"]]
+        total = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in params]))
+        if self.keeps and dist.get_rank() == 1:
+            self.kept = [p.grad * 2 for p in params]
+        for p in params:
+            p.sub_(p.grad / (total + 1e-6), alpha=0.1)
+
+
+class Clipping(Written):
+    """Clips all gradients together, as torch does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it gives no loss
+        params = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(params, 1.0)
+        for p in params:
+            p.sub_(p.grad, alpha=0.1)
+
+
 class Sam(Written):
     """Ascends along the gradient, over its norm, and takes the gradient that its closure has there."""
 
@@ -168,8 +195,10 @@ SUMMED: dict[str, Make] = {
     "stable_adamw": StableAdamW,
     "clips": partial(Stepping, update=_clips),
     "adds_up_parts": partial(Stepping, update=_adds_up_parts),
+    "one_norm": OneNorm,
+    "clips_all": Clipping,
 }
-"""Those that add up elements, of parts or between processes."""
+"""Those that add up elements, of parts, of parameters, or of all of them."""
 AS_WRITTEN: dict[str, Make] = {
     "novograd": Novograd,
     "decaying": Decaying,
@@ -277,9 +306,10 @@ def as_written(
     return found._replace(different=far(ours, plain, 2**-20 if found.kinds else 0.0))
 
 
-def summed(make: Make, how: Sequence[Any] = (Shard(0),)) -> Ended:
+def summed(make: Make, how: Sequence[Any] = (Shard(0),), keeps: bool = False) -> Ended:
     """What differs by more than roundings from plain torch over the same DTensors in float64."""
     ours, exact = Runs(make, how, {"strategy": "fp32"}), Runs(make, how, None, dtype=torch.float64)
+    ours.optimizer.keeps = keeps
     return ours.step(range(5)).ended(far(ours, exact.step(range(5)), 2**-20))
 
 
@@ -519,6 +549,8 @@ def of_what_is_sent() -> list[object]:
     return [
         ask([True, True], cross_rank_check.LAUNCHES, "one sum"),
         ask([True, True], cross_rank_check.LAUNCHES, rank),
+        ask([True, True], cross_rank_check.READS, "one number"),
+        ask([True, True], cross_rank_check.READS if rank else cross_rank_check.LAUNCHES),
         ask([rank == 0, True], cross_rank_check.LAUNCHES),
         refusal(lambda: ask([rank == 0, True], cross_rank_check.LAUNCHES, "one sum"), ValueError),
     ]
@@ -528,6 +560,7 @@ class Agreed(NamedTuple):
     """What came of steps of which one process cannot take what the others can."""
 
     sent: list[object]
+    kept_and_read: Ended
 
     without_one: list[str]
     without_all: list[str]
@@ -540,8 +573,10 @@ class Agreed(NamedTuple):
 def one_decision() -> Agreed:
     """All of it."""
     kept = Runs(partial(Stepping, update=_keeps_in_one), (Shard(0),), {"strategy": "split433"}).step(range(5))
+    one_norm = summed(OneNorm, keeps=True)
     return Agreed(
         of_what_is_sent(),
+        one_norm,
         steps_without(lambda params: params[1:2], Lamb),
         steps_without(lambda params: params, Lamb),
         steps_without(lambda params: params[1:2], foreign.Lion),
