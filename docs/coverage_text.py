@@ -29,10 +29,12 @@ is computed twice. Parameters never share a sum.
 * `nki` has kernels for sums, means and norms of whole tensors, rows and columns, without fp64: within 2^-36 of the
   exact ones before they are rounded to fp32, so that a result may be the neighbour of the reference's, 1 ulp off
   ([Kernels](../kernels.md#sums-over-a-parameter); evidence: stand-in and independent interpreter).
-* Over parameters in shards (FSDP2's `fully_shard`, DTensor) such steps run [as written](../as_written.md), on CPUs:
-  sums are those of DTensor's own operations. Rejected, since the sum would be that of a part: shards that are no
-  DTensors (FSDP1, `p.tensor_model_parallel`, torch_xla's ZeRO-1); and `arithmetic="bf16"`, with which nothing runs as
-  written.
+* Over parameters in shards (FSDP2's `fully_shard`, HSDP, DTensor), on CPUs, each process adds up its own part, and what
+  DTensor adds up between processes is gathered, one message for all parameters that share an update, and added in fp64
+  in the order of the processes. The bits depend on how parameters are sharded, and are the same in all processes and
+  runs. Before a step they compare which sums they need; if these differ, the step runs [as written](../as_written.md).
+  So do steps that keep a number as a state, or read one in Python (`.item()`). Rejected, since the sum would be that
+  of a part: shards that are no DTensors (FSDP1, `p.tensor_model_parallel`, torch_xla's ZeRO-1).
 * A state of one number that is computed from tensors (NovoGrad's second moment, 0-d) is kept in fp32, 4 bytes for a
   parameter, which `explain` lists and `bytes_per_parameter` counts. It must be fp32, and not of a 0-d parameter;
   `tests/optimizers/test_one_number.py` has what is promised and what is rejected.

@@ -36,6 +36,7 @@ from torch_cases import CASES, FORMAT_RATIO, REFUSED, Case, parameter, run, weig
 
 import collage_neuron
 from collage_neuron.numerics.matrix_sums import ENDINGS
+from collage_neuron.numerics.tensor_sums import across
 from collage_neuron.passes.rewrite.rules import RULES
 
 PAGE = Path(__file__).parent / "development" / "coverage.md"
@@ -69,6 +70,7 @@ def operations() -> str:
     targets: dict[Any, list[str]] = {}
     for target, rule in RULES.items():
         name = f"{target.__name__} (of rows or columns)" if target in ENDINGS else str(target)
+        name = "_c10d_functional.all_reduce.default (of a number)" if target is across else name
         targets.setdefault(rule, []).append(f"`{name}`")
     return table(("operation", "what it becomes"), ((", ".join(t), algebra(rule)) for rule, t in targets.items()))
 

@@ -211,7 +211,7 @@ class Storing:
         """The formats of what there was, and of new states, by what their first values show."""
         befores = {name: self._values[id(x)] for name, x in results if id(x) in self._values}
         if is_sharded(p) and not self._at_end:  # other processes may not be here (a method that one of them calls)
-            return {name: before.fmt for name, before in befores.items()}
+            return {name: befores[name].fmt if name in befores else FORMATS["fp32"] for name, _ in results}
         new = {name: x.detach() for name, x in results if name not in befores}
         names, shape = [*(befores.keys() - {"param"}), *new], p.shape
         found, as_averages = (formats_of(settings, p, names, evident, p.dtype) for evident in ((), names))

@@ -225,7 +225,7 @@ class Presentation:
 
     @torch.no_grad()
     def copy_of(self, owner: torch.Tensor) -> torch.Tensor:
-        """A copy of the value that an object has which waits: of a parameter, a state or a gradient.
+        """A copy of the value that an object has which waits, or its part: of a parameter, a state or a gradient.
 
         Small ones are copied together when the first of them is asked for: code that asks for one asks for more.
         """
@@ -236,17 +236,17 @@ class Presentation:
         if (found := self._copies.get(id(owner))) is not None:
             return found.clone()
         if (source := self._sources.get(id(owner))) is not None:
-            return source.detach().float().clone()
+            return local(source).detach().float().clone()
         return self._decoded([v for v in self.values if v.owner is owner])[id(owner)]
 
     def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
         """Copies of values that wait, by the ids of their objects."""
         lookup, filling, found = Lookup(), Conversions(), dict[int, torch.Tensor]()
         for v in values:
-            first = without_graph(v.shell)
-            copy = found[id(v.owner)] = torch.empty_like(first, dtype=torch.float32)
+            words = list(map(torch_privates.part, (without_graph(v.shell), *v.further)))
+            copy = found[id(v.owner)] = torch.empty_like(words[0], dtype=torch.float32)
             backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
-            filling.decode(backend, v.fmt, [first, *v.further], copy, v.name)
+            filling.decode(backend, v.fmt, words, copy, v.name)
         filling.run()
         return found
 
@@ -255,10 +255,10 @@ class Presentation:
         is_held = self._aliases or self._are_parts_held or self._has_two_names or bookkeeping(self.optimizer).pins
         return not is_held and self.gradients.are_single
 
-    def agreed(self, planned: int) -> int:
+    def agreed(self, planned: int, sent: object = None) -> int:
         """What all processes do with the step that have parts of its parameters, one of which has `planned` this."""
         params = self.params()
-        return cross_rank_check.agreed(params, [id(p) in self.gradients.of for p in params], planned)
+        return cross_rank_check.agreed(params, [id(p) in self.gradients.of for p in params], planned, sent)
 
     @torch.no_grad()
     def restore_words(self) -> None:

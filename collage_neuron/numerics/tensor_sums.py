@@ -6,16 +6,14 @@ Terms are the elements, or their squares, which fp64 holds exactly. They are add
    another, and the lanes are folded: the second half is added to the first, until one is left;
 2. 64 runs are folded in the same way, with zeros after the last;
 3. these sums are folded too, with zeros after the last, so that their number is a power of two;
-4. of a tensor in shards (DTensor), each process does all this with its own, and the totals are folded in the same way,
-   in the order of the processes, over one dimension of the mesh after the other.
-
 Each is an addition of two fp64 numbers, which a program for a device can do as well as the host. So a sum of n elements
 is within (24 + k) * 2**-53 of the sum of its terms' magnitudes before it is rounded to fp32, where 2**k is at least
-n / 8192, and a norm within 2**-24 * (1 + 2**-24) of the exact one after that. Of a tensor in shards, 24 + k + m takes
-the place of 24 + k, where n is that of the largest shard, and m the sum of log2 of the numbers of processes, each
-rounded up: so before rounding, the sums of one process and of several differ by at most the sum of both bounds, and
-after it mostly not at all. A norm has neither overflow nor underflow of its squares. Of NaN, and of infinities of both
-signs, the sum is NaN. The norm and the sum of no elements are 0, their mean is NaN. No sum is -0.
+n / 8192, and a norm within 2**-24 * (1 + 2**-24) of the exact one after that. A norm has neither overflow nor underflow
+of its squares. Of NaN, and of infinities of both signs, the sum is NaN. The norm and the sum of no elements are 0,
+their mean is NaN. No sum is -0.
+
+Of a tensor in shards (DTensor), each process does all this with its own part. What DTensor adds up between processes, a
+number of each, is gathered and folded in fp64 in the order of the processes, and rounded to fp32 (`across`).
 """
 
 from __future__ import annotations
@@ -131,6 +129,30 @@ def norm_of(x: Value) -> Value:
     """The Euclidean norm of all elements: the root is taken in double."""
     return _of(norm_of, x)
 
+
+def across(x: Value, how: str, group: str) -> Value:
+    """A number of which each process of a group has one, made that of all (`gathered`); of one process, x itself."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(across, (x,), x, how, group)
+    return x
+
+
+def gathered(rows: Tensor, how: str) -> Tensor:
+    """The fp32 numbers of processes, a row each, as those of all: `how` is a key of `ACROSS`."""
+    return ACROSS[how](rows.to(torch.float64)).to(torch.float32)
+
+
+def _added(rows: Tensor) -> Tensor:
+    return folded(_padded(rows.T, power_from(len(rows))))
+
+
+ACROSS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sum": _added,
+    "avg": lambda rows: _added(rows) / len(rows),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+}
+"""What becomes of numbers that processes have gathered."""
 
 OF_TENSOR: Mapping[Any, Reduction] = {
     sum_of: Reduction(False, lambda total, n: total),

@@ -16,11 +16,12 @@ from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Captured, Update
+from collage_neuron.runtime.cross_rank_check import across
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import reduced_states, structure_guard
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.sharding import first_element, gradients, local, writable_gradient
+from collage_neuron.states.sharding import first_element, gradients, is_sharded, local, writable_gradient
 from collage_neuron.states.state_keys import suffixes
 from collage_neuron.states.store import ensure_stored
 
@@ -60,7 +61,8 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     # If they draw, there are too many launches to look for one.
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
     small = reduced_states.states_of(states, job.recording.captured)
-    return Launch(update, vector, reads, writes, finite, kept, in_place=seen is not None, small=small)
+    between = across if update.between and any(map(is_sharded, job.params)) else None
+    return Launch(update, vector, reads, writes, finite, kept, in_place=seen is not None, small=small, across=between)
 
 
 def _seen(t: torch.Tensor, key: str, update: Update) -> torch.Tensor:

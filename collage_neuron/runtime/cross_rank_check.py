@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
+from collage_neuron.numerics import tensor_sums
 from collage_neuron.states.sharding import is_sharded
 
 
@@ -37,6 +38,11 @@ class Between:
         rows = x.new_empty(len(self), *x.shape)
         torch.distributed.all_gather_into_tensor(rows.view(-1), x, group=self.group)
         return rows
+
+
+def across(x: Tensor, how: str, name: str) -> Tensor:
+    """1-D fp32 numbers of which each process of the group called `name` has as many, made those of all."""
+    return tensor_sums.gathered(Between(torch_privates.process_group(name)).gathered(x), how)
 
 
 def why_not_summed(p: Any) -> str | None:
@@ -91,16 +97,18 @@ DIFFERENT = (
     "added up; nothing was updated. Give parameters that a process did not use a gradient of zeros"
 )
 
-LAUNCHES, AS_WRITTEN, RAISES = range(3)
-"""What a process is about to do with a traced step."""
+READS, LAUNCHES, AS_WRITTEN, RAISES = range(4)
+"""What a process is about to do with a traced step; it reads values before it knows whether it can launch one."""
 
 
-def agreed(params: Sequence[Any], given: Sequence[bool], planned: int) -> int:
+def agreed(params: Sequence[Any], given: Sequence[bool], planned: int, sent: object = None) -> int:
     """What all processes do with a step of a class that is traced: as written, if one of them cannot launch it.
 
-    `given` says which parameters have a gradient. Each process asks once a step, when it knows what is `planned`:
-    before the first operation that needs the others, or at the end. So none waits for one that does not come; and what
-    is stored of a state is the same in all.
+    `given` says which parameters have a gradient, and `sent` what is launched, or read, needs of other processes, and
+    in which order; None is nothing. What does not need the same would wait for each other: the step runs as written.
+    Each process asks once a step, when it knows what is `planned`: before the first operation that needs the others, or
+    at the end, and before that if it `READS`. So none waits for one that does not come; and what is stored of a state
+    is the same in all.
 
     Raises:
         ValueError: a process raises, or they have gradients of other parameters and are to run as written.
@@ -111,10 +119,18 @@ def agreed(params: Sequence[Any], given: Sequence[bool], planned: int) -> int:
             told[groups].append(has_gradient)
     same = True
     for groups, has_gradients in sorted(told.items(), key=lambda item: math.prod(map(len, item[0]))):
-        low, high = ends_in(groups, [planned, crc32(repr(has_gradients).encode()) if same else _DIFFERENT])
+        numbers = planned, _checksum(has_gradients) if same else _DIFFERENT, 0 if sent is None else _checksum(sent)
+        low, high = ends_in(groups, numbers)
         planned, same = int(high[0]), same and bool(low[1] == high[1])
+        if planned <= LAUNCHES and (low[0] != high[0] or low[2] != high[2] or (high[2] and not same)):
+            planned = AS_WRITTEN
     if planned == RAISES:
         raise ValueError("another process that has parts or replicas of a parameter rejects this step, or raises in it")
     if planned == AS_WRITTEN and not same:
         raise ValueError(DIFFERENT)
     return planned
+
+
+def _checksum(x: object) -> int:
+    """A number of all that `repr` shows, above 0."""
+    return 1 + crc32(repr(x).encode())

@@ -66,6 +66,22 @@ def sharded_like(part: torch.Tensor, t: Any) -> Any:
     return make(part, DTensorSpec(t.device_mesh, t.placements, tensor_meta=whole), requires_grad=False)
 
 
+def all_reduce() -> Any:
+    """The operation by which DTensor adds up parts; None where torch has no processes."""
+    return torch.ops._c10d_functional.all_reduce.default if torch.distributed.is_available() else None
+
+
+def wait_tensor() -> Any:
+    """The operation that waits for the result of another process; None where torch has none."""
+    return torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
+
+
+def process_group(name: str) -> Any:
+    """The group of processes of a name, which is all that those operations say of it."""
+    named: Any = torch.distributed.distributed_c10d
+    return named._resolve_process_group(name)
+
+
 def device_of_zero(zero: Any) -> torch.device:
     """The device on which torch's ZeroRedundancyOptimizer talks to other processes."""
     device: torch.device = zero._default_device

@@ -12,7 +12,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.functionalize.elementwise import functional_overload
-from collage_neuron.passes.functionalize.recorded_ops import Place
+from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Place
 from collage_neuron.torch_privates import schema
 from collage_neuron.trace.meta_results import is_constant_op, result_without_data
 from collage_neuron.trace.placeholders import waits
@@ -63,6 +63,8 @@ def rule_of(func: Any) -> Rule | None:
     s, told = schema(func), set(func.tags)
     returns = [str(r.type) for r in s.returns]
     at_once = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+    if func in (ALL_REDUCE, WAIT):
+        return Rule("new", True)
     if func.namespace != "aten" or told & at_once:
         return None
     written = [i for i, a in enumerate(s.arguments) if a.alias_info is not None and a.alias_info.is_write]

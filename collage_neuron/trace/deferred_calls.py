@@ -21,6 +21,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT
 from collage_neuron.trace import adopted_tensors, factory_tensors, fused_ops, method_cache  # noqa: F401  # placeholders get method_cache
 from collage_neuron.trace.call_sequence import CallSequence
 from collage_neuron.trace.calls import (
@@ -120,6 +121,10 @@ class DeferredCalls:
         self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
         self.met: dict[int, torch.Tensor] = {}
         """What is inside tensors that have met values that wait, by their places: with their own values."""
+        self.reading: Callable[[list[tuple[int, int]]], AbstractContextManager[object]] = nullcontext
+        """The context in which values are read before updates are launched."""
+        self.may_send = False
+        """True if what is added up between processes waits: only if they agree on what is launched."""
         self.has_met = False
         """True if there were some."""
         self._just_met: list[int] = []
@@ -245,7 +250,7 @@ class DeferredCalls:
             except Uncompiled as error:
                 return self._now(str(error), func, args, kwargs)
         rule = rule_of(func)
-        if rule is None or torch.is_grad_enabled():
+        if rule is None or torch.is_grad_enabled() or (func in (ALL_REDUCE, WAIT) and not self.may_send):
             return self._now(f"{func} cannot wait", func, args, kwargs)
         found: list[float] = []
         self._just_met = []
@@ -294,8 +299,9 @@ class DeferredCalls:
 
     def add_values(self, reads: Iterable[tuple[int, int]]) -> None:
         """Adds the values of tensors of one element to the numbers: their places, and after how many calls."""
-        with _unobserved():
-            for place, before in reads:
+        asked = list(reads)
+        with _unobserved(), self.reading(asked) if asked else nullcontext():
+            for place, before in asked:
                 self.numbers.append(float(self._value(place, before)))
 
     def _copied(self, place: int) -> torch.Tensor:

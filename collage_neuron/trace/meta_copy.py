@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, pointing_at
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Captured
 from collage_neuron.runtime import torch_defaults, wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import inner
@@ -58,6 +58,8 @@ class Copied:
         self._dtypes: list[torch.dtype] = []
         self._of_part = wrappers.shape_of_part(optimizer)
         self._has_parts = self._of_part is not None
+        self.is_launched = True
+        """False if what steps do is only looked at: copies are whole, and shards would add up parts."""
         self.optimizer: Any = object.__new__(base)
         of_torch = {k: v for k, v in vars(optimizer).items() if k in attributes_of_torch()}
         vars(self.optimizer).update(of_torch, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
@@ -133,14 +135,14 @@ class Copied:
         named = with_states(before.named, calls)
         planned, reads = planned_of(before, named, left, mode)
         for each in planned if self._has_parts else ():
-            self._check_elementwise(each.recording)
+            self._check_parts(each.recording.captured)
         self._check_kept(mode, holders, before, left)
         mode.exchange_states(adopted_tensors.exchange_back)
         return Stepped(StepKind(before, named, mode.cones, left, left.named(), planned, reads, [], []), mode.numbers)
 
-    def _check_elementwise(self, recording: Recording) -> None:
+    def _check_parts(self, captured: Captured) -> None:
         try:
-            shards.check_elementwise(recording)
+            shards.check_parts(captured, self._of_part is None and not self.is_launched)
         except Uncompiled as error:
             if self._of_part is None:
                 raise
@@ -225,6 +227,7 @@ def state_of(copied: Copied) -> dict[str, Any]:
 def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
     """A copy of all of an optimizer."""
     copied = Copied(base, optimizer)
+    copied.is_launched = False
     copies, made = copied.copies, copied.optimizer
     copies.known[id(optimizer)] = optimizer, made
     inside = inner.inner_of(optimizer)

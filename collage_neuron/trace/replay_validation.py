@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT
 from collage_neuron.states.sharding import local
 from collage_neuron.torch_privates import schema
 from collage_neuron.trace import adopted_tensors
@@ -112,7 +113,10 @@ class Calls:
                 places[place] = number
             args = arguments(call.args, places, numbers)
             named = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), places, numbers), strict=True))
-            found.append(Bound(call.func, args, named, list(call.returns), call.rule.kind == "view"))
+            func = call.func
+            if func in (ALL_REDUCE, WAIT):  # a sample has no parts in other processes
+                func, args, named = aten.clone.default, args[:1], {}
+            found.append(Bound(func, args, named, list(call.returns), call.rule.kind == "view"))
         return found
 
     def _reads(self) -> list[tuple[int, int, tuple[Any, float]]]:

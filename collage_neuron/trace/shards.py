@@ -1,6 +1,7 @@
 """Parameters of which this process has a part: that waits, of a DTensor inside it as before.
 
-What is not elementwise is not launched: the update of a part is not the part of the whole's update.
+Its class takes each operation apart into those on the part and those between processes. Both wait, and are launched: so
+sums are those of all processes, if they launch the same (`cross_rank_check.agreed`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.tensor_sums import across
 from collage_neuron.runtime.cross_rank_check import why_not_summed
 from collage_neuron.runtime.wrappers import SUMS, of_part
 from collage_neuron.states.sharding import ORDINARY, is_sharded, is_sharded_like
 from collage_neuron.trace.calls import Uncompiled
 
 if TYPE_CHECKING:
-    from collage_neuron.passes.ir.recording import Recording
+    from collage_neuron.passes.ir.update import Captured
+    from collage_neuron.runtime.step_plan import Job
 
 
 class OfPart(UnsupportedUpdate):
@@ -43,10 +46,33 @@ def check_sharded(p: Any, values: Sequence[Any]) -> None:
         raise Uncompiled("a state or a gradient is not sharded as its parameter is")
 
 
-def check_elementwise(recording: Recording) -> None:
-    """Raises Uncompiled for an update that is not elementwise: that of a part is not the part of that of the whole."""
-    if recording.captured.reduces or recording.captured.seen_as is not None:
+def check_parts(captured: Captured, are_known: bool) -> None:
+    """Raises Uncompiled for an update of a part that is not the part of that of the whole.
+
+    Where it is known who has the other parts (DTensor), sums are those of the operations that its class calls, on the
+    part and between processes. But what these give are DTensors, and states of one number are kept as they are.
+    """
+    if captured.seen_as is not None or (captured.small if are_known else captured.reduces):
         raise Uncompiled(SUMS)
+
+
+def check_sent(captured: Captured, params: Sequence[Any]) -> None:
+    """Raises Uncompiled if numbers are added up by other processes than those that agree on what is launched."""
+    groups = {node.args[2] for node in captured.graph.nodes if node.target is across}
+    for p in params if groups else ():
+        mesh = p.device_mesh if is_sharded(p) else None
+        if mesh is None or not groups <= {mesh.get_group(i).group_name for i in range(mesh.ndim)}:
+            raise Uncompiled("step() adds up numbers of processes that have no parts of the parameter")
+
+
+def sent(jobs: Sequence[Job], params: Sequence[Any]) -> object:
+    """What jobs need of other processes, in the order in which they are taken, alike in all; None if it is nothing."""
+    places, groups, found = {id(p): i for i, p in enumerate(params)}, dict[object, int](), list[object]()
+    for backend in dict.fromkeys(job.backend for job in jobs):
+        for job in (x for x in jobs if x.backend is backend and x.update.between):
+            own = [(how, groups.setdefault(group, len(groups))) for how, group in job.update.between]
+            found.append((backend.name, [places[id(p)] for p in job.params], own))
+    return found or None
 
 
 def no_copy(part: torch.Tensor) -> torch.Tensor:

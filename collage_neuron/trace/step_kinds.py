@@ -14,7 +14,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.functionalize.captured_graph import captured_of
-from collage_neuron.passes.functionalize.recorded_ops import Ref
+from collage_neuron.passes.functionalize.recorded_ops import Recorder, Ref
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import structure_guard
@@ -175,26 +175,14 @@ def planned_of(
         Uncompiled, or UnsupportedUpdate: the calls are more than that.
     """
     tensors, lanes = mode.tensors, Partition(mode.tensors, named, mode.calls)
-    reads, first = dict[Read, int](), len(mode.numbers)
-    found: dict[Any, Planned] = {}
-    each = zip(lanes.lanes, named, left.named(), left.keys, before.groups, before.stored, strict=True)
-    for i, (lane, own, now, keys, group, dtype) in enumerate(each):
-        lanes.keep(list(now.values()), i)
-        recorder, positions = lane.recorder(lanes.refs(own | now).values())
-        if not recorder.ops and own == now:
-            continue
-        if taken := {"param", "grad"}.intersection(keys):
-            raise Uncompiled(f"step() has a state called {min(taken)!r}, a name that something else has; rename it")
-        if "grad" not in own:
-            raise Uncompiled("step() updates a parameter without a gradient")
-        if gone := own.keys() - now.keys() - {"grad"}:
-            raise Uncompiled(f"step() deletes optimizer.state[p][{min(gone)!r}]; set it to zeros instead")
-        _check_names(keys, lanes.refs(now))
-        if any(tensors[place].dtype != torch.float32 for place in now.values()):
-            raise Uncompiled("a state is not fp32")
-        new = dict.fromkeys(x for x in positions if isinstance(x, Read) and x not in reads)
-        mode.add_values(new)
-        reads.update(zip(new, range(first + len(reads), len(mode.numbers)), strict=True))
+    afterwards, first, found = left.named(), len(mode.numbers), dict[Any, Planned]()
+    changing = list(_changing(lanes, named, left, tensors))
+    # Values are read when all that they are for is known: over shards, processes have to read the same.
+    new = dict.fromkeys(x for _, _, positions in changing for x in positions if isinstance(x, Read))
+    mode.add_values(new)
+    reads = dict(zip(new, range(first, len(mode.numbers)), strict=True))
+    for i, recorder, positions in changing:
+        own, now, group, dtype = named[i], afterwards[i], before.groups[i], before.stored[i]
         at = [reads[x] if isinstance(x, Read) else x for x in positions]
         slots = recorder.slots = [mode.numbers[k] for k in at]
         always = {name: own[name] for name in ("param", "grad")}  # states that are new come after these too
@@ -208,6 +196,27 @@ def planned_of(
         found[key].params.append(i)
         found[key].numbers.append(_getter(at))
     return list(found.values()), list(reads)
+
+
+def _changing(
+    lanes: Partition, named: Sequence[Named], left: Left, tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[int, Recorder, list[int | Read]]]:
+    """The parameters that a step changes, or their states: what it does to each, and what the numbers in that are."""
+    for i, (lane, own, now, keys) in enumerate(zip(lanes.lanes, named, left.named(), left.keys, strict=True)):
+        lanes.keep(list(now.values()), i)
+        recorder, positions = lane.recorder(lanes.refs(own | now).values())
+        if not recorder.ops and own == now:
+            continue
+        if taken := {"param", "grad"}.intersection(keys):
+            raise Uncompiled(f"step() has a state called {min(taken)!r}, a name that something else has; rename it")
+        if "grad" not in own:
+            raise Uncompiled("step() updates a parameter without a gradient")
+        if gone := own.keys() - now.keys() - {"grad"}:
+            raise Uncompiled(f"step() deletes optimizer.state[p][{min(gone)!r}]; set it to zeros instead")
+        _check_names(keys, lanes.refs(now))
+        if any(tensors[place].dtype != torch.float32 for place in now.values()):
+            raise Uncompiled("a state is not fp32")
+        yield i, recorder, positions
 
 
 def _check_names(keys: Sequence[Any], now: Mapping[Any, Ref]) -> None:

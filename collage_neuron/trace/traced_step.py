@@ -7,8 +7,8 @@ numbers. Where something cannot be launched, all is computed as the step as writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import RunsAsWritten, UnsupportedUpdate
 from collage_neuron.runtime import fallback_warning, wrappers
-from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, RAISES
+from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, RAISES, READS
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
 from collage_neuron.runtime.step_call import Measured
 from collage_neuron.settings import Settings
@@ -108,7 +108,7 @@ class TracedStep:
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
         self._has_raised = self._has_agreed = False
-        self._is_forbidden = False
+        self._is_forbidden = self._reads = False
         """True if a filter of `warnings` makes it an error to run as written."""
         self._of_part = wrappers.shape_of_part(optimizer, structure_guard.of(optimizer))
         """The shape of a parameter that is a part of one, if nobody knows who has the others."""
@@ -163,6 +163,9 @@ class TracedStep:
         self._names: dict[int, adopted_tensors.Name] | None = None
         self._inside = inside
         self._mode = DeferredCalls(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
+        self._mode.may_send = presentation.has_shards
+        if presentation.has_shards:
+            self._mode.reading = self._reading
         if not presentation.has_shards and (not spare or kinds[0].fills):
             self._mode.see_made()
         on_host = all(map(_is_cpu, params))
@@ -204,9 +207,23 @@ class TracedStep:
         return known if known is not None and before == known else before  # kinds are compared with the object first
 
     def _copy_of(self, x: torch.Tensor) -> torch.Tensor:
-        if self._has_parts:
+        presentation, objects = self._began.presentation, self._began.references.objects
+        if not self._has_parts:
+            return presentation.copy_of(x)
+        if self._of_part is not None or not self._reads:
             return shards.no_copy(x)
-        return self._began.presentation.copy_of(x)
+        return presentation.copy_of(next(t for t in objects if torch_privates.part(t) is x))
+
+    @contextmanager
+    def _reading(self, reads: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """A context in which values over shards are read, as of all processes: these have to read the same."""
+        assert self._mode is not None
+        self._agree(READS, (reads, [call.func.__name__ for call in self._mode.calls]))
+        self._reads = True
+        try:
+            yield
+        finally:
+            self._reads = False
 
     def _state_of(self, x: torch.Tensor) -> adopted_tensors.Name | None:
         """The parameter and the name of a state that is not in words; None for other tensors."""
@@ -289,8 +306,8 @@ class TracedStep:
         self.traces.computed()
         self._began.presentation.compute()
 
-    def _agree(self, planned: int) -> None:
-        """Over shards, comes to an agreement with other processes, once a step.
+    def _agree(self, planned: int, sent: object = None) -> None:
+        """Over shards, comes to an agreement with other processes, once a step, and before it about what is read.
 
         Raises:
             UnsupportedUpdate: one of them cannot launch it.
@@ -299,7 +316,9 @@ class TracedStep:
         if self._has_agreed or not self._began.presentation.has_shards:
             return
         self._has_agreed = True
-        if self._began.presentation.agreed(planned) != planned:
+        decided = self._began.presentation.agreed(planned, sent)
+        self._has_agreed = decided != READS
+        if decided != planned:
             raise UnsupportedUpdate("another process, which has parts or replicas of a parameter, cannot launch it")
 
     # --- after it ---------------------------------------------------------------------------------------------------
@@ -348,7 +367,8 @@ class TracedStep:
         planned, reads = planned_of(before, named, left, mode)
         planned = [each.followed_by(self.following) for each in planned]
         for each in planned if self._has_parts else ():
-            shards.check_elementwise(each.recording)
+            shards.check_parts(each.recording.captured, self._of_part is None)
+            shards.check_sent(each.recording.captured, [self._began.params[i] for i in each.params])
         quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, mode.tensors)
         cones = mode.cones
         return self.traces.add(StepKind(before, named, cones, left, left.named(), planned, reads, quick, users))
@@ -412,7 +432,7 @@ class TracedStep:
             jobs = self._jobs(kind, mode)
             _check_gradients(jobs)
             self._launching.validate(optimizer, kind, mode.numbers, self._began.params, jobs)
-            self._agree(LAUNCHES)
+            self._agree(LAUNCHES, shards.sent(jobs, self._began.params))
         except (Uncompiled, UnsupportedUpdate):
             structure_guard.changed(optimizer)
             self._began.presentation.enter()

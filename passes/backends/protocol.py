@@ -20,6 +20,11 @@ AUTO = "; use backend='auto'"
 """The end of a reason why a backend cannot run an update: it is replaced by what can (`supported`)."""
 
 
+Across = Callable[[Tensor, str, str], Tensor]
+"""Makes numbers of this process, a 1-D fp32 tensor, those of all processes of a group, given how (`tensor_sums.ACROSS`)
+and the group's name. All of these processes have to call it, in the same order."""
+
+
 class Launch(NamedTuple):
     """One update of one or several parameters, which share the numbers of this step."""
 
@@ -45,6 +50,13 @@ class Launch(NamedTuple):
     """True if what has the same key among `update.inputs` and `update.outputs` is known to be the same tensor."""
     small: Sequence[Mapping[str, Tensor]] = ()
     """For each parameter its states of one number (`update.small`), by name: 0-d fp32 tensors, read and written."""
+    across: Across | None = None
+    """What makes numbers of parts those of whole parameters (`update.between`); None if nobody else has parts."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Returns False if it is skipped; the host waits for the device to know."""
+        return self.finite is None or bool(self.finite)
 
 
 class Found(NamedTuple):
@@ -85,6 +97,8 @@ class Backend(ABC):
     """True if it can run updates that measure themselves (`update.sums`), for a monitor."""
     layouts: frozenset[str] = frozenset({BY_ELEMENT})
     """How words of components may lie in memory (`Component.layout`)."""
+    joins: bool = False
+    """True if it can run updates that need numbers of other processes (`update.between`)."""
     reduces: bool = False
     """True if it can run updates with reductions over a parameter and states of one number (with `staged`)."""
     sees_as: bool = False
@@ -127,6 +141,8 @@ class Backend(ABC):
             "add up the elements of a parameter (norms, means)": len(update.stages) > 1 and not self.reduces,
             "keep states of one number": bool(update.small or update.reads_small) and not self.reduces,
             f"lay words out as {', '.join(sorted(update.layouts - self.layouts))}": bool(update.layouts - self.layouts),
+            "add up what other processes have of a parameter": bool(update.between) and not self.joins,
+            "add up rows or columns beside what other processes have": bool(update.between) and update.by_rows,
             "keep words of blocks beside sums of rows or columns": update.by_rows and bool(update.blocks),
             "update parameters seen in another shape than their own (view, reshape)": is_seen and not self.sees_as,
             "keep words of blocks of parameters seen in another shape": is_seen and bool(update.blocks),

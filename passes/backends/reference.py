@@ -141,6 +141,7 @@ class Reference(ByParameter):
     measures = True
     draws = True
     reduces = True
+    joins = True
     sees_as = True
 
     def lower(self, update: Update) -> Lowered:
@@ -153,7 +154,13 @@ class Reference(ByParameter):
         """Runs each launch, parameter by parameter."""
         if any(narrows(reads[0].device) for launch in launches for reads in launch.reads[:1]):
             return on_host.run(self, launches)
-        return self.run_found(launches, [None] * len(launches))
+        # Of all parameters of a launch at once: processes send one message, as with any other backend.
+        found = [find(x, self._sums_of) if x.update.between and x.is_taken else None for x in launches]
+        return self.run_found(launches, found)
+
+    def _sums_of(self, part: Launch, rows: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
+        sums = self.group_sums(part.update)
+        return [sums(reads, row) for reads, row in zip(part.reads, rows, strict=True)]
 
     def run_found(self, launches: Sequence[Launch], before: Sequence[Found | None]) -> Sequence[Measure]:
         """The same if the stages before the last ones have been run, but for the launches that have None."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from collage_neuron.numerics.tensor_sums import OF_TENSOR, Reduction, finished
-from collage_neuron.passes.backends.protocol import Found, Launch
-from collage_neuron.passes.ir.stage import REDUCTION, Stage
+from collage_neuron.passes.backends.protocol import Across, Found, Launch
+from collage_neuron.passes.ir.stage import BETWEEN, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 T = TypeVar("T")
@@ -80,9 +80,22 @@ def searching(launch: Launch, compute: Callable[[Stage, Tensor], Sequence[Tensor
         (stage,) = part.stages
         rows = _rows(scalars, stage, numbers)
         found = (yield _launch_of(part, launch), rows) if stage.kind == REDUCTION else compute(stage, rows)
+        if stage.kind == BETWEEN and launch.across is not None:
+            found = _of_processes(stage, found, launch.across)
         numbers |= dict(zip((r.name for r in stage.reduced), found, strict=True))
     small = {name: numbers[number] for name, number in update.small.items() if number != name}
     return Found(_rows(scalars, update.stages[-1], numbers), small)
+
+
+def _of_processes(stage: Stage, own: Sequence[Tensor], across: Across) -> list[Tensor]:
+    """Numbers of all processes, from those of this one: in one message, where they are treated alike."""
+    found = dict[int, Tensor]()
+    kinds = [node.args[1:] for node in stage.results]
+    for how, group in dict.fromkeys(kinds):
+        places = [i for i, kind in enumerate(kinds) if kind == (how, group)]
+        each = across(torch.cat([own[i] for i in places]), str(how), str(group)).split(len(own[0]))
+        found |= dict(zip(places, each, strict=True))
+    return [found[i] for i in range(len(kinds))]
 
 
 def store_small(launch: Launch, found: Found) -> None:

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.numerics.matrix_sums import ENDINGS
+from collage_neuron.numerics.tensor_sums import across
 from collage_neuron.passes.functionalize.elementwise import Builder, filled, number_fills
 from collage_neuron.passes.functionalize.matrices import MatrixBuilder, may_have_rows, states_in
 from collage_neuron.passes.functionalize.one_shape import Step, in_one_shape, without_idle_views
@@ -61,7 +62,7 @@ def _build(
     shapes = {name: after[name].shape for name in states if name not in small and after[name].shape != given.shape}
     if seen_as:
         text += f"# seen as {seen_as}, {shapes}"
-    reductions = (is_reduction(node.target) or node.target in ENDINGS for node in builder.graph.nodes)
+    reductions = (is_reduction(n.target) or n.target in ENDINGS or n.target is across for n in builder.graph.nodes)
     reduces = bool(small) or any(reductions)
     fills = {k: v for k, (_, v) in fresh.items()}
     of_elements = tuple(name for name in states if name not in small)

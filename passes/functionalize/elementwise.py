@@ -10,7 +10,8 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, Slot, is_reduction
+from collage_neuron.numerics.tensor_sums import across
+from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Op, Recorder, Ref, Slot, is_reduction
 from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
@@ -132,6 +133,10 @@ class Builder:
             )
         if written is None and self._is_view(op):  # its storage has a value already
             return
+        if op.target is WAIT:
+            self._bind(op.outs[0], self.value_of(op.args[0]))
+            return
+        target = across if op.target is ALL_REDUCE else target
         args = tuple(map(self._argument, op.args))
         kwargs = {k: self._argument(x) for k, x in op.kwargs}
         node = self.graph.call_function(target, args, kwargs)
@@ -183,6 +188,8 @@ class Builder:
         """
         if is_reduction(op.target):
             return op.args[0].shape == self.shape and reduces_all(op) and math.prod(out.shape) == 1
+        if op.target is ALL_REDUCE and (out.shape or not self.shape):
+            return False
         if out.shape == self.shape or (not out.shape and fills(op)):
             return True
         read = [x for x in (*op.args, *(x for _, x in op.kwargs)) if isinstance(x, Ref)]

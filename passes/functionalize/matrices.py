@@ -35,7 +35,7 @@ from collage_neuron.passes.functionalize.elementwise import (
     fills,
     functional_overload,
 )
-from collage_neuron.passes.functionalize.recorded_ops import Op, Ref, is_outer, is_reduction
+from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Op, Ref, is_outer, is_reduction
 from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
@@ -99,7 +99,7 @@ class MatrixBuilder(Builder):
     def add(self, op: Op) -> None:
         """The node of one recorded operation."""
         target, written = functional_overload(op.target)
-        if len(op.outs) != 1 or op.outs[0] is None:
+        if len(op.outs) != 1 or op.outs[0] is None or op.target in (ALL_REDUCE, WAIT):
             raise self._refusal(op)
         out = op.outs[0]
         if is_reduction(op.target):

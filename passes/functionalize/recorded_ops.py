@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.torch_privates import schema
+from collage_neuron.torch_privates import all_reduce, schema, wait_tensor
 
 aten = torch.ops.aten
 
@@ -97,6 +97,9 @@ def is_reduction(func: Any) -> bool:
     """Returns True for a sum, a mean or a norm."""
     return func in _REDUCTIONS
 
+
+ALL_REDUCE, WAIT = all_reduce(), wait_tensor()
+"""Operations between processes that have parts of a parameter: one that adds up numbers, and one that waits for it."""
 
 _OUTER = (aten.mm.default, aten.bmm.default)
 """Products of matrices; of a column and a row they are those of all pairs of elements."""

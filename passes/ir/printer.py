@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from collage_neuron import torch_privates
 from collage_neuron.numerics.matrix_sums import COLUMN, MATRIX, NUMBER, ROW
-from collage_neuron.passes.ir.stage import NUMBERS, REDUCTION
+from collage_neuron.passes.ir.stage import BETWEEN, NUMBERS, REDUCTION
 from collage_neuron.passes.ir.update import Update
 
 
@@ -62,6 +62,7 @@ def format_stage_list(update: Update) -> Iterator[str]:
         own = {size: [name for name, other in sizes.items() if other == size] for size in sizes.values()}
         sums = ", ".join(f"{', '.join(names)} ({size}{' each' * (len(names) > 1)})" for size, names in own.items())
         does = {REDUCTION: f"adds elements up to {sums}", NUMBERS: f"computes from such sums {sums}"}
+        does[BETWEEN] = f"adds up those of all processes to {sums}"
         stores = f"computes each element and stores {', '.join(stage.outputs)}"
         reads = ", ".join([*stage.inputs, *stage.numbers])
         yield f"  {number}, {stage.kind}: {does.get(stage.kind, stores)}; reads {reads}"

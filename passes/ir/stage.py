@@ -6,6 +6,9 @@ Most updates are one elementwise stage. Those of optimizers with norms have seve
     stage 1, numbers:      reduced0, reduced1 -> number0           (their quotient)
     stage 2, elementwise:  param, grad, number0 -> param, param_lo
 
+Over a parameter in shards, what DTensor adds up between processes is a stage too: each process runs the stages on its
+own part, and those of this kind are where they meet.
+
 All stages read the components as they were before the step, and only the last one stores any: what an earlier stage has
 computed of each element is computed again, instead of being kept in memory.
 """
@@ -20,12 +23,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-ELEMENTWISE, REDUCTION, NUMBERS, JOINED, OPAQUE = "elementwise", "reduction", "numbers", "joined", "opaque"
+ELEMENTWISE, REDUCTION, NUMBERS, BETWEEN = "elementwise", "reduction", "numbers", "between processes"
+JOINED, OPAQUE = "joined", "opaque"
 
 KINDS: Mapping[str, str] = {
     ELEMENTWISE: "each element by itself, in explicit-rounding form: every backend keeps every rounding",
     REDUCTION: "small tensors from many elements, in explicit-rounding form, added as `numerics.tensor_sums` defines",
     NUMBERS: "small tensors from small tensors, in explicit-rounding form",
+    BETWEEN: "numbers of a part of a parameter from those of all parts, of which other processes have some",
     JOINED: "an elementwise stage with reductions in between: what `cut` makes stages of",
     OPAQUE: "operations as they are written, in fp32: nothing is promised about their roundings",
 }

@@ -13,7 +13,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER, extent_of
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
-from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage
+from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage
 
 if TYPE_CHECKING:
     from collage_neuron.numerics.formats import Format
@@ -111,7 +111,7 @@ class Update:
         """Returns True if its last stage is elementwise, and all before it give numbers: what `cut` makes."""
         *before, last = [stage.kind for stage in self.stages] or [""]
         read = {key for stage in self.stages for key in stage.inputs if before}
-        return last == ELEMENTWISE and {REDUCTION, NUMBERS}.issuperset(before) and read.issubset(self.inputs)
+        return last == ELEMENTWISE and {REDUCTION, NUMBERS, BETWEEN}.issuperset(before) and read.issubset(self.inputs)
 
     @cached_property
     def by_rows(self) -> bool:
@@ -119,6 +119,11 @@ class Update:
         return any(extent != NUMBER for extent in self.extents.values()) or any(
             node.target in ENDINGS for stage in self.stages for node in stage.body.nodes
         )
+
+    @cached_property
+    def between(self) -> tuple[tuple[object, ...], ...]:
+        """What it needs of other processes that have parts of its parameters, in order: how, and of which group."""
+        return tuple(node.args[1:] for stage in self.stages if stage.kind == BETWEEN for node in stage.results)
 
     @property
     def is_staged(self) -> bool:

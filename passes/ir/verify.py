@@ -12,8 +12,8 @@ from collage_neuron.numerics.eft import ON_BITS, OPERATIONS, block_max, is_round
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
 from collage_neuron.numerics.storage import storage_named
-from collage_neuron.numerics.tensor_sums import OF_TENSOR
-from collage_neuron.passes.ir.stage import JOINED, KINDS, NUMBERS, OPAQUE, REDUCTION, Stage
+from collage_neuron.numerics.tensor_sums import OF_TENSOR, across
+from collage_neuron.passes.ir.stage import BETWEEN, JOINED, KINDS, NUMBERS, OPAQUE, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 
@@ -92,7 +92,8 @@ def _verify_operations(stage: Stage, words: frozenset[str]) -> None:
 
 def _reductions_in(stage: Stage) -> frozenset[Any]:
     """The reductions over a tensor that a stage may have."""
-    return frozenset(OF_TENSOR) | frozenset(ENDINGS) if stage.kind in (JOINED, REDUCTION) else frozenset()
+    found = frozenset(OF_TENSOR) | frozenset(ENDINGS) if stage.kind in (JOINED, REDUCTION) else frozenset()
+    return found | {across} if stage.kind in (JOINED, BETWEEN) else found
 
 
 def _verify_stages(update: Update) -> None:

@@ -12,8 +12,8 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import DIMENSIONS, ELEMENT, ENDINGS, NUMBER, joined
-from collage_neuron.numerics.tensor_sums import OF_TENSOR
-from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage, returned
+from collage_neuron.numerics.tensor_sums import OF_TENSOR, across
+from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage, returned
 from collage_neuron.passes.ir.update import Update
 
 _TRUTHS = frozenset(
@@ -81,7 +81,7 @@ class _Place(NamedTuple):
     """Where a node can be computed."""
 
     level: int
-    """The number of reductions of elements that have to be done before, one after another."""
+    """The number of reductions, of elements or between processes, that have to be done before, one after another."""
     extent: str
     """That of its values (`numerics.matrix_sums`)."""
 
@@ -98,7 +98,7 @@ def places(graph: fx.Graph, of_elements: Iterable[str], small: Mapping[str, str]
         level, extent = max((x.level for x in inputs), default=0), joined(x.extent for x in inputs)
         if node.op == "placeholder":
             place_of[node] = _Place(0, extents.get(str(node.target), NUMBER))
-        elif node.target in OF_TENSOR:
+        elif node.target in OF_TENSOR or node.target is across:
             place_of[node] = _Place(level + 1, NUMBER)
         elif node.target in ENDINGS:  # only one of elements needs a pass over them
             place_of[node] = _Place(level + (extent == ELEMENT), str(node.args[1]))
@@ -149,7 +149,10 @@ class _Cutting:
             reductions = [node for node in own if _adds_elements(node, self.places)]
             if reductions:
                 yield self._small(REDUCTION, "reduced", reductions)
-            needed = [node for node in own if node not in reductions and self._is_needed(node, level)]
+            shared = [node for node in own if node.target is across]
+            if shared:
+                yield self._small(BETWEEN, "shared", shared)
+            needed = [node for node in own if node not in (*reductions, *shared) and self._is_needed(node, level)]
             if needed:
                 yield self._small(NUMBERS, "number", needed)
         body, _, numbers = self._body(self.results, all_inputs=True)
@@ -161,6 +164,8 @@ class _Cutting:
                 f"the update adds up {node.all_input_nodes[0]} over a dimension along which it is the same; multiply "
                 "by its length instead"
             )
+        if node.target is across and self._extent_in(node) != NUMBER:
+            raise UnsupportedUpdate("the update adds up values of each element between processes")
         if node.target in OF_TENSOR and self._extent_in(node) == NUMBER:
             raise UnsupportedUpdate(
                 f"the update adds up {node.all_input_nodes[0]}, which is the same number for all elements; multiply by "

@@ -8,6 +8,8 @@ import pytest
 import traced_shards as runs
 from worlds import run_world
 
+from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, READS
+
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, runs.Ended]]:
@@ -17,7 +19,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, runs.En
 
 @pytest.fixture(scope="module")
 def as_written(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, runs.Ended]]:
-    """The same of steps that are not launched."""
+    """The same of steps that are not launched, and of sums."""
     return run_world(2, tmp_path_factory.mktemp("world"), runs.all_as_written)
 
 
@@ -33,12 +35,21 @@ def test_traced_shards_have_the_words_of_whole_parameters(name: str, launched: l
         assert own[name].kinds
 
 
-WITH_OTHERS = "lamb of columns", "muon of replicas", "novograd, partial gradients"
+@pytest.mark.parametrize("name", [*runs.SUMMED, "lamb of columns"])
+def test_sums_over_shards_are_launched(name: str, as_written: list[dict[str, runs.Ended]]) -> None:
+    """Of parameters, of parts, and of all: as in float64, but for some roundings."""
+    for own in as_written:
+        assert own[name].different == []
+        assert (own[name].misses, own[name].why) == (0, "")
+        assert own[name].kinds
+
+
+WITH_OTHERS = "muon of replicas", "novograd, partial gradients"
 
 
 @pytest.mark.parametrize("name", [*runs.AS_WRITTEN, *WITH_OTHERS])
 def test_other_steps_over_shards_run_as_written(name: str, as_written: list[dict[str, runs.Ended]]) -> None:
-    """Norms, matrix products, parts that are added up or kept, gathered values: as plain torch over fp32 DTensors."""
+    """Numbers as states, matrix products, parts that are kept, gathered values: as plain torch over fp32 DTensors."""
     for own in as_written:
         assert own[name].different == []
         assert own[name].misses or name.startswith("holds") or name == "adafactor"
@@ -60,6 +71,9 @@ def test_replicas_of_shards_and_shards_in_two_dimensions_are_as_plain_torch(tmp_
 def test_all_processes_take_the_same_decision(tmp_path: Path) -> None:
     """None waits for others that do not come, and states have the same formats."""
     for own in run_world(2, tmp_path, runs.one_decision):
+        *decided, said = own.sent
+        assert decided == [LAUNCHES, AS_WRITTEN, READS, AS_WRITTEN, LAUNCHES]
+        assert "about to take different steps" in str(said)
         for said, *wrong in (own.without_one, own.without_all):
             assert "about to take different steps" in said
             assert wrong == []
@@ -68,4 +82,6 @@ def test_all_processes_take_the_same_decision(tmp_path: Path) -> None:
         assert "rejects this step, or raises in it" in said or "one process" in said
         assert changed == []
         assert own.unlike == []
+        assert own.kept_and_read.different == []
+        assert own.kept_and_read.misses
         assert own.misses

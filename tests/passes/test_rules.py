@@ -40,7 +40,8 @@ def test_every_rule_has_a_case() -> None:
     # `empty` is written before it is read.
     # Reductions are tested in test_reductions.py, those over rows and columns in tests/optimizers/test_rows.py.
     of_rows = {"sum_of_rows", "mean_of_rows", "norm_of_rows"}
-    assert untested == {"empty", "sum_all", "mean_all", "norm_all", *of_rows}
+    # What processes do together is tested in tests/distributed/test_traced.py.
+    assert untested == {"empty", "sum_all", "mean_all", "norm_all", "of_processes", *of_rows}
 
 
 @pytest.mark.parametrize("state", ["bf16", "bf16x2"])

@@ -34,6 +34,7 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from traced_cases import LAUNCHED, Stepping
 
 import collage_neuron
+from collage_neuron.runtime import cross_rank_check
 from collage_neuron.states.sharding import local
 from collage_neuron.trace.classes import TRACE
 
@@ -62,6 +63,33 @@ class Sized(Lamb):
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(g, alpha=group["lr"] / p.numel())
+
+
+class OneNorm(Written):
+    """Scales all gradients by one norm."""
+
+    keeps = False
+    """True if one process keeps a value, and cannot launch the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it gives no loss
+        params = [p for group in self.param_groups for p in group["params"]]
+        total = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in params]))
+        if self.keeps and dist.get_rank() == 1:
+            self.kept = [p.grad * 2 for p in params]
+        for p in params:
+            p.sub_(p.grad / (total + 1e-6), alpha=0.1)
+
+
+class Clipping(Written):
+    """Clips all gradients together, as torch does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it gives no loss
+        params = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(params, 1.0)
+        for p in params:
+            p.sub_(p.grad, alpha=0.1)
 
 
 class Sam(Written):
@@ -162,17 +190,22 @@ TRACED: dict[str, Make] = {
     "momentum": partial(Stepping, update=LAUNCHED["momentum"]),
     "states_trade_places": partial(Stepping, update=LAUNCHED["states_trade_places"]),
 }
-AS_WRITTEN: dict[str, Make] = {
+SUMMED: dict[str, Make] = {
     "lamb": Lamb,
     "stable_adamw": StableAdamW,
+    "clips": partial(Stepping, update=_clips),
+    "adds_up_parts": partial(Stepping, update=_adds_up_parts),
+    "one_norm": OneNorm,
+    "clips_all": Clipping,
+}
+"""Those that add up elements, of parts, of parameters, or of all of them."""
+AS_WRITTEN: dict[str, Make] = {
     "novograd": Novograd,
     "decaying": Decaying,
     "muon": Muon,
     "rows": ByRows,
     "reads": Reading,
     "adafactor": partial(Adafactor, lr=1e-2),
-    "clips": partial(Stepping, update=_clips),
-    "adds_up_parts": partial(Stepping, update=_adds_up_parts),
     "gathers": partial(Stepping, update=_gathers),
     "keeps_parts": partial(Stepping, update=_keeps_parts),
     "states_of_parts": partial(Stepping, update=_states_of_parts),
@@ -196,12 +229,17 @@ class Runs:
     """The same optimizer over parameters in shards, or over whole ones; compiled, or plain fp32."""
 
     def __init__(
-        self, make: Make, how: Sequence[Any] | None, chosen: dict[str, Any] | None, mesh: DeviceMesh | None = None
+        self,
+        make: Make,
+        how: Sequence[Any] | None,
+        chosen: dict[str, Any] | None,
+        mesh: DeviceMesh | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.mesh = mesh or init_device_mesh("cpu", (2,))
-        self.how, self.is_compiled = how, chosen is not None
+        self.how, self.is_compiled, self.dtype = how, chosen is not None, dtype
         starts = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(SHAPES)]
-        self.params: list[Any] = [nn.Parameter(self._spread(x)) for x in starts]
+        self.params: list[Any] = [nn.Parameter(self._spread(x.to(dtype))) for x in starts]
         self.optimizer: Any = make(self.params)
         if chosen is not None:
             self.optimizer = collage_neuron.compile(self.optimizer, verbose=False, **chosen)
@@ -215,7 +253,7 @@ class Runs:
     def give(self, t: int, is_partial: bool = False) -> None:
         for i, p in enumerate(self.params):
             g = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * t + i)).bfloat16()
-            g = g if self.is_compiled else g.float()
+            g = g if self.is_compiled else g.to(self.dtype)
             p.grad = self._spread(g)
             if is_partial and self.is_compiled:
                 p.grad = DTensor.from_local(g if dist.get_rank() == 0 else 0 * g, self.mesh, [Partial()])
@@ -235,7 +273,7 @@ class Runs:
         found: dict[str, Tensor] = {}
         for i, p in enumerate(self.params):
             value = collage_neuron.exact_value(self.optimizer, p) if self.is_compiled else p.detach()
-            found |= {f"{i} param": full(value), f"{i} grad": full(p.grad).bfloat16().float()}
+            found |= {f"{i} param": full(value).float(), f"{i} grad": full(p.grad).bfloat16().float()}
         return found
 
     def ended(self, different: list[str]) -> Ended:
@@ -266,6 +304,13 @@ def as_written(
     ours.step(range(5), is_partial)
     found = ours.ended([])
     return found._replace(different=far(ours, plain, 2**-20 if found.kinds else 0.0))
+
+
+def summed(make: Make, how: Sequence[Any] = (Shard(0),), keeps: bool = False) -> Ended:
+    """What differs by more than roundings from plain torch over the same DTensors in float64."""
+    ours, exact = Runs(make, how, {"strategy": "fp32"}), Runs(make, how, None, dtype=torch.float64)
+    ours.optimizer.keeps = keeps
+    return ours.step(range(5)).ended(far(ours, exact.step(range(5)), 2**-20))
 
 
 def launched(make: Make, how: Sequence[Any] = (Shard(0),), **chosen: Any) -> Ended:
@@ -344,7 +389,8 @@ def resumed(make: Callable[[Any], Optimizer], strategy: str, folder: Path, flat:
 
 def of_fsdp(folder: Path) -> dict[str, list[str]]:
     """What is wrong of each claim; nothing has to be."""
-    found = {f"{make.__name__} trained": trained(make, "fp32") for make in (Lamb, Novograd, StableAdamW)}
+    found = {"Novograd trained": trained(Novograd, "fp32")}
+    found |= {f"{make.__name__} trained": trained(make, "fp32", 2**-20) for make in (Lamb, StableAdamW)}
     found["launched"] = trained(foreign.Lion, "fp32", 2**-20)
     found["in words"] = trained(Lamb, "split433", 2**-14)
     found["lr, weight decay and two betas"] = trained(foreign.Lamb, "split433", 2**-14)
@@ -421,7 +467,10 @@ def of_meshes() -> dict[str, list[str]]:
     """The same in four processes, for replicas of shards, and shards in two dimensions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found = {f"Lamb, {how}": as_written(Lamb, how, mesh=mesh).different for how in MESHES}
-    found |= {"Lamb": trained(Lamb, "fp32", mesh=mesh), "Lion": trained(foreign.Lion, "fp32", 2**-20, mesh=mesh)}
+    found |= {
+        "Lamb": trained(Lamb, "fp32", 2**-20, mesh=mesh),
+        "Lion": trained(foreign.Lion, "fp32", 2**-20, mesh=mesh),
+    }
     found["a process without a gradient"] = [*(lacking(mesh, how) for how in MESHES), lacking_in_part(mesh)]
     return found
 
@@ -493,8 +542,25 @@ def failed() -> list[str]:
     return [said, *different(whole(ours.optimizer), before)]
 
 
+def of_what_is_sent() -> list[object]:
+    """What processes do that would launch the same sums, others, or the same for gradients of other parameters."""
+    params, rank = Runs(Lamb, (Shard(0),), None).params, dist.get_rank()
+    ask = partial(cross_rank_check.agreed, params[:2])
+    return [
+        ask([True, True], cross_rank_check.LAUNCHES, "one sum"),
+        ask([True, True], cross_rank_check.LAUNCHES, rank),
+        ask([True, True], cross_rank_check.READS, "one number"),
+        ask([True, True], cross_rank_check.READS if rank else cross_rank_check.LAUNCHES),
+        ask([rank == 0, True], cross_rank_check.LAUNCHES),
+        refusal(lambda: ask([rank == 0, True], cross_rank_check.LAUNCHES, "one sum"), ValueError),
+    ]
+
+
 class Agreed(NamedTuple):
     """What came of steps of which one process cannot take what the others can."""
+
+    sent: list[object]
+    kept_and_read: Ended
 
     without_one: list[str]
     without_all: list[str]
@@ -507,7 +573,10 @@ class Agreed(NamedTuple):
 def one_decision() -> Agreed:
     """All of it."""
     kept = Runs(partial(Stepping, update=_keeps_in_one), (Shard(0),), {"strategy": "split433"}).step(range(5))
+    one_norm = summed(OneNorm, keeps=True)
     return Agreed(
+        of_what_is_sent(),
+        one_norm,
         steps_without(lambda params: params[1:2], Lamb),
         steps_without(lambda params: params, Lamb),
         steps_without(lambda params: params[1:2], foreign.Lion),
@@ -527,8 +596,8 @@ def all_launched() -> dict[str, Ended]:
 
 
 def all_as_written() -> dict[str, Ended]:
-    """The same of steps that cannot be launched."""
+    """The same of steps that cannot be launched, and of sums."""
     found = {name: as_written(make) for name, make in AS_WRITTEN.items()}
-    found["lamb of columns"] = as_written(Lamb, [Shard(1)])
+    found |= {name: summed(make) for name, make in SUMMED.items()} | {"lamb of columns": summed(Lamb, [Shard(1)])}
     found["muon of replicas"] = as_written(Muon, [Replicate()])
     return found | {"novograd, partial gradients": as_written(Novograd, is_partial=True)}

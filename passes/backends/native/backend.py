@@ -86,6 +86,7 @@ class Native(Backend):
     measures = True
     draws = True
     reduces = True
+    joins = True
     sees_as = True
     layouts = REFERENCE.layouts
     counts_first = True
@@ -191,7 +192,7 @@ class Native(Backend):
 
 
 def _is_to_find(launch: Launch) -> bool:
-    return launch.update.is_staged and bool(launch.reads) and (launch.finite is None or bool(launch.finite))
+    return launch.update.is_staged and bool(launch.reads) and launch.is_taken
 
 
 def _in_turn(launches: Sequence[Launch]) -> Iterator[Sequence[Launch]]:

@@ -9,7 +9,7 @@ import torch
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import mean_to, norm_to, sum_to
-from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
+from collage_neuron.numerics.tensor_sums import ACROSS, across, mean_of, norm_of, sum_of
 from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic
 from collage_neuron.passes.rewrite.rules.registry import rule
@@ -52,6 +52,14 @@ def norm_all(
     if ord != 2:
         raise UnsupportedUpdate(f"the update takes the norm of order {ord}; there are those of order 1 and 2")
     return _reduced(a, norm_of, x, dtype)
+
+
+@rule(across)
+def of_processes(a: Arithmetic, x: Any, how: str, group: str) -> Any:
+    """What processes have of a number, each of its part of the parameter, together."""
+    if how not in ACROSS:
+        raise UnsupportedUpdate(f"the update takes the {how!r} of what processes have; there are {', '.join(ACROSS)}")
+    return across(a.read(x), how, group)
 
 
 @rule(sum_to)
