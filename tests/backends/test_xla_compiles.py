@@ -31,6 +31,8 @@ from collage_neuron.validation import validate
 torch_xla = pytest.importorskip("torch_xla")
 met = pytest.importorskip("torch_xla.debug.metrics")
 
+pytestmark = pytest.mark.validated
+
 # 0 and 1 are the values torch_xla would make constants of; 0.1 and 0.9 equal the weight decay and the betas (or
 # momentum) below, which torch_xla would send only once; some repeat, one is an integer, as LambdaLR may yield.
 SCHEDULE = [0.0, 0.5, 1.0, 1e-3, 1e-3, 0.1, 0.9, 1.0, 0.0, 0.0, 1, 0, 3e-4, 0.5]
