@@ -208,8 +208,7 @@ def stored_components(optimizer: torch.optim.Optimizer) -> int:
 
 @pytest.mark.sampled(of=2, each=False)  # XLA asks how many there are, and not of which strategy
 @pytest.mark.parametrize(
-    ("strategy", "components"),
-    [("bf16", 3), ("light", 4), ("plus", 5), ("full", 6), ("fp32", 4), ("fp32_states", 3)],
+    ("strategy", "components"), [("bf16", 3), ("light", 4), ("plus", 5), ("full", 6), ("fp32", 4), ("fp32_states", 3)]
 )
 def test_every_stored_component_is_donated(xla: torch.device, strategy: str, components: int) -> None:
     """So a step needs no memory for new states: XLA writes each over its old value."""

@@ -85,8 +85,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
 
 @pytest.mark.sampled(of=2)
 @pytest.mark.parametrize(
-    ("make", "strategy"),
-    [*((m, "split433") for m in ALL), (Mini, "plus"), (Mini, "stochastic"), (Flat, "stochastic")],
+    ("make", "strategy"), [*((m, "split433") for m in ALL), (Mini, "plus"), (Mini, "stochastic"), (Flat, "stochastic")]
 )
 def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
     def two_steps(**settings: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 CPU = torch.device("cpu")
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16)
 }
 
 
