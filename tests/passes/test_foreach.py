@@ -95,7 +95,7 @@ def forms() -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("name", forms())
+@pytest.mark.parametrize("name", [*forms()])
 def test_each_does_what_torch_does_or_is_rejected_with_a_reason(name: str) -> None:
     reason = ""
     try:
