@@ -45,11 +45,7 @@ class InFp32(Within):
     """On a device that converts integers to fp32 for what its engines do not do on bits."""
 
     def add(
-        self,
-        opcode: str,
-        shape: Shape | TupleShape,
-        operands: Sequence[Instruction] = (),
-        attributes: bytes = b"",
+        self, opcode: str, shape: Shape | TupleShape, operands: Sequence[Instruction] = (), attributes: bytes = b""
     ) -> Instruction:
         first = operands[0].shape if operands else shape
         computes = opcode in ("add", "subtract", "maximum", "minimum", "multiply", "compare", "reduce")

@@ -31,6 +31,8 @@ from collage_neuron.validation import validate
 torch_xla = pytest.importorskip("torch_xla")
 met = pytest.importorskip("torch_xla.debug.metrics")
 
+pytestmark = pytest.mark.validated
+
 # 0 and 1 are the values torch_xla would make constants of; 0.1 and 0.9 equal the weight decay and the betas (or
 # momentum) below, which torch_xla would send only once; some repeat, one is an integer, as LambdaLR may yield.
 SCHEDULE = [0.0, 0.5, 1.0, 1e-3, 1e-3, 0.1, 0.9, 1.0, 0.0, 0.0, 1, 0, 3e-4, 0.5]
@@ -206,8 +208,7 @@ def stored_components(optimizer: torch.optim.Optimizer) -> int:
 
 @pytest.mark.sampled(of=2, each=False)  # XLA asks how many there are, and not of which strategy
 @pytest.mark.parametrize(
-    ("strategy", "components"),
-    [("bf16", 3), ("light", 4), ("plus", 5), ("full", 6), ("fp32", 4), ("fp32_states", 3)],
+    ("strategy", "components"), [("bf16", 3), ("light", 4), ("plus", 5), ("full", 6), ("fp32", 4), ("fp32_states", 3)]
 )
 def test_every_stored_component_is_donated(xla: torch.device, strategy: str, components: int) -> None:
     """So a step needs no memory for new states: XLA writes each over its old value."""

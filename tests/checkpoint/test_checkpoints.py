@@ -11,17 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints_of_both import (
-    AFTER,
-    BEFORE,
-    STORED,
-    adamw,
-    bound,
-    farthest,
-    in_ours,
-    in_torch,
-    saved_from,
-)
+from checkpoints_of_both import AFTER, BEFORE, STORED, adamw, bound, farthest, in_ours, in_torch, saved_from
 from models import differences, first, mlp, parameters, set_gradients, snapshot, train
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer

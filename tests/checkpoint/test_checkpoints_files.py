@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 import torch
 from as_written import Shampoo
-from checkpoints_of_both import (
-    adamw,
-    equal,
-    in_ours,
-    in_torch,
-    saved_from,
-)
+from checkpoints_of_both import adamw, equal, in_ours, in_torch, saved_from
 from models import differences, mlp, snapshot, train
 from torch import nn
 from torch.optim import AdamW, Optimizer

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints_of_both import (
-    equal,
-    farthest,
-    in_ours,
-    in_torch,
-    saved_from,
-)
+from checkpoints_of_both import equal, farthest, in_ours, in_torch, saved_from
 from models import differences, mlp, run_script, snapshot, train
 from torch import nn
 from torch.optim import SGD, AdamW

@@ -23,10 +23,7 @@ def test_model_and_optimizer_may_be_loaded_in_either_order(model_first: bool) ->
     model, optimizer = compiled()
     weights, saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     other, loaded = compiled(seed=1)
-    load: list[Callable[[], object]] = [
-        lambda: other.load_state_dict(weights),
-        lambda: loaded.load_state_dict(saved),
-    ]
+    load: list[Callable[[], object]] = [lambda: other.load_state_dict(weights), lambda: loaded.load_state_dict(saved)]
     for call in load if model_first else reversed(load):
         call()
     for m, o in ((model, optimizer), (other, loaded)):

@@ -85,12 +85,7 @@ def go_on(model: nn.Module, optimizer: Optimizer, scheduler: Any, steps: range) 
 
 def case_of(name: str, make: str = "adamw", form: str = "(model, optimizer)", device: str = "cpu") -> dict[str, Any]:
     strategy, arithmetic = name.split()
-    return {
-        "make": make,
-        "form": form,
-        "device": device,
-        "settings": {"strategy": strategy, "arithmetic": arithmetic},
-    }
+    return {"make": make, "form": form, "device": device, "settings": {"strategy": strategy, "arithmetic": arithmetic}}
 
 
 CASES = {f"{s} {a}": case_of(f"{s} {a}") for s, a in MODES if s in REPRESENTATIVE}

@@ -143,7 +143,7 @@ def test_an_unknown_optimizer_is_answered_with_those_that_exist(capsys: pytest.C
         (
             ["--strategy", "stochastic", "--arithmetic", "bf16"],
             "passes: AdamW: strategy 'stochastic' stores bf16_stochastic",
-        ),
+        )
     ],
 )
 def test_what_cannot_be_compiled_says_why(

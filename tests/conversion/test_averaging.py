@@ -7,7 +7,6 @@ import gc
 import math
 import pickle
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from models import equal_states, mlp, train
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import swa_utils as torchs
-from worlds import run_world
+from worlds import in_turn, run_world
 
 import collage_neuron
 from collage_neuron import AveragedModel, RoundedWeights, exact_value
@@ -348,11 +347,11 @@ def _sharded(wrap: str) -> Any:
     return [cast(Any, p.detach()).full_tensor() if wrap == "fsdp2" else p.detach() for p in average.parameters()]
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_shards_and_replicas_end_with_the_average_of_one_process(wrap: str, tmp_path: Path) -> None:
+def test_shards_and_replicas_end_with_the_average_of_one_process(tmp_path: Path) -> None:
     expected = _sharded("none")
-    for found in run_world(2, tmp_path, partial(_sharded, wrap)):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for found in run_world(2, tmp_path, in_turn, {wrap: (_sharded, wrap) for wrap in ("ddp", "fsdp2")}):
+        for averages in found.values():
+            assert all(torch.equal(a, b) for a, b in zip(averages, expected, strict=True))
 
 
 def test_a_parameter_without_dimensions_is_averaged_more_than_once() -> None:

@@ -199,10 +199,7 @@ def test_groups_may_have_strategies_of_their_own() -> None:
     optimizer = two_groups(model, collage_strategy="fp32")
     model, optimizer = collage_neuron.compile(model, optimizer, strategy="full")
     train(model, optimizer, range(2))
-    assert states(optimizer) == [
-        ADAM | {"param_lo", "exp_avg_lo", "exp_avg_sq_lo"},
-        ADAM | {"param_master"},
-    ]
+    assert states(optimizer) == [ADAM | {"param_lo", "exp_avg_lo", "exp_avg_sq_lo"}, ADAM | {"param_master"}]
 
 
 def test_groups_of_a_compiled_class_may_have_strategies_of_their_own() -> None:

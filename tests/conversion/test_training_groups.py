@@ -7,25 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    MODES,
-    backward,
-    bits,
-    first,
-    mlp,
-    parameters,
-    set_gradients,
-    train,
-)
-from scripts_in_float64 import (
-    BETAS,
-    LR,
-    OPTIMIZERS,
-    STEPS,
-    assert_near,
-    copy_gradients,
-    twins,
-)
+from models import MODES, backward, bits, first, mlp, parameters, set_gradients, train
+from scripts_in_float64 import BETAS, LR, OPTIMIZERS, STEPS, assert_near, copy_gradients, twins
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR

@@ -8,25 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    backward,
-    bits,
-    differences,
-    gpt,
-    mlp,
-    parameters,
-    set_gradients,
-    snapshot,
-    train,
-)
-from scripts_in_float64 import (
-    LR,
-    OPTIMIZERS,
-    STEPS,
-    assert_near,
-    copy_gradients,
-    twins,
-)
+from models import backward, bits, differences, gpt, mlp, parameters, set_gradients, snapshot, train
+from scripts_in_float64 import LR, OPTIMIZERS, STEPS, assert_near, copy_gradients, twins
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau

@@ -11,18 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    set_gradients,
-)
-from scripts_in_float64 import (
-    LR,
-    OPTIMIZERS,
-    STEPS,
-    Make,
-    assert_near,
-    copy_gradients,
-    twins,
-)
+from models import set_gradients
+from scripts_in_float64 import LR, OPTIMIZERS, STEPS, Make, assert_near, copy_gradients, twins
 from torch.optim import Optimizer
 
 import collage_neuron

@@ -140,14 +140,7 @@ def test_other_strategies_do_not_look(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["plus", "light", "full"])
 def test_fine_tuning_under_the_pair(strategy: str, rate: float, size: float) -> None:
     with pytest.warns(SmallSteps, match=r"strategy='split412' \(9 bytes .* The default, 'split433'"):
-        collage_neuron.compile(
-            adamw(
-                size,
-                lr=rate,
-            ),
-            strategy=strategy,
-            verbose=False,
-        )
+        collage_neuron.compile(adamw(size, lr=rate), strategy=strategy, verbose=False)
 
 
 def test_what_even_fp32_loses_has_no_other_remedy() -> None:

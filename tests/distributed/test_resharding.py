@@ -10,80 +10,92 @@ import pytest
 import sharded_runs as runs
 from models import REPRESENTATIVE
 from sharded_runs import different
-from worlds import run_world
+from worlds import in_turn, run_world
 
 from collage_neuron import STRATEGIES
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.rounding import digits
 
-
-@pytest.fixture(scope="module")
-def unsharded() -> dict[str, runs.Whole]:
-    """The end of an uninterrupted run in one process, by strategy."""
-    return {strategy: runs.trajectory("plain", strategy) for strategy in REPRESENTATIVE}
-
-
-def run_legs(folder: Path, legs: list[tuple[int, str]], strategies: list[str], flat: bool) -> list[dict[str, Any]]:
-    """Each leg is (processes, kind) and takes an equal part of the steps; what the first process of each saw."""
-    part = runs.STEPS // len(legs)
-    found = []
-    for i, (size, kind) in enumerate(legs):
-        steps = range(i * part, (i + 1) * part)
-        world = run_world(size, folder / f"leg {i}", runs.leg, kind, strategies, steps, folder / "saved", flat)
-        assert all(
-            different(w[s][1], world[0][s][1]) == [] for w in world for s in strategies
-        )  # all processes gathered the same
-        found.append(world[0])
-    return found
-
-
-RESHARDINGS = {
+RESHARDINGS: dict[str, tuple[list[tuple[int, str]], list[str], bool]] = {
     "2, 4, 1": ([(2, "fsdp"), (4, "fsdp"), (1, "plain")], REPRESENTATIVE, False),
     "1, 4, 2, flat": ([(1, "plain"), (4, "fsdp"), (2, "fsdp")], ["full", "fp32"], True),
     "2, 2 (FSDP2, model alone)": ([(2, "fsdp_model"), (2, "fsdp_model")], ["full", "light"], False),
-    "2, 2 (DDP)": ([(2, "ddp"), (2, "ddp")], REPRESENTATIVE, False),
+    "2, 2 (DDP)": ([(2, "ddp"), (2, "ddp")], ["full", "fp32", "stochastic", "split311"], False),
     "4, 2 (DDP to FSDP2), flat": ([(4, "ddp"), (2, "fsdp")], ["full"], True),
 }
-"""Legs, strategies, and whether the optimizer's state is flattened."""
+"""Legs, each (processes, kind) with an equal part of the steps; strategies; whether the optimizer's state is flat."""
+
+BLOCKS = [s for s in REPRESENTATIVE if runs.has_blocks(s)]
+OTHERS = ("full", "fp32")
+
+Found = dict[str, list[list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each process found, by call and leg: the legs of all calls that need as many processes are one world."""
+    folder, ended = tmp_path_factory.mktemp("worlds"), dict[str, list[list[Any]]]()
+    for i in range(3):
+        for size in (1, 2, 4):
+            calls = {
+                name: leg[1:] for name, legs in _calls(folder).items() for leg in legs[i : i + 1] if leg[0] == size
+            }
+            world = run_world(size, folder / f"{size} in leg {i}", in_turn, calls) if calls else []
+            for name in calls:
+                ended.setdefault(name, []).append([own[name] for own in world])
+    return ended
+
+
+def _calls(folder: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """The legs of each call: processes, function and its arguments."""
+    calls: dict[str, list[tuple[Any, ...]]] = {
+        "refusals": [(2, runs.refusals, "plus")],
+        "zero": [(2, runs.zero, [s for s in REPRESENTATIVE if s != "fp32"])],
+        "cut": [(size, runs.cut, BLOCKS, folder / "cut", size == 2) for size in (2, 1)],
+        **{f"consolidated {s}": [(2, runs.consolidated, s)] for s in OTHERS},
+    }
+    for case, (legs, strategies, flat) in RESHARDINGS.items():
+        part = runs.STEPS // len(legs)
+        calls[case] = [
+            (size, runs.leg, kind, strategies, range(i * part, (i + 1) * part), folder / case, flat)
+            for i, (size, kind) in enumerate(legs)
+        ]
+    return calls
 
 
 @pytest.mark.parametrize("case", RESHARDINGS)
-def test_a_run_goes_on_with_other_shards_bit_for_bit(
-    case: str, unsharded: dict[str, runs.Whole], tmp_path: Path
-) -> None:
-    legs, strategies, flat = RESHARDINGS[case]
-    found = run_legs(tmp_path, legs, strategies, flat)
-    for before, after in pairwise(found):
-        for strategy in strategies:
-            assert different(after[strategy][0], before[strategy][1]) == []  # what was loaded is what was saved
-    for strategy in strategies:
-        assert different(found[-1][strategy][1], unsharded[strategy]) == []
+def test_a_run_goes_on_with_other_shards_bit_for_bit(case: str, found: Found) -> None:
+    """What is loaded is what was saved, and the end is that of an uninterrupted run in one process."""
+    for world in found[case]:
+        assert all(different(own[s][1], world[0][s][1]) == [] for own in world for s in own)  # all gathered the same
+    for before, after in pairwise(world[0] for world in found[case]):
+        assert [s for s in after if different(after[s][0], before[s][1])] == []
+    for strategy in RESHARDINGS[case][1]:
+        assert different(found[case][-1][0][strategy][1], runs.trajectory("plain", strategy)) == []
 
 
-@pytest.mark.parametrize("strategy", ["full", "fp32"])
-def test_an_unsharded_state_is_sharded_again_bit_for_bit(strategy: str, tmp_path: Path) -> None:
-    for found, expected in run_world(2, tmp_path, runs.consolidated, strategy):
-        assert different(found, expected) == []
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_an_unsharded_state_is_sharded_again_bit_for_bit(strategy: str, found: Found) -> None:
+    for again, expected in found[f"consolidated {strategy}"][0]:
+        assert different(again, expected) == []
 
 
-def test_a_state_that_is_sharded_otherwise_than_the_parameters_is_refused(tmp_path: Path) -> None:
-    for said in run_world(2, tmp_path, runs.refusals, "plus"):
+def test_a_state_that_is_sharded_otherwise_than_the_parameters_is_refused(found: Found) -> None:
+    for said in found["refusals"][0]:
         assert ["set_optimizer_state_dict" in message for message in said] == [True, True]
 
 
-def test_blocks_that_shards_cut_are_within_one_rounding_of_the_format(tmp_path: Path) -> None:
+def test_blocks_that_shards_cut_are_within_one_rounding_of_the_format(found: Found) -> None:
     """A vector of 600 elements on two processes: its blocks are others than those of one process."""
-    strategies = [s for s in REPRESENTATIVE if runs.has_blocks(s)]
-    saved, _ = run_world(2, tmp_path / "two", runs.cut, strategies, tmp_path / "saved", True)
-    (read,) = run_world(1, tmp_path / "one", runs.cut, strategies, tmp_path / "saved", False)
-    for strategy in strategies:
+    (saved, _), (read,) = found["cut"]
+    for strategy in BLOCKS:
         s = STRATEGIES[strategy]
         for name, fmt in (("exp_avg", s.state), ("exp_avg_sq", s.slow)):
             before, after = saved[strategy][name], read[strategy][name]
             assert float((after - before).norm() / before.norm()) <= 2 * 2.0 ** -digits(format_named(fmt))
 
 
-def test_zero_of_torch_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_zero_of_torch_goes_on_bit_for_bit(found: Found) -> None:
     """What it loads does not pass through `load_state_dict` of the optimizer inside."""
-    for found in run_world(2, tmp_path, runs.zero, [s for s in REPRESENTATIVE if s != "fp32"]):
-        assert {strategy: names for strategy, names in found.items() if names} == {}
+    for own in found["zero"][0]:
+        assert {strategy: names for strategy, names in own.items() if names} == {}

@@ -8,6 +8,7 @@ import pytest
 import sharded_runs as runs
 import torch
 from models import REPRESENTATIVE
+from sampling import part
 from sharded_runs import different
 from worlds import in_turn, run_world
 
@@ -23,22 +24,26 @@ def unsharded() -> dict[str, runs.Whole]:
 
 CASES = [(kind, "full") for kind in runs.KINDS if kind != "plain"]
 CASES += [(kind, strategy) for kind in ("ddp", "fsdp") for strategy in REPRESENTATIVE if strategy != "full"]
-"""Every order of compiling and sharding, and every format."""
+"""Every order of compiling and sharding, and every format: on four processes a part of them."""
+TRAJECTORIES = {2: CASES, 4: part(CASES, 3, "of four")}
 
 CALLS: dict[str, tuple[Any, ...]] = {
-    "trajectories": (runs.trajectories, CASES),
     **{f"{kind} beside a twin": (runs.beside_a_twin, kind, "full") for kind in ("ddp", "fsdp")},
     "tensor parallel": (runs.tensor_parallel, "full"),
     **{f"{kind}, {s}": (runs.placement, kind, s) for kind, s in (("fsdp", "full"), ("fsdp", "bf16"), ("ddp", "full"))},
 }
 OF_TWO: dict[str, tuple[Any, ...]] = {
+    "trajectories": (runs.trajectories, TRAJECTORIES[2]),
     "replicas": (runs.replicas, [0, 1], False),
     "replicas, model alone": (runs.replicas, [0, 1], True),
     "values": (runs.values, "plus"),
     "after a forward": (runs.after_a_forward,),
     "unsharded values": (runs.unsharded_values,),
 }
-OF_FOUR: dict[str, tuple[Any, ...]] = {"mesh": (runs.trajectory_on_mesh, "full")}
+OF_FOUR: dict[str, tuple[Any, ...]] = {
+    "trajectories": (runs.trajectories, TRAJECTORIES[4]),
+    "mesh": (runs.trajectory_on_mesh, "full"),
+}
 
 Found = dict[int, list[dict[str, Any]]]
 
@@ -59,7 +64,7 @@ def test_every_kind_of_sharding_ends_where_one_process_ends(
 ) -> None:
     """Processes that see the same batch."""
     for own in found[size]:
-        wrong = {case: different(own["trajectories"][case], unsharded[case[1]]) for case in CASES}
+        wrong = {case: different(own["trajectories"][case], unsharded[case[1]]) for case in TRAJECTORIES[size]}
         assert {case: names for case, names in wrong.items() if names} == {}
 
 

@@ -96,6 +96,7 @@ def test_a_state_on_the_host_stays_there_as_it_is(xla: torch.device) -> None:
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
 
 
+@pytest.mark.validated
 def test_nothing_is_compiled_after_the_fourth_step(xla: torch.device) -> None:
     """Steps 1, 2 and 4 are validated, each with samples of other parameters."""
     optimizer, params = compiled(Lamb, xla)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from worlds import run_world
+from worlds import in_turn, run_world
 
 import collage_neuron
 from collage_neuron.matmuls.install import forward_of
@@ -32,8 +32,8 @@ def body(before: bool) -> tuple[list[torch.Tensor], int]:
 
 @pytest.mark.slow
 def test_gradients_are_reduced_wherever_ddp_is(tmp_path: Path) -> None:
-    results = [run_world(2, tmp_path / str(before), body, before) for before in (False, True)]
-    (first, second), others = results[0], results[1]
+    own, others = run_world(2, tmp_path, in_turn, {before: (body, before) for before in (False, True)})
+    first, second = own[False], others[False]
     assert first[1] == second[1] == 2
-    for other in (second, *others):
+    for other in (second, own[True], others[True]):
         assert all(torch.equal(a, b) for a, b in zip(first[0], other[0], strict=True))

@@ -138,10 +138,7 @@ CASES: list[tuple[Any, Sequence[Any]]] = [
     (aten._safe_softmax.default, (Z, -1)),
     (aten._softmax_backward_data.default, (G, torch.softmax(Z, -1), -1, torch.float32)),
     (aten._scaled_dot_product_flash_attention_for_cpu.default, HEADS[:3]),
-    (
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        (HEADS[3], *HEADS[:3], *ATTENDED, 0.0, False),
-    ),
+    (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (HEADS[3], *HEADS[:3], *ATTENDED, 0.0, False)),
     (aten.native_layer_norm.default, (X, [64], W, None, 1e-5)),
     (aten.native_layer_norm.default, (X, [64], W, Y[0], 1e-5)),
     (aten.native_layer_norm_backward.default, (G, X, [64], *NORMED[1:], W, W, [True, True, True])),

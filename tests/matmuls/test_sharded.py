@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,15 +49,16 @@ def said(wrapping: str, when: str) -> str:
     return "nothing"
 
 
-def body(when: str) -> dict[str, str]:
-    return {wrapping: said(wrapping, when) for wrapping in WRAPPINGS}
+def body() -> dict[tuple[str, str], str]:
+    return {(when, wrapping): said(wrapping, when) for when in WHEN for wrapping in WRAPPINGS}
+
+
+WHEN = ("sharded first", "compiled first", "sharded after a step")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["sharded first", "compiled first", "sharded after a step"])
-def test_fsdp_is_rejected_before_compiling_and_after_it(when: str, tmp_path: Path) -> None:
-    found: list[Any] = run_world(2, tmp_path, body, when)
-    for of_rank in found:
-        for wrapping, text in of_rank.items():
-            assert "use DDP, or leave matmul='fp8' out" in text, (wrapping, text)
-            assert text.startswith("ValueError" if when == "sharded first" else "UnsupportedModel"), (wrapping, text)
+def test_fsdp_is_rejected_before_compiling_and_after_it(tmp_path: Path) -> None:
+    for own in run_world(2, tmp_path, body):
+        for (when, wrapping), text in own.items():
+            assert "use DDP, or leave matmul='fp8' out" in text, (when, wrapping, text)
+            assert text.startswith("ValueError" if when == "sharded first" else "UnsupportedModel"), (when, wrapping)

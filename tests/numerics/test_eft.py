@@ -16,25 +16,9 @@ from fractions import Fraction
 import pytest
 import torch
 from eft_runs import GAPS, SIGNIFICANDS, A, B, Run, Tensors, sum_update
-from exact import (
-    fractions,
-    from_bits,
-    rne,
-    rounded,
-    ulp,
-    update_of,
-)
+from exact import fractions, from_bits, rne, rounded, ulp, update_of
 
-from collage_neuron.numerics.eft import (
-    Expansion,
-    Value,
-    fast_two_sum,
-    narrow,
-    split,
-    two_prod,
-    two_sum,
-    widen,
-)
+from collage_neuron.numerics.eft import Expansion, Value, fast_two_sum, narrow, split, two_prod, two_sum, widen
 from collage_neuron.passes.ir.update import Update
 
 NEAREST_SUM = rounded(A + B)

@@ -7,37 +7,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from eft_runs import (
-    ALL_BITS,
-    ROUNDING,
-    A,
-    B,
-    Run,
-    Tensors,
-    nearest_even_bits,
-    sum_update,
-    wrong_roundings,
-)
-from exact import (
-    fractions,
-    from_bits,
-    on_reference,
-    rne,
-    rounded,
-    to_bits,
-    update_of,
-)
+from eft_runs import ALL_BITS, ROUNDING, A, B, Run, Tensors, nearest_even_bits, sum_update, wrong_roundings
+from exact import fractions, from_bits, on_reference, rne, rounded, to_bits, update_of
 
-from collage_neuron.numerics.eft import (
-    Expansion,
-    grow,
-    narrow,
-    round_to,
-    scale,
-    two_prod,
-    two_sum,
-    widen,
-)
+from collage_neuron.numerics.eft import Expansion, grow, narrow, round_to, scale, two_prod, two_sum, widen
 from collage_neuron.passes.ir.update import Update
 
 

@@ -6,17 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from oracles import (
-    ELEMENTS,
-    SQUARE_STREAMS,
-    Driver,
-    Setting,
-    bias,
-    one_thread,
-    slots_of,
-    spread,
-    square_streams,
-)
+from oracles import ELEMENTS, SQUARE_STREAMS, Driver, Setting, bias, one_thread, slots_of, spread, square_streams
 from released_adamw import Words, released_second_moment
 from torch import Tensor
 

@@ -398,10 +398,7 @@ CHECKS = (
 )
 
 
-LEFT_OUT = {
-    ("Adafactor", a_learning_rate_may_be_a_tensor),
-    ("Adagrad", groups_may_be_empty_and_come_later),
-}
+LEFT_OUT = {("Adafactor", a_learning_rate_may_be_a_tensor), ("Adagrad", groups_may_be_empty_and_come_later)}
 """Adafactor multiplies it by a number that it reads from a tensor: tests/optimizers/test_items.py has it on copies.
 
 Adagrad makes its states when it is built: plain torch raises a KeyError for a group that comes later.

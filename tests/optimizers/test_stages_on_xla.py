@@ -27,10 +27,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.validation import validate
 
-pytestmark = [
-    pytest.mark.usefixtures("rejecting"),
-    pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer"),
-]
+pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
 
 CASES: dict[str, tuple[Any, str, Shapes]] = {
     "lamb": (Lamb, "full", ((33, 65), (1,), (0, 3))),

@@ -225,13 +225,7 @@ class DecaysByAProduct(Optimizer):
             p.add_(gradient, alpha=-group["lr"])
 
 
-@pytest.mark.parametrize(
-    "product",
-    [
-        False,
-        True,
-    ],
-)
+@pytest.mark.parametrize("product", [False, True])
 def test_bf16_arithmetic_keeps_a_small_multiple_of_the_parameter(product: bool) -> None:
     """One rounding to bf16 of the multiple, and a pair's of the parameter: within 2**-6 of the way after 100 steps."""
     theta = torch_cases.weights(SHAPE)

@@ -15,15 +15,7 @@ import pytest
 import torch
 import torch_cases
 from exact import on_reference
-from instrumented import (
-    CASES,
-    U,
-    Updates,
-    check_on_reference,
-    hundredth_step,
-    updates,
-    updates_of,
-)
+from instrumented import CASES, U, Updates, check_on_reference, hundredth_step, updates, updates_of
 from models import MODES, REPRESENTATIVE_MODES
 from planned import capture, plan_update
 from torch import Tensor

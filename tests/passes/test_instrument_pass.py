@@ -10,12 +10,7 @@ import pytest
 import torch
 import torch.fx as fx
 from exact import on_xla
-from instrumented import (
-    U,
-    hundredth_step,
-    updates,
-    updates_of,
-)
+from instrumented import U, hundredth_step, updates, updates_of
 from planned import capture
 from updates import random_inputs, rewritten
 

@@ -74,10 +74,7 @@ def test_what_is_not_finite_is_left_out() -> None:
     assert torch.equal(p[1:].detach().float(), torch.zeros(2))
 
 
-STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "comparison": lambda g: g > 0,
-    "isnan": torch.isnan,
-}
+STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"comparison": lambda g: g > 0, "isnan": torch.isnan}
 
 
 class Stored(Chosen):

@@ -33,31 +33,23 @@ def roles(optimizer: Any) -> dict[str, str]:
     return dict(roles_of(job.recording.captured, job.recording.slots))
 
 
+NOT_SHOWN = {"addcdiv", "mask multiplied", "where of squares", "yogi by where"}
+"""Second moments that are not shown not to be negative: they have a wider format, with signs."""
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_said_not_to_be_negative_never_is(name: str) -> None:
+    """Of most second moments it is said, however they are written."""
     p = torch.nn.Parameter(start())
     optimizer = collage_neuron.compile(KNOWN[name]([p]), strategy="fp32", backend="reference")
+    said: dict[str, str] = {}
     for step in range(8):
         p.grad = gradient(step)
-        unsigned = {s for s, role in roles(optimizer).items() if role in ("slow", "sum")}
+        said = roles(optimizer) if step < 3 else said
         optimizer.step()
-        assert all((optimizer.state[p][s] >= 0).all() for s in unsigned)
-
-
-def test_most_second_moments_are_shown_not_to_be_negative() -> None:
-    """However they are written; the others have a wider format, with signs."""
-    signed = set()
-    for name, idiom in AVERAGES.items():
-        p = torch.nn.Parameter(start())
-        optimizer = collage_neuron.compile(Dividing([p], idiom), strategy="fp32", backend="reference")
-        for step in range(2):
-            p.grad = gradient(step)
-            signed |= {name for role in roles(optimizer).values() if role == "signed"}
-            optimizer.step()
-    assert signed == NOT_SHOWN
-
-
-NOT_SHOWN = {"addcdiv", "mask multiplied", "where of squares", "yogi by where"}
+        assert all((optimizer.state[p][s] >= 0).all() for s, role in said.items() if role in ("slow", "sum"))
+        if name in AVERAGES:
+            assert ("signed" in said.values()) == (name in NOT_SHOWN)
 
 
 MAY_BE_NEGATIVE: dict[str, Callable[[Tensor, Tensor, float], Any]] = {
@@ -222,7 +214,7 @@ def test_random_updates_leave_nothing_negative_that_is_said_not_to_be() -> None:
     x = torch.tensor([0.0, 1e-3, 0.3, 0.5, 1.0, 1.7, 40.0], dtype=torch.float64)
     v, w, g = torch.meshgrid(x, x, torch.cat([-x, x, x / 7]), indexing="ij")
     shown = 0
-    for seed in range(400):
+    for seed in range(250):
         p = torch.nn.Parameter(torch.zeros(3))
         p.grad = torch.ones(3)
         optimizer = Random([p], seed)
@@ -235,7 +227,7 @@ def test_random_updates_leave_nothing_negative_that_is_said_not_to_be() -> None:
         for name in unsigned:
             assert not (after[name] < -1e-9 * after[name].abs().max()).any(), (seed, name)
         shown += len(unsigned)
-    assert shown > 20
+    assert shown > 12
 
 
 def test_a_format_without_signs_follows_float64() -> None:

@@ -111,11 +111,7 @@ def ask_exact_value(optimizer: Any) -> object:
     return collage_neuron.exact_value(optimizer, optimizer.param_groups[0]["params"][0])
 
 
-QUESTIONS: list[Callable[[Any], object]] = [
-    collage_neuron.explain,
-    collage_neuron.bytes_per_parameter,
-    ask_exact_value,
-]
+QUESTIONS: list[Callable[[Any], object]] = [collage_neuron.explain, collage_neuron.bytes_per_parameter, ask_exact_value]
 
 
 @pytest.mark.parametrize("ask", QUESTIONS)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from nki_lint import lint
+from nki_runs import search_less
 from nki_standin import Device, dtypes, tensors
 from torch import Tensor
 
@@ -29,6 +30,7 @@ GROUPS = [group for group in device_probe.GROUPS if group != device_probe.STOCHA
 @pytest.fixture(autouse=True)
 def _kernels_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    search_less(monkeypatch)
     cached = custom_op.function, rounding_probe._failures_once  # a kernel belongs to the stand-in it was loaded under
     for one in cached:
         one.cache_clear()

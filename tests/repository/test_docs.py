@@ -17,6 +17,7 @@ from collage_neuron.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,8 @@ def functions_in(path: Path) -> set[str]:
     return {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_tests_that_a_page_names_are_there(page: Path) -> None:
-    for file, _, name in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", page.read_text()):
+def test_tests_that_a_page_names_are_there() -> None:
+    for file, _, name in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", TEXT):
         assert (ROOT / file).exists(), file
         assert not name or name in functions_in(ROOT / file), f"{file}::{name}"
 
@@ -62,15 +62,13 @@ def test_the_table_of_the_reference_is_that_of_the_docstrings(monkeypatch: pytes
     assert all(said.endswith((".", "...")) for _, said in rows)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_names_of_the_package_on_a_page_are_there(page: Path) -> None:
-    for name in re.findall(r"`collage_neuron\.(\w+)[`(]", page.read_text()):
+def test_names_of_the_package_on_a_page_are_there() -> None:
+    for name in re.findall(r"`collage_neuron\.(\w+)[`(]", TEXT):
         assert hasattr(collage_neuron, name) or importlib.util.find_spec(f"collage_neuron.{name}"), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_commands_on_a_page_have_their_options(page: Path) -> None:
-    for command, rest in re.findall(r"(?:python -m |^)collage_neuron ([a-z]+)((?: [^\n`#|]+)?)", page.read_text()):
+def test_commands_on_a_page_have_their_options() -> None:
+    for command, rest in re.findall(r"(?:python -m |^)collage_neuron ([a-z]+)((?: [^\n`#|]+)?)", TEXT):
         if command not in COMMANDS:
             continue
         parser = argparse.ArgumentParser()

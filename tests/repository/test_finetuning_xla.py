@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["USE_TORCH_XLA"] = "0"  # read when transformers is imported: the loop moves its tensors itself
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -34,7 +34,17 @@ FOLDER = ROOT / "examples" / "trainers"
 STEPS = 8
 
 Weights = dict[str, torch.Tensor]
-Tuned = tuple[list[float], Any, Any, Weights, Weights]
+
+
+class Tuned(NamedTuple):
+    """A run of the loop: exact weights before and after it, and how many programs were compiled before each step."""
+
+    losses: list[float]
+    model: Any
+    optimizer: Any
+    before: Weights
+    after: Weights
+    compiled: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +60,13 @@ def on_xla(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
 
 
 def tuned(module: Any, folder: Path, device: str, strategy: str = "split433") -> Tuned:
-    """Losses, model and optimizer of the loop, and the exact weights before and after it, on the CPU."""
     model, optimizer, schedule = module.made(folder, device, strategy, STEPS)
+    compiled: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: compiled.append(met.counter_value("UncachedCompile") or 0))
     before = {name: p.detach().float().cpu() for name, p in model.named_parameters()}
     losses = module.train(model, optimizer, schedule, STEPS, device)
     after = get_fp32_state_dict(model, optimizer)[0]
-    return losses, model, optimizer, before, {name: after[name].cpu() for name in before}
+    return Tuned(losses, model, optimizer, before, {name: after[name].cpu() for name in before}, compiled)
 
 
 def apart(found: Weights, expected: Weights, before: Weights) -> float:
@@ -66,13 +77,13 @@ def apart(found: Weights, expected: Weights, before: Weights) -> float:
 
 def test_the_run_ends_where_that_of_the_cpu_does(module: Any, on_xla: Tuned, tmp_path: Path) -> None:
     """But for its matmuls, which sum in another order in bf16; pure bf16 loses most of the way."""
-    *_, before, expected = tuned(module, tmp_path / "cpu", "cpu")
-    _, model, optimizer, began, found = on_xla
+    *_, before, expected, _ = tuned(module, tmp_path / "cpu", "cpu")
+    _, model, optimizer, began, found, _ = on_xla
     assert all(torch.equal(began[name], value) for name, value in before.items())
     assert next(model.parameters()).device.type == "xla"
     assert collage_neuron.bytes_per_parameter(optimizer) == 12
     assert apart(found, expected, before) < 2**-4
-    assert apart(tuned(module, tmp_path / "bf16", "cpu", "bf16")[-1], expected, before) > 2**-1
+    assert apart(tuned(module, tmp_path / "bf16", "cpu", "bf16").after, expected, before) > 2**-1
 
 
 def test_from_the_same_gradients_the_weights_are_those_of_the_cpu(module: Any, tmp_path: Path) -> None:
@@ -100,7 +111,7 @@ def test_from_the_same_gradients_the_weights_are_those_of_the_cpu(module: Any, t
 
 
 def test_what_is_saved_has_every_bit_in_fp32(module: Any, on_xla: Tuned, tmp_path: Path) -> None:
-    _, model, optimizer, _, expected = on_xla
+    _, model, optimizer, _, expected, _ = on_xla
     checkpoint.save_pretrained_fp32(model, optimizer, tmp_path / "fp32")
     assert json.loads((tmp_path / "fp32" / "config.json").read_text())["dtype"] == "float32"
     read = module.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32").state_dict()
@@ -108,14 +119,10 @@ def test_what_is_saved_has_every_bit_in_fp32(module: Any, on_xla: Tuned, tmp_pat
     assert any(not torch.equal(value, value.bfloat16().float()) for value in expected.values())
 
 
-def test_no_step_compiles_anew(module: Any, tmp_path: Path) -> None:
+def test_no_step_compiles_anew(on_xla: Tuned) -> None:
     """The third step runs what the first two compiled, though the learning rate is another one each time."""
-    model, optimizer, schedule = module.made(tmp_path, "xla", "split433", STEPS)
-    counts = []
-    optimizer.register_step_pre_hook(lambda *_: counts.append(met.counter_value("UncachedCompile") or 0))
-    module.train(model, optimizer, schedule, STEPS, "xla")
-    assert counts[-1] > 0
-    assert len(set(counts[3:])) == 1
+    assert on_xla.compiled[-1] > 0
+    assert len(set(on_xla.compiled[3:])) == 1
 
 
 @pytest.mark.skipif(not WHOLE, reason="a recipe with torch_xla alone, which compiles two more models: WHOLE=1 runs it")
@@ -129,7 +136,7 @@ def test_gradient_checkpointing_needs_that_of_torch_xla(module: Any, on_xla: Tun
     for layer in model.modules():
         if hasattr(layer, "_gradient_checkpointing_func"):
             layer._gradient_checkpointing_func = partial(xla_checkpoint, use_reentrant=True)
-    assert module.train(model, optimizer, schedule, STEPS, "xla") == pytest.approx(on_xla[0], rel=2**-8)
+    assert module.train(model, optimizer, schedule, STEPS, "xla") == pytest.approx(on_xla.losses, rel=2**-8)
 
 
 def test_the_example_says_what_it_did(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import mlp, parameters
-from refused_updates import (
-    refused,
-)
+from refused_updates import refused
 from torch import nn
 from torch.optim import AdamW
 

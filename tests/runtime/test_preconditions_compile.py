@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import bits, mlp, parameters
-from refused_updates import (
-    refused,
-)
+from refused_updates import refused
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -24,12 +22,7 @@ def with_second_group(p: nn.Parameter, **group: Any) -> Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [
-        (torch.complex64, "complex"),
-        (torch.float16, "float"),
-        (torch.float64, "float"),
-    ],
+    ("dtype", "kind"), [(torch.complex64, "complex"), (torch.float16, "float"), (torch.float64, "float")]
 )
 def test_a_parameter_of_another_dtype_is_refused(dtype: torch.dtype, kind: str) -> None:
     p = nn.Parameter(torch.ones(2, 3, dtype=dtype))

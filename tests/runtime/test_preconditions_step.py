@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import differences, set_gradients, snapshot
-from refused_updates import (
-    READING,
-    UNSUPPORTED,
-    Acts,
-    matrices,
-    step_is_refused,
-)
+from refused_updates import READING, UNSUPPORTED, Acts, matrices, step_is_refused
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 

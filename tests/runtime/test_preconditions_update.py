@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import set_gradients
-from refused_updates import (
-    UNSUPPORTED,
-    Acts,
-    grad,
-    matrices,
-    refused,
-    step_is_refused,
-)
+from refused_updates import UNSUPPORTED, Acts, grad, matrices, refused, step_is_refused
 from torch import nn
 from torch.optim import SGD, Muon, Optimizer, SparseAdam
 

@@ -59,9 +59,9 @@ def unsafe_calls(text: str) -> Iterator[str]:
             yield called
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_in_the_package_unpickles_or_evaluates(path: Path) -> None:
-    assert set(unsafe_calls(path.read_text())) == ALLOWED.get(str(path.relative_to(ROOT)), set())
+def test_nothing_in_the_package_unpickles_or_evaluates() -> None:
+    found = {str(path.relative_to(ROOT)): set(unsafe_calls(path.read_text())) for path in SOURCES}
+    assert {path: calls for path, calls in found.items() if calls} == ALLOWED
 
 
 # --- the folder of generated kernels ----------------------------------------------------------------------------------

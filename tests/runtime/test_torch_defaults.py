@@ -55,6 +55,7 @@ def as_before() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.validated
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("setting", [in_meta, in_flush])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -242,3 +242,15 @@ def everything(optimizer: Any) -> Any:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return bits(params), [bits(optimizer.state.get(p, {})) for p in params], bits(groups)
+
+
+def on_both_backends(run_on: Callable[..., Any]) -> list[Any]:
+    """All bits, but for these settings, of an optimizer on the reference, which is validated, and in machine code."""
+    found = []
+    for backend, validate in (("reference", "on"), ("native", "off")):
+        params, states, groups = everything(run_on(backend=backend, validate=validate))
+        found.append((params, states, [{k: v for k, v in g.items() if k not in OF_BACKENDS} for g in groups]))
+    return found
+
+
+OF_BACKENDS = ("collage_backend", "collage_validate")

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from exact import (
-    from_bits,
-    to_bits,
-    update_of,
-)
+from exact import from_bits, to_bits, update_of
 
-from collage_neuron.numerics.eft import (
-    Expansion,
-    Value,
-    round_to,
-)
+from collage_neuron.numerics.eft import Expansion, Value, round_to
 from collage_neuron.passes.ir.update import Update
 
 Tensors = Sequence[torch.Tensor]

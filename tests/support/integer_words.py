@@ -13,15 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from collage_neuron.numerics.eft import (
-    Value,
-    bf16,
-    inverse_power_of_two,
-    narrow,
-    power_of_two,
-    round_to,
-    widen,
-)
+from collage_neuron.numerics.eft import Value, bf16, inverse_power_of_two, narrow, power_of_two, round_to, widen
 from collage_neuron.numerics.formats import Component, Format
 
 LEAST, MOST = 2.0**-110, 2.0**127

@@ -140,10 +140,7 @@ def run(
     """
     if kernel.target == "trn1" and not device.drops_bias:
         device = replace(device, drops_bias=("copy",))
-    with (
-        TemporaryDirectory() as folder,
-        nki_standin.install(kernel.dialect, kernel.target, device) as machine,
-    ):
+    with TemporaryDirectory() as folder, nki_standin.install(kernel.dialect, kernel.target, device) as machine:
         path = Path(folder) / f"{kernel.name}.py"
         path.write_text(source or kernel.source)
         function = getattr(nki_standin.load(path), kernel.name)

@@ -74,26 +74,16 @@ They are as near to their fp32 run as roundings are (tests/eager/test_packages.p
 STAGED: dict[str, set[str]] = {package: set() for package in COVERED} | {
     "torch_optimizer": {"NovoGrad"},
     "pytorch_optimizer": {
-        "Aida",
-        "Amos",
-        "CAME",
-        "EmoFact",
-        "FAdam",
-        "LARS",
-        "MARS",
-        "NovoGrad",
-        "RACS",
-        "Ranger",
-        "StableAdamW",
+        "Aida", "Amos", "CAME", "EmoFact", "FAdam", "LARS", "MARS", "NovoGrad", "RACS", "Ranger", "StableAdamW",
     },
-}
+}  # fmt: skip
 """Those of them that take sums, means or norms of whole tensors, and are captured in stages."""
 
 REFUSED: dict[str, dict[str, str]] = {
     "lion_pytorch": {},
     "adan_pytorch": {},
     "schedulefree": {
-        **dict.fromkeys(("AdamWScheduleFreeClosure", "RAdamScheduleFreeClosure", "SGDScheduleFreeClosure"), CLOSURE),
+        **dict.fromkeys(("AdamWScheduleFreeClosure", "RAdamScheduleFreeClosure", "SGDScheduleFreeClosure"), CLOSURE)
     },
     "torch_optimizer": {
         "Shampoo": "aten.transpose_",
@@ -133,8 +123,6 @@ REJECTED: dict[str, dict[str, str]] = {
     "adan_pytorch": {},
     "schedulefree": {},
     "torch_optimizer": {"Adahessian": SECOND_BACKWARD},
-    "pytorch_optimizer": {
-        **dict.fromkeys(("AdaHessian", "SophiaH"), SECOND_BACKWARD),
-    },
+    "pytorch_optimizer": {**dict.fromkeys(("AdaHessian", "SophiaH"), SECOND_BACKWARD)},
 }
 """Of those, the ones that cannot run as written on fp32 values either (tests/eager/test_packages.py)."""

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from foreign import Lion
-from models import (
-    SHAPES,
-    parameters,
-)
+from models import SHAPES, parameters
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 

@@ -24,7 +24,7 @@ from collage_neuron.validation import validate
 
 aten = torch.ops.aten
 
-pytestmark = pytest.mark.usefixtures("traced")
+pytestmark = [pytest.mark.usefixtures("traced"), pytest.mark.validated]
 
 
 def optimizer_of(make: Any, strategy: str = "plus", **settings: Any) -> Any:
@@ -224,7 +224,7 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "is_due", lambda steps: True)
 
 
-@pytest.mark.sampled(of=3)
+@pytest.mark.sampled(of=5)
 @pytest.mark.parametrize("strategy", ["plus", "split433", "fp32", "stochastic", "split312"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_passes_at_every_step(name: str, strategy: str, every_step: None) -> None:

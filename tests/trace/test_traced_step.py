@@ -12,7 +12,7 @@ from typing import Any
 import nki_standin
 import pytest
 import torch
-from nki_runs import INFINITY
+from nki_runs import INFINITY, search_less
 from running import compiled_only
 from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
@@ -149,6 +149,7 @@ def test_one_on_xla_has_the_bits_of_a_recorded_one(strategy: str, monkeypatch: p
 def test_so_does_one_on_the_nki_stand_in(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(source_cache.FOLDER, str(tmp_path))
     monkeypatch.setenv(target.TARGET, "trn1")
+    search_less(monkeypatch)
     with nki_standin.install("nki", "trn1", INFINITY):
         assert_right(FOREIGN[name], "nki", steps=3)
 

@@ -21,6 +21,8 @@ import collage_neuron
 from collage_neuron import SmallSteps
 from collage_neuron.cli import builtin_gpt
 
+pytestmark = pytest.mark.validated
+
 Gradient = Callable[[Tensor], Tensor]
 SHORT = ("split323", "split322", "split312", "split311", "plus", "light")
 SMALL: dict[str, Callable[[Any], Optimizer]] = {

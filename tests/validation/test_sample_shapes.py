@@ -14,6 +14,8 @@ from torch import Tensor
 import collage_neuron
 from collage_neuron.validation import validate
 
+pytestmark = pytest.mark.validated
+
 SIZES: dict[str, Callable[[Tensor], float]] = {
     "numel": lambda p: math.sqrt(p.numel()),
     "rows": lambda p: p.shape[0],

@@ -24,6 +24,8 @@ from collage_neuron.passes.rewrite.rules import RULES, add_to
 from collage_neuron.runtime import update_formats
 from collage_neuron.validation import validate
 
+pytestmark = pytest.mark.validated
+
 aten = torch.ops.aten
 
 

@@ -20,7 +20,7 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_search: None) -> Iterator[None]:
     """A folder for kernels, which are forgotten afterwards: a kernel belongs to the NKI it was loaded under."""
     cached = custom_op.function
     monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))

@@ -123,8 +123,5 @@ def test_an_assigned_result_is_the_destination_of_its_instruction(tmp_path: Path
 
 
 def test_the_older_dialect_ends_with_trn2() -> None:
-    with (
-        pytest.raises(ValueError, match=r"neuronxcc.nki has no target trn3"),
-        nki_standin.install("beta1", "trn3"),
-    ):
+    with pytest.raises(ValueError, match=r"neuronxcc.nki has no target trn3"), nki_standin.install("beta1", "trn3"):
         pass

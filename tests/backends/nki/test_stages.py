@@ -107,8 +107,8 @@ PUBLISHED: list[tuple[Any, str, tuple[tuple[int, ...], ...]]] = [
     (torch.optim.Adafactor, "nki", ((24, 40), (3, 5, 37), (17,))), (adamini, "nki", ((40, 24), (24, 24), (40, 24))),
 ]  # fmt: skip
 OTHERS: list[tuple[Any, str, tuple[tuple[int, ...], ...]]] = [
-    (Factored, "beta1", (*SHAPES, *LONG)), (ByNeuron, "nki", SHAPES),
-    (Normed, "beta1", (*SHAPES, *LONG)), (Outer, "nki", SHAPES), (Fused, "nki", HEADS), (Blocks, "beta1", HEADS[:3]),
+    (Factored, "beta1", SHAPES), (ByNeuron, "nki", SHAPES),
+    (Normed, "beta1", SHAPES), (Outer, "nki", SHAPES), (Fused, "nki", HEADS), (Blocks, "beta1", HEADS[:3]),
     (Flat, "nki", HEADS), (Lamb, "nki", STAGED), (StableAdamW, "beta1", STAGED), (Novograd, "beta1", STAGED),
     (Chained, "nki", STAGED), (Clipping, "nki", STAGED),
 ]  # fmt: skip
@@ -116,17 +116,17 @@ OTHERS: list[tuple[Any, str, tuple[tuple[int, ...], ...]]] = [
 
 @pytest.mark.parametrize(("make", "dialect", "shapes"), [*PUBLISHED, *sampling.part(OTHERS, 3)], indirect=["dialect"])
 def test_it_is_as_near_to_float64_as_fp32_is(make: Any, dialect: str, shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Within 2**-17 of a step, three steps long: as test_rows.py of tests/optimizers has it, for one rounding more."""
+    """Within 2**-17 of a step, two steps long: as test_rows.py of tests/optimizers has it, for one rounding more."""
     shapes = tuple(s for s in shapes if math.prod(s))
     optimizer, params = compiled(make, shapes=shapes)
-    run(optimizer, 3)
+    run(optimizer, 2)
     assert not bookkeeping(optimizer).as_written
     assert optimizer.param_groups[0]["collage_backend"] == "nki"
     exact = parameters(shapes, torch.float64)
-    run(plain := make(exact), 3)
+    run(plain := make(exact), 2)
     for p, q, before in zip(params, exact, parameters(shapes), strict=True):
         ours, theirs, start = collage_neuron.exact_value(optimizer, p), q.detach(), before.detach().double()
-        stores = 3 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
+        stores = 2 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
         assert ((ours - theirs).abs() <= 2**-17 * (theirs - start).abs().max() + 1.1 * stores).all()
         for name in bookkeeping(optimizer).small.intersection(optimizer.state[p]):
             value, wanted = optimizer.state[p][name], plain.state[q][name]
