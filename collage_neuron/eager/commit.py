@@ -12,6 +12,7 @@ from collage_neuron.eager import codec
 from collage_neuron.eager.average_detection import averages, counts
 from collage_neuron.eager.memory import bits, is_alone, pool, without_graph
 from collage_neuron.eager.presented_layout import Outline
+from collage_neuron.eager.steady import Steady
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
@@ -80,10 +81,13 @@ Results = list[tuple[str, torch.Tensor]]
 class Storing:
     """The words of all results; made first, so that what can fail comes before anything is written."""
 
-    def __init__(self, presentation: Presentation, grads: Mapping[int, tuple[Any, bool]], new: bool) -> None:
+    def __init__(
+        self, presentation: Presentation, grads: Mapping[int, tuple[Any, bool]], new: bool, steady: Steady | None
+    ) -> None:
         """Plans what to write: at the end of a step, of parameters with a gradient everything, `new` states too.
 
-        Otherwise what was changed, which is looked at closely.
+        Otherwise what was changed, which is looked at closely. All is written to where it was if a `steady` step has
+        left it there.
         """
         self.presentation, self.optimizer = presentation, presentation.optimizer
         self.grads, self._at_end = grads, new
@@ -94,6 +98,13 @@ class Storing:
         self._looked_up = codec.Lookup()
         self._drawing: dict[int, dict[str, Any]] = {}
         self._written: set[int] = set()
+        self._is_whole = new and steady is not None and not self._is_due and steady.is_left()
+        self.is_settled = True
+        """True if all values are written to the words that they had."""
+        if self._is_whole:
+            for alike in presentation.alike:
+                alike.encode(self._encoding)
+            return
         self._values = {id(v.owner): v for v in presentation.values}
         self._objects = {id(x) for g in presentation.gradients.of.values() for x in (g.owner, g.wide)}
         self._objects |= {id(g) for g, _ in grads.values()} | presentation.groups.keys()
@@ -120,6 +131,7 @@ class Storing:
             # Another parameter's number for each value, so that no two are rounded by the same random bits.
             self._encode(stored, backend, group, settings, number + k * len(self.presentation.groups))
         self.stored[id(p)] = found
+        self.is_settled = self.is_settled and is_settled
         if not is_settled and isinstance(settings.strategy, str) and self._keeps(outline, found):
             outline.settled.add(settings.strategy)
 
@@ -291,6 +303,17 @@ class Storing:
         self.presentation.gradients.write(
             {key: grad for key, (grad, _) in self.grads.items()}, self.presentation.params()
         )
+        if not self._is_whole:
+            self._write_each()
+            return
+        self.presentation.put_words()
+        states = self.presentation.states()
+        for p, _ in self.presentation.groups.values() if not all(states.values()) else ():
+            if states.get(id(p)) == {}:
+                del self.optimizer.state[p]
+
+    def _write_each(self) -> None:
+        """Words get their places, parameter by parameter."""
         self.presentation.release(self._made.keys())
         done: set[int] = set()
         for p in self.presentation.params():

@@ -22,6 +22,7 @@ from collage_neuron.eager.gradients import MakesPlaceholders
 from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.rollback import Held
+from collage_neuron.eager.steady import Steady
 from collage_neuron.eager.step_metrics import changes_of
 from collage_neuron.errors import RunsAsWritten, StepInterrupted, UnsupportedUpdate
 from collage_neuron.runtime import cross_rank_check, fallback_warning
@@ -187,6 +188,10 @@ class Context:
         """True once other processes that have parts of parameters know what is done."""
         self.is_kept = False
         """True if the presentation is kept for the next step."""
+        self._structure: structure_guard.Structure | None = None
+        """What the step has found, if it runs as written from its beginning."""
+        self._steady: Steady | None = None
+        """The presentation, if it was that of the last step."""
         self._trace: Trace | None = None
         self._mode: AbstractContextManager[Any] = nullcontext()
         self._lent_to: list[inner.Inner] | None = None
@@ -202,7 +207,8 @@ class Context:
         """Presents the values; those of a step that is traced wait, if they can."""
         seen, inside = structure_guard.of(self.optimizer), inner.inner_of(self.optimizer)
         inner.check_untouched(self.optimizer, inside)
-        earlier = None if trace is None or seen is None else trace.planned(seen)
+        self._structure = seen.structure if trace is None and seen is not None and self.is_step else None
+        earlier = self._planned(seen) if trace is None else None if seen is None else trace.planned(seen)
         if earlier is None:
             known = self.presentation.plan(None if trace is None else trace.waiting)
         else:
@@ -227,6 +233,17 @@ class Context:
         self._lent_to = inside
         inner.lend(self.optimizer, inside)
 
+    def _planned(self, seen: structure_guard.Seen | None) -> tuple[Presentation, set[int]] | None:
+        """What the last step as written has presented, with the ids of its tensors, if this one finds the same."""
+        self._steady, pool(self.optimizer).steady = pool(self.optimizer).steady, None
+        known = None
+        if self._steady is not None and self._structure is not None and seen is not None:
+            known = self._steady.begin(self.optimizer, seen)
+        if self._steady is None or known is None:
+            self._steady = None
+            return None
+        return self._steady.presentation, known
+
     def collect(self, is_undone: bool = False) -> None:
         """The optimizer has the states of those inside it again, if it has not: also of those that a step has made."""
         lent_to, self._lent_to = self._lent_to, None
@@ -242,7 +259,8 @@ class Context:
         self.collect()
         self.presentation.gradients.check_written()
         self.presentation.gradients.check_given(self.presentation.params(), self.presentation.dtypes)
-        storing = Storing(self.presentation, self.presentation.leave(), new)
+        steady = None if due else self._steady
+        storing = Storing(self.presentation, self.presentation.leave(), new, steady)
         changes = changes_of(storing) if due else []
         self.has_stored = self.has_stored or storing.writes
         storing.write()
@@ -264,10 +282,20 @@ class Context:
         self.presentation.gradients.check_written()
         measured = None if self._trace is None else self._trace.finish()
         if measured is None:
-            self.store(due, new=True)
+            is_settled = self.store(due, new=True).is_settled
             self.end()
+            self._keep(is_settled)
         else:
             self.measured, self.is_kept = measured, True
+
+    def _keep(self, is_settled: bool) -> None:
+        """Keeps the presentation if the next step may find the same."""
+        if not is_settled or self._structure is None or bookkeeping(self.optimizer).pins:
+            return
+        self._steady = self._steady or Steady.of(self.presentation, self._structure)
+        if self._steady is not None:
+            pool(self.optimizer).steady, self.is_kept = self._steady, True
+            self.presentation.let_go()
 
     @torch.no_grad()
     def end(self) -> None:

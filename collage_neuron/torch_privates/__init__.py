@@ -52,6 +52,7 @@ from collage_neuron.torch_privates.sharded import (
     sharded_like,
 )
 from collage_neuron.torch_privates.tensors import (
+    are_held_once,
     attributes,
     base_of,
     copy_each,
@@ -60,6 +61,7 @@ from collage_neuron.torch_privates.tensors import (
     exchange_all,
     exchange_each,
     exchange_shards,
+    flattened,
     guard,
     holders,
     inside,
@@ -81,9 +83,11 @@ from collage_neuron.torch_privates.xla import (
 )
 
 __all__ = [
-    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "attributes", "base_of", "compile_errors", "copy_each",
+    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "are_held_once", "attributes", "base_of", "compile_errors",
+    "copy_each",
     "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "dispatch_modes", "drop_load_hook", "each_tensor",
-    "exchange", "exchange_all", "exchange_each", "exchange_shards", "function_modes", "groups_of_xla_zero", "guard",
+    "exchange", "exchange_all", "exchange_each", "exchange_shards", "flattened", "function_modes",
+    "groups_of_xla_zero", "guard",
     "guarding", "has_hooks", "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders",
     "hooked_steps", "inside", "is_autocast_enabled", "is_counted_by_scheduler", "is_flattened", "is_fully_sharded",
     "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation", "is_split_over_devices",

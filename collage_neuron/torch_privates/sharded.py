@@ -71,7 +71,8 @@ def part(t: Any) -> Any:
 
     Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_whole_parameters`.
     """
-    return t._local_tensor if hasattr(t, "to_local") else t
+    is_plain = type(t) in (torch.Tensor, torch.nn.Parameter)  # most are: a tensor takes .5 us to say what it has not
+    return t if is_plain or not hasattr(t, "to_local") else t._local_tensor
 
 
 def sharded_like(part: torch.Tensor, t: Any) -> Any:
