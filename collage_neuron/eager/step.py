@@ -24,7 +24,7 @@ from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.rollback import Held
 from collage_neuron.eager.steady import Steady
 from collage_neuron.eager.step_metrics import changes_of
-from collage_neuron.errors import RunsAsWritten, StepInterrupted, UnsupportedUpdate
+from collage_neuron.errors import RunsAsWritten, StepInterrupted, StepSkipped, UnsupportedUpdate
 from collage_neuron.runtime import cross_rank_check, fallback_warning
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
@@ -45,6 +45,12 @@ class Trace(Protocol):
     @property
     def waiting(self) -> MakesPlaceholders:
         """What makes placeholders instead of memory for fp32 values."""
+
+    def decides_later(self, finite: torch.Tensor) -> bool:
+        """Returns True if the step may begin before it is known whether gradients are finite."""
+
+    def decide(self) -> None:
+        """Waits for that, if nobody has yet; raises StepSkipped if they are not."""
 
     def planned(self, seen: structure_guard.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
@@ -120,12 +126,14 @@ def take(
         replaced_params.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
     external_writes.drop_stale(optimizer)
     mask = finite()
-    if mask is not None and not bool(mask):
+    if mask is not None and not (trace is not None and trace.decides_later(mask)) and not bool(mask):
         return Taken([], call.loss)
     if trace is None:
         fallback_warning.warn(base, optimizer, refusal)
     try:
         measured, returned = _run(base, optimizer, call, due, trace)
+    except StepSkipped:
+        return Taken([], call.loss)
     except StepInterrupted:  # what it has written is lost: it cannot be repeated
         raise
     except Exception as error:
@@ -216,6 +224,8 @@ class Context:
         structure_guard.changed(self.optimizer)
         if self._held is None:
             self._held = Held(self.optimizer, self.presentation.params(), known, inside, seen)
+        if trace is not None and self._held.has_large:
+            trace.decide()
         self.presentation.alias(self._held.tensors)
         if trace is not None and not self.presentation.can_wait():
             trace.check_as_written("a gradient, a parameter or a state shares its memory")
