@@ -12,7 +12,6 @@ from collage_neuron.eager import codec
 from collage_neuron.eager.average_detection import averages, counts
 from collage_neuron.eager.memory import bits, is_alone, pool, without_graph
 from collage_neuron.eager.presented_layout import Outline
-from collage_neuron.eager.steady import Steady
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
@@ -27,6 +26,7 @@ from collage_neuron.states.store import is_stored
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation, Value
+    from collage_neuron.eager.steady import Steady
 
 
 def formats_of(

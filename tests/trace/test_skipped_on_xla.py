@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ class Reading(Optimizer):
         self.read: list[float] = []
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             state, size = self.state[p], p.grad.norm().item() if self.reads else 1.0
             self.read.append(size)
