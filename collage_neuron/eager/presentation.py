@@ -270,20 +270,20 @@ class Presentation:
                 self._waiting.give(v.owner, into.requires_grad_(v.owner.requires_grad))
         self._waiting = None
 
-    @torch.no_grad()
     def copy_of(self, owner: torch.Tensor) -> torch.Tensor:
         """A copy of the value that an object has which waits: of a parameter, a state or a gradient.
 
-        Small ones are copied together when the first of them is asked for: code that asks for one asks for more.
+        Small ones are copied together when the first of them is asked for: code that asks for one asks for more. It is
+        called without gradients.
         """
         if self._copies is None:
             small = [v for v in self.values if v.owner.numel() <= SMALL]
             self._copies = self._decoded(small)
             self._sources = self.gradients.sources()
-        if (found := self._copies.get(id(owner))) is not None:
-            return found.clone()
+        if (found := self._copies.pop(id(owner), None)) is not None:
+            return found
         if (source := self._sources.get(id(owner))) is not None:
-            return source.detach().float().clone()
+            return source.to(torch.float32, copy=True)
         return self._decoded([v for v in self.values if v.owner is owner])[id(owner)]
 
     def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
