@@ -387,10 +387,11 @@ def _are_same(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     for wide, own in pairs:
         by_type.setdefault(own.dtype, []).append((wide, own))
     return all(
-        torch.equal(bits(_joined([x for x, _ in alike]).to(dtype)), bits(_joined([x for _, x in alike])))
+        torch.equal(bits(joined([x for x, _ in alike]).to(dtype)), bits(joined([x for _, x in alike])))
         for dtype, alike in by_type.items()
     )
 
 
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The elements of all, of one dtype."""
     return tensors[0] if len(tensors) == 1 else torch_privates.flattened(tensors)

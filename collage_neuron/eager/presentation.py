@@ -8,7 +8,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import Conversions, Lookup, decoding, encoding, role
-from collage_neuron.eager.gradients import Gradients, MakesPlaceholders
+from collage_neuron.eager.gradients import Gradients, MakesPlaceholders, joined
 from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool, without_graph
 from collage_neuron.eager.presented_layout import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
@@ -80,10 +80,12 @@ class Alike(NamedTuple):
         update, kept = decoding(self.format, self.role), self.kept[0] if is_as_before else None
         filling.add(self.backend, update, (), words, shells, kept)
 
-    def encode(self, storing: Conversions) -> None:
-        """Stores what they present, as it is laid out in each step, in a format that does not draw."""
-        words, shells = self._tensors()
-        storing.add(self.backend, encoding(self.format, self.role, draws=False), (), shells, words, self.kept[1])
+    def encode(self, storing: Conversions, params: Container[int]) -> None:
+        """Stores what those of `params`, by their ids, present, as laid out in each step; not if the format draws."""
+        own = self._replace(values=[v for v in self.values if id(v.p) in params])
+        if own.values and self.format.draw is None:
+            (words, shells), kept = own._tensors(), self.kept[1] if len(own.values) == len(self.values) else None
+            storing.add(self.backend, encoding(self.format, self.role), (), shells, words, kept)
 
 
 @dataclass(eq=False)
@@ -205,6 +207,21 @@ class Presentation:
         at_once.run()
         if version(v.owner) != pin.version or torch.equal(bits(local(v.shell)), bits(pin.value)):
             local(v.shell).copy_(now)
+
+    def are_as_before(self, values: Sequence[Value]) -> bool:
+        """Returns True if values are those of their words, while they are not presented."""
+        small = [v for v in values if v.owner.numel() <= SMALL]
+        return all(map(self._are_as_before, [small, *([v] for v in values if v.owner.numel() > SMALL)]))
+
+    def _are_as_before(self, values: Sequence[Value]) -> bool:
+        lookup, filling = Lookup(), Conversions()
+        shells = [local(v.shell).detach().float() for v in values]
+        copies = [torch.empty_like(local(v.owner), dtype=torch.float32, requires_grad=False) for v in values]
+        for v, copy in zip(values, copies, strict=True):
+            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
+            filling.decode(backend, v.fmt, v.words(), copy, v.name)
+        filling.run()
+        return not values or torch.equal(bits(joined(copies)), bits(joined(shells)))
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
         """Finds those of `tensors`, which the optimizer holds, that lie in the memory of first words or gradients.

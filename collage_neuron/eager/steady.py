@@ -43,8 +43,8 @@ class Steady:
     @classmethod
     def of(cls, shown: Presentation, structure: structure_guard.Structure) -> Steady | None:
         """What a step that has left all in its formats has presented; None if something of it needs a closer look."""
-        shells, draws = [v.shell for v in shown.values], any(each.format.draw is not None for each in shown.alike)
-        if shown.has_two_names or draws or not ORDINARY.issuperset(map(type, shells)):
+        shells = [v.shell for v in shown.values]
+        if shown.has_two_names or not ORDINARY.issuperset(map(type, shells)):
             return None
         if not all(
             x.dtype == torch.float32 and lies_like(x, v.owner) for x, v in zip(shells, shown.values, strict=True)
@@ -68,12 +68,12 @@ class Steady:
         return known
 
     def is_left(self) -> bool:
-        """Returns True if the step has left the objects that it found, for all of which there are gradients.
+        """Returns True if the step has left the objects that it found, and other states are numbers.
 
-        Other states are numbers. It is asked when nothing is presented any more.
+        What has no gradient it has not changed. It is asked when nothing is presented any more.
         """
         shown = self.presentation
-        if len(shown.gradients.of) < len(shown.groups) or _settings(shown) != self.settings:
+        if _settings(shown) != self.settings:
             return False
         by_id = shown.states()
         states = [by_id.get(key, _NO_STATE) for key in shown.groups]
@@ -90,7 +90,8 @@ class Steady:
             return False
         if any(isinstance(x, torch.Tensor) and x.numel() != 1 for x in others):
             return False
-        return self.guard(*(v.shell for v in shown.values))
+        idle = [v for v in shown.values if id(v.p) not in shown.gradients.of]
+        return self.guard(*(v.shell for v in shown.values)) and shown.are_as_before(idle)
 
 
 def _settings(shown: Presentation) -> list[Settings]:

@@ -292,17 +292,18 @@ class Context:
         self.presentation.gradients.check_written()
         measured = None if self._trace is None else self._trace.finish()
         if measured is None:
-            is_settled = self.store(due, new=True).is_settled
+            storing = self.store(due, new=True)
             self.end()
-            self._keep(is_settled)
+            self._keep(storing)
         else:
             self.measured, self.is_kept = measured, True
 
-    def _keep(self, is_settled: bool) -> None:
+    def _keep(self, storing: Storing) -> None:
         """Keeps the presentation if the next step may find the same."""
-        if not is_settled or self._structure is None or bookkeeping(self.optimizer).pins:
+        if not storing.is_settled or self._structure is None or bookkeeping(self.optimizer).pins:
             return
-        self._steady = self._steady or Steady.of(self.presentation, self._structure)
+        if not storing.is_whole:  # it has seen no guard
+            self._steady = Steady.of(self.presentation, self._structure)
         if self._steady is not None:
             pool(self.optimizer).steady, self.is_kept = self._steady, True
             self.presentation.let_go()
