@@ -68,7 +68,7 @@ class Alike(NamedTuple):
     kept: tuple[dict[Any, Any], dict[Any, Any]]
     """What backends have found out about their tensors, as long as these are laid out as in the last step."""
 
-    def _tensors(self) -> tuple[Sequence[Sequence[torch.Tensor]], Sequence[Sequence[torch.Tensor]]]:
+    def tensors(self) -> tuple[Sequence[Sequence[torch.Tensor]], Sequence[Sequence[torch.Tensor]]]:
         """The words, and what they present."""
         if self.has_shards:
             return [v.words() for v in self.values], [[local(v.shell)] for v in self.values]
@@ -76,7 +76,7 @@ class Alike(NamedTuple):
 
     def decode(self, filling: Conversions, is_as_before: bool) -> None:
         """Fills what they present."""
-        words, shells = self._tensors()
+        words, shells = self.tensors()
         update, kept = decoding(self.format, self.role), self.kept[0] if is_as_before else None
         filling.add(self.backend, update, (), words, shells, kept)
 
@@ -84,7 +84,7 @@ class Alike(NamedTuple):
         """Stores what those of `params`, by their ids, present, as laid out in each step; not if the format draws."""
         own = self._replace(values=[v for v in self.values if id(v.p) in params])
         if own.values and self.format.draw is None:
-            (words, shells), kept = own._tensors(), self.kept[1] if len(own.values) == len(self.values) else None
+            (words, shells), kept = own.tensors(), self.kept[1] if len(own.values) == len(self.values) else None
             storing.add(self.backend, encoding(self.format, self.role), (), shells, words, kept)
 
 
