@@ -71,6 +71,11 @@ def by_the_sum(optimizer: Reading, p: Any, u: torch.Tensor) -> torch.Tensor:
     return u / (1 + optimizer.total)
 
 
+def flipped(_: Reading, p: Any, u: torch.Tensor) -> torch.Tensor:
+    """What is not compiled: such a step runs as written."""
+    return u.flip(0)
+
+
 def reading(scaled: Callable[[Reading, Any, torch.Tensor], torch.Tensor]) -> tuple[Make, Make]:
     """The same in plain torch and compiled."""
     return partial(Reading, scaled=scaled), partial(Reading, scaled=scaled)
@@ -91,8 +96,12 @@ CASES: dict[str, tuple[Make, Make]] = {
     "trust, .item()": reading(by_trust),
     "clipped, .item()": reading(clipped),
     "sum of norms": reading(by_the_sum),
+    "as written": reading(flipped),
 }
 """What plain torch runs, and what is compiled."""
+
+AS_WRITTEN = (CASES["as written"],)
+"""Of those, what cannot be compiled."""
 
 
 def made(make: Make, count: int, is_compiled: bool) -> Any:
@@ -119,7 +128,7 @@ def times(case: tuple[Make, Make], count: int, steps: int) -> dict[str, list[flo
             if i >= WARM_UP:
                 found[kind].append(1e3 * (process_time() - start))
     traces = kinds["traced"]._collage_bookkeeping.traces
-    if traces.misses:
+    if traces.misses and case not in AS_WRITTEN:
         raise RuntimeError(f"steps are not traced: {traces.why}")
     return found
 

@@ -45,6 +45,10 @@ def warn_user(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 
+class StepSkipped(BaseException):
+    """Ends a step that was begun before it was known whether gradients are finite; nobody outside sees it."""
+
+
 class StepInterrupted(RuntimeError):
     """A backend failed after it had updated some parameters; the optimizer needs its last checkpoint."""
 

@@ -115,7 +115,7 @@ class Conversions:
         self, backend: Backend, fmt: Format, stored: Sequence[torch.Tensor], into: torch.Tensor, name: str = "state"
     ) -> None:
         """Writes the value of words, called `name`, to the fp32 tensor `into`."""
-        self._add(backend, decoding(fmt, role(name)), (), stored, [into])
+        self.add(backend, decoding(fmt, role(name)), (), [stored], [[into]])
 
     def encode(
         self,
@@ -130,25 +130,30 @@ class Conversions:
 
         `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`), None for none.
         """
-        self._add(backend, encoding(fmt, role(name), drawing is not None), drawing or (), [value], into)
+        self.add(backend, encoding(fmt, role(name), drawing is not None), drawing or (), [[value]], [into])
 
-    def _add(
+    def add(
         self,
         backend: Backend,
         update: Update,
         drawing: Sequence[float],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        reads: Sequence[Sequence[torch.Tensor]],
+        writes: Sequence[Sequence[torch.Tensor]],
+        kept: dict[Any, Any] | None = None,
     ) -> None:
-        if not reads[0].numel():
+        """Adds conversions of tensors on one device; all of them have elements, or none has.
+
+        `kept` is what backends have found out about them, if it is all there is of their update (`Launch.kept`).
+        """
+        if not reads[0][0].numel():
             return
-        launches = self._launches.setdefault(backend, {}).setdefault((update, reads[0].device), [])
+        launches = self._launches.setdefault(backend, {}).setdefault((update, reads[0][0].device), [])
         if not launches or update.draws:
             vector = _numbers(update, tuple(drawing) if update.draws else ())
-            launches.append(Launch(update, vector, [], []))
+            launches.append(Launch(update, vector, [], [], kept=kept))
         rows: Any = launches[-1]
-        rows.reads.append(reads)
-        rows.writes.append(writes)
+        rows.reads.extend(reads)
+        rows.writes.extend(writes)
 
     def run(self) -> None:
         """Runs them, in any order; those of tensors without elements have nothing to do."""
@@ -158,7 +163,7 @@ class Conversions:
 
     def _with_layout(self, launch: Launch) -> Launch:
         """The launch, with what a backend has found out about tensors that are laid out alike."""
-        if self._laid is None or launch.update.draws:
+        if self._laid is None or launch.update.draws or launch.kept is not None:
             return launch
         tensors = [*chain.from_iterable(launch.reads), *chain.from_iterable(launch.writes)]
         found = self._laid.get(launch.update)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,14 +11,14 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.eager import codec
 from collage_neuron.eager.average_detection import averages, counts
-from collage_neuron.eager.memory import bits, is_alone, pool, without_graph
+from collage_neuron.eager.memory import is_alone, pool, without_graph
 from collage_neuron.eager.presented_layout import Outline
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import strategy_checks, word_encoding
+from collage_neuron.states import strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, is_sharded_like, like, local
@@ -26,6 +27,7 @@ from collage_neuron.states.store import is_stored
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation, Value
+    from collage_neuron.eager.steady import Steady
 
 
 def formats_of(
@@ -80,10 +82,13 @@ Results = list[tuple[str, torch.Tensor]]
 class Storing:
     """The words of all results; made first, so that what can fail comes before anything is written."""
 
-    def __init__(self, presentation: Presentation, grads: Mapping[int, tuple[Any, bool]], new: bool) -> None:
+    def __init__(
+        self, presentation: Presentation, grads: Mapping[int, tuple[Any, bool]], new: bool, steady: Steady | None
+    ) -> None:
         """Plans what to write: at the end of a step, of parameters with a gradient everything, `new` states too.
 
-        Otherwise what was changed, which is looked at closely.
+        Otherwise what was changed, which is looked at closely. All is written to where it was if a `steady` step has
+        left it there.
         """
         self.presentation, self.optimizer = presentation, presentation.optimizer
         self.grads, self._at_end = grads, new
@@ -94,6 +99,12 @@ class Storing:
         self._looked_up = codec.Lookup()
         self._drawing: dict[int, dict[str, Any]] = {}
         self._written: set[int] = set()
+        self.is_whole = new and steady is not None and not self._is_due and steady.is_left()
+        self.is_settled = new
+        """True if all values are written to the words that they had."""
+        if self.is_whole:
+            self._plan_whole()
+            return
         self._values = {id(v.owner): v for v in presentation.values}
         self._objects = {id(x) for g in presentation.gradients.of.values() for x in (g.owner, g.wide)}
         self._objects |= {id(g) for g, _ in grads.values()} | presentation.groups.keys()
@@ -106,22 +117,34 @@ class Storing:
     def _plan(self, p: Any, group: dict[str, Any], number: int) -> None:
         settings, backend = self._looked_up.of(group, p)
         state, outline = dict.get(self.optimizer.state, p, {}), self.presentation.outlines[id(p)]
-        is_settled = self._is_settled(p, state, outline, settings)
-        found = self._settled(p, outline) if is_settled else self._anew(p, state, settings, group)
+        found = self._anew(p, state, settings, group)
         for k, stored in enumerate(found):
             if id(stored.owner) in self._made:
                 continue
             self._made[id(stored.owner)] = stored
-            if not is_settled and self._is_as_before(p, stored):
+            if self._is_as_before(p, stored):
                 continue
             self._written.add(id(stored.owner))
-            if not is_settled:
-                codec.check_codec(backend, [stored.format], p.device)
+            codec.check_codec(backend, [stored.format], p.device)
             # Another parameter's number for each value, so that no two are rounded by the same random bits.
             self._encode(stored, backend, group, settings, number + k * len(self.presentation.groups))
         self.stored[id(p)] = found
-        if not is_settled and isinstance(settings.strategy, str) and self._keeps(outline, found):
-            outline.settled.add(settings.strategy)
+        self.is_settled = self.is_settled and isinstance(settings.strategy, str) and self._keeps(outline, found)
+
+    def _plan_whole(self) -> None:
+        """The same for a step that has left everything where it was, of parameters with a gradient."""
+        given = self.presentation.gradients.of.keys()
+        for alike in self.presentation.alike:
+            alike.encode(self._encoding, given)
+        of_params = groupby(self.presentation.values, lambda v: id(v.p))
+        draws = any(alike.format.draw is not None for alike in self.presentation.alike)
+        for number, (key, values) in enumerate(of_params if draws else ()):
+            p, group = self.presentation.groups[key]
+            settings, backend = self._looked_up.of(group, p)
+            for k, v in enumerate(values if key in given else ()):
+                if v.fmt.draw is not None:
+                    stored = Stored(v.name, v.fmt, [v.owner, *v.further], v.owner, v.shell, v)
+                    self._encode(stored, backend, group, settings, number + k * len(self.presentation.groups))
 
     def _encode(self, stored: Stored, backend: Backend, group: dict[str, Any], settings: Settings, number: int) -> None:
         drawing = None
@@ -142,30 +165,8 @@ class Storing:
         found = ((name, self._made.get(id(x)) or self._new(p, name, formats[name], x)) for name, x in results)
         return [stored._replace(name=name) for name, stored in found]
 
-    def _settled(self, p: Any, outline: Outline) -> list[Stored]:
-        """The same if it is as in the last step."""
-        befores = [self._values[id(owner)] for owner in self.presentation.owners[id(p)]]
-        pairs = zip(outline.values, befores, strict=True)
-        return [Stored(name, fmt, [x.owner, *x.further], x.owner, x.shell, x) for (name, fmt, _), x in pairs]
-
-    def _is_settled(self, p: Any, state: Mapping[Any, Any], outline: Outline, settings: Settings) -> bool:
-        """Returns True if the step has left values as it found them, and they were stored in the same formats before.
-
-        Everything that decides on formats is the same then.
-        """
-        if not isinstance(settings.strategy, str) or settings.strategy not in outline.settled:
-            return False
-        owners = self.presentation.owners[id(p)]
-        if not self._at_end or self._is_due or p.grad is None or not outline.is_left(state, owners):
-            return False
-        values = [self._values[id(owner)] for owner in owners if id(owner) in self._values]
-        shells = [v.shell for v in values if v.p is p]
-        return len(shells) == len(owners) and all(x.shape == p.shape and x.device == p.device for x in shells)
-
     def _keeps(self, outline: Outline, stored: Sequence[Stored]) -> bool:
-        """Returns True if, at the end of a step, all values have the formats and words that they had before."""
-        if not self._at_end:
-            return False
+        """Returns True if all values have the formats and words that they had before."""
         same = [(s.name, s.format) for s in stored] == [(name, fmt) for name, fmt, _ in outline.values]
         return same and all(
             s.before is not None and s.before.p is stored[0].owner and s.words[0] is s.owner for s in stored
@@ -264,9 +265,7 @@ class Storing:
         before = stored.before
         if before is None or before.fmt is not stored.format or (p.grad is not None and self._at_end):
             return False
-        return torch.equal(
-            bits(word_encoding.decode(before.fmt, before.words(), stored.name)), bits(local(stored.value).float())
-        )
+        return self.presentation.are_as_before([before])
 
     def is_written(self, stored: Stored) -> bool:
         """Returns True if the step has changed the value, as far as is looked for."""
@@ -291,6 +290,17 @@ class Storing:
         self.presentation.gradients.write(
             {key: grad for key, (grad, _) in self.grads.items()}, self.presentation.params()
         )
+        if not self.is_whole:
+            self._write_each()
+            return
+        self.presentation.put_words()
+        states = self.presentation.states()
+        for p, _ in self.presentation.groups.values() if not all(states.values()) else ():
+            if states.get(id(p)) == {}:
+                del self.optimizer.state[p]
+
+    def _write_each(self) -> None:
+        """Words get their places, parameter by parameter."""
         self.presentation.release(self._made.keys())
         done: set[int] = set()
         for p in self.presentation.params():

@@ -96,30 +96,34 @@ class Gradients:
         With `waiting`, the tensors are its placeholders, and get their values from `compute`.
         """
         given = [p for p in params if p.grad is not None]
-        shared = {}
-        if not are_alone([p.grad for p in given]):
-            shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and _is_shared(p.grad)}
+        grads, shared = [p.grad for p in given], {}
+        if not are_alone(grads):
+            shared = {id(g): g for g in grads if type(g) in ORDINARY and _is_shared(g)}
         self.pairs, self._buffers = [], []
         known = pool(self.optimizer).wide
         for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
             del known[key]
         is_met = bool(shared) and _meet(list(shared.values()), [*owners, *held])
-        self.are_single = not (is_met or known) and len({id(p.grad) for p in given}) == len(given)
+        self.are_single = not (is_met or known) and len({*map(id, grads)}) == len(given)
         if waiting is not None:
             self._plan_waiting(given, waiting)
             return
-        inside = _parts_held(given, held)
+        inside = _parts_held(grads, held)
         shared |= inside
         parts = self._parts(shared, held, inside) if shared else {}
         self._in_buffers = parts.keys()
         self.of = {}
-        for p in given:
-            self.of[id(p)] = g = Gradient(p.grad, self._wide(p, known, parts))
-            known[id(g.owner)] = weakref.ref(g.owner), weakref.ref(g.wide)
-        single = {id(p.grad): p for p in given if id(p.grad) not in parts}
-        alone = [(p, self.of[id(p)].wide) for p in single.values()]
-        torch_privates.copy_each([local(wide) for _, wide in alone], [gradient(p).detach() for p, _ in alone])
-        self.pairs += [(p.grad, wide.detach()) for p, wide in alone]
+        alone: dict[int, tuple[Any, Any, torch.Tensor]] = {}
+        for p, grad in zip(given, grads, strict=True):
+            wide = self._wide(grad, known, parts)
+            self.of[id(p)] = Gradient(grad, wide)
+            known[id(grad)] = weakref.ref(grad), weakref.ref(wide)
+            if id(grad) not in parts:
+                alone[id(grad)] = p, grad, wide
+        torch_privates.copy_each(
+            [local(wide) for *_, wide in alone.values()], [gradient(p) for p, *_ in alone.values()]
+        )
+        self.pairs += [(grad, wide.detach()) for _, grad, wide in alone.values()]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 
     def _plan_waiting(self, given: Sequence[Any], waiting: MakesPlaceholders) -> None:
@@ -175,16 +179,16 @@ class Gradients:
         inside = {id(owner): other for owner, other in self.pairs}
         return {id(g.wide): inside.get(id(g.owner), g.owner) for g in self.of.values()}
 
-    def _wide(self, p: Any, known: Mapping[int, Any], parts: Parts) -> torch.Tensor:
-        """The fp32 tensor: that of the last step, if something refers to it."""
-        if id(p.grad) in parts:
-            return parts[id(p.grad)][1]
-        if id(part := torch_privates.part(p.grad)) in parts:
-            made: torch.Tensor = torch_privates.sharded_like(parts[id(part)][1], p.grad)
+    def _wide(self, grad: torch.Tensor, known: Mapping[int, Any], parts: Parts) -> torch.Tensor:
+        """The fp32 tensor of a gradient: that of the last step, if something refers to it."""
+        if id(grad) in parts:
+            return parts[id(grad)][1]
+        if parts and id(part := torch_privates.part(grad)) in parts:
+            made: torch.Tensor = torch_privates.sharded_like(parts[id(part)][1], grad)
             return made
-        owner, before = known.get(id(p.grad), (None, None))
-        found: torch.Tensor | None = before() if owner is not None and owner() is p.grad else None
-        return pool(self.optimizer).empty(p.grad) if found is None or found.shape != p.shape else found
+        owner, before = known.get(id(grad), (None, None))
+        found: torch.Tensor | None = before() if owner is not None and owner() is grad else None
+        return pool(self.optimizer).empty(grad) if found is None or found.shape != grad.shape else found
 
     def _parts(self, grads: Mapping[int, torch.Tensor], held: Iterable[torch.Tensor], inside: Collection[int]) -> Parts:
         """Gradients that share a buffer with one another or with what is held, and this, with their fp32 tensors.
@@ -250,8 +254,9 @@ class Gradients:
         """Exchanges it back."""
         if waiting is not None:
             waiting.withdraw(self.pairs)
-        for own, other in reversed(self.pairs):
-            torch_privates.exchange(own, other)
+        are_ordinary = ORDINARY.issuperset(type(own) for own, _ in self.pairs)
+        exchange = torch_privates.exchange_each if are_ordinary else torch_privates.exchange_shards
+        exchange(reversed(self.pairs))
 
     def present(self, params: Iterable[Any]) -> None:
         """Sets `p.grad`, after the exchange."""
@@ -320,16 +325,17 @@ class Gradients:
         for flat, wide in self._buffers:
             if not _are_same([(wide, flat)]):
                 flat.copy_(wide)
-        both = []
+        both: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        small: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         for p in params:
             given, found = self.of.get(id(p)), left[id(p)]
             if given is not None:  # its own object has what was written to it, if it is not `p.grad` any more too
-                both.append((p, given.owner, local(given.wide)))
+                own, x = given.owner, local(given.wide)
+                (small if x.numel() <= SMALL and x.is_cpu else both).append((p, own, x))
             if found is not (None if given is None else given.wide):
                 p.grad = None if found is None else found.detach().to(p.dtype)
-        small = [(p, own, x) for p, own, x in both if x.numel() <= SMALL and p.device.type == "cpu"]
-        if _are_same([(x, local(own)) for _, own, x in small]):
-            both = [(p, own, x) for p, own, x in both if x.numel() > SMALL or p.device.type != "cpu"]
+        if not _are_same([(x, local(own)) for _, own, x in small]):
+            both += small
         for p, own, x in both:
             # On XLA only the host could tell whether it was changed; rounding an unchanged one changes nothing.
             if p.device.type == "xla" or not _are_same([(x, local(own))]):
@@ -339,14 +345,14 @@ class Gradients:
         """Keeps fp32 tensors of which something has the memory, for as long as their gradients are there."""
         self.pairs, self._before, self._versions = [], [], []
         known = pool(self.optimizer).wide
-        for g in self.of.values():
+        for g in self.of.values() if not are_alone([g.wide for g in self.of.values()]) else ():
             if id(g.owner) not in self._in_buffers and not is_alone(g.wide):
                 known[id(g.owner)] = weakref.ref(g.owner), _giving(g.wide)
 
 
-def _parts_held(params: Iterable[Any], held: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+def _parts_held(grads: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """By their ids, what is in gradients that are DTensors, if something that is held lies in its memory."""
-    parts = [torch_privates.part(p.grad) for p in params if is_sharded(p.grad)]
+    parts = [torch_privates.part(g) for g in grads if type(g) not in ORDINARY and is_sharded(g)]
     memories = set(map(memory_of, held)) if parts else set()
     return {id(x): x for x in parts if memory_of(x) in memories}
 
@@ -381,10 +387,11 @@ def _are_same(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     for wide, own in pairs:
         by_type.setdefault(own.dtype, []).append((wide, own))
     return all(
-        torch.equal(bits(_joined([x for x, _ in alike]).to(dtype)), bits(_joined([x for _, x in alike])))
+        torch.equal(bits(joined([x for x, _ in alike]).to(dtype)), bits(joined([x for _, x in alike])))
         for dtype, alike in by_type.items()
     )
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat([x.detach().reshape(-1) for x in tensors])
+def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The elements of all, of one dtype."""
+    return tensors[0] if len(tensors) == 1 else torch_privates.flattened(tensors)

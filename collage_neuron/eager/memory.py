@@ -13,7 +13,7 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,7 +98,8 @@ def is_alone(t: torch.Tensor) -> bool:
 def are_alone(tensors: Iterable[torch.Tensor]) -> bool:
     """Returns True if nothing else refers to the memory of any; False too if one has none, or only one could tell."""
     try:
-        return all(type(t) in ORDINARY and torch_privates.holders(t) <= 1 for t in tensors)
+        found = list(tensors)
+        return ORDINARY.issuperset(map(type, found)) and torch_privates.are_held_once(found)
     except (RuntimeError, NotImplementedError):
         return False
 
@@ -136,6 +137,8 @@ class Pool:
         """Buffers of gradients, and the fp32 ones, by their memory: as long as something refers to these."""
         self.laid_out: dict[Any, Any] = {}
         """What backends have found out about the tensors that are converted (`codec`)."""
+        self.steady: Any = None
+        """A `steady.Steady`, if the last step has left what it found: while all memory stays where it is."""
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for an fp32 tensor that is shaped and laid out like another."""
@@ -147,11 +150,19 @@ class Pool:
     def shell(self, owner: torch.Tensor) -> torch.Tensor:
         """Memory for the fp32 value of a parameter or a state."""
         found = self._shells.get(id(owner))
-        if found is None or found.owner() is not owner or not _lies_like(found.tensor, owner):
+        if found is None or found.owner() is not owner or not lies_like(found.tensor, owner):
             found = Shell(weakref.ref(owner), *self._made(owner.detach()))
         self._shells[id(owner)] = found
         self._used.add(id(owner))
         return found.tensor
+
+    def are_those_of(self, owners: Sequence[torch.Tensor], shells: Sequence[torch.Tensor]) -> bool:
+        """Returns True if `shell` would give these again, which are used then."""
+        found = [self._shells.get(id(owner)) for owner in owners]
+        if None in found or not all(x.tensor is t for x, t in zip(found, shells, strict=True)):  # type: ignore[union-attr]
+            return False
+        self._used.update(map(id, owners))
+        return all(x.owner() is owner for x, owner in zip(found, owners, strict=True))  # type: ignore[union-attr]
 
     def fill(self, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor:
         """Memory for a value that had none, or a part; `shell`, which has the first word, gets it after the step."""
@@ -165,6 +176,8 @@ class Pool:
         self._shells.pop(id(owner), None)
 
     def _made(self, like: torch.Tensor) -> tuple[torch.Tensor, Region | None]:
+        if type(like) in ORDINARY and like.numel() < LEAST // 4 and like.is_contiguous():  # most, in most models
+            return torch.empty_like(like, dtype=torch.float32, requires_grad=False), None
         if is_sharded(like):
             made, region = self._made(torch_privates.part(like))
             return torch_privates.sharded_like(made, like), region
@@ -187,6 +200,7 @@ class Pool:
         for key, shell in list(self._shells.items()):
             if key not in self._used or shell.owner() is None or not shell.tensor.is_cpu or not self._is_in(shell):
                 del self._shells[key]
+                self.steady = None
             elif shell.region is not None and torch_privates.holders(torch_privates.part(shell.tensor)) == 1:
                 _advised(shell.region.memory, mmap.MADV_FREE, shell.region.offset, shell.region.length)
         self._used.clear()
@@ -198,7 +212,8 @@ class Pool:
         return shell.region is None or torch_privates.part(shell.tensor).data_ptr() == shell.region.address
 
 
-def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:
+def lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:
+    """Returns True for memory that is shaped and laid out as `Pool.empty` makes it."""
     if not is_sharded_like(t, owner):
         return False
     t, owner = torch_privates.part(t), torch_privates.part(owner)

@@ -8,18 +8,18 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.codec import Conversions, Lookup
-from collage_neuron.eager.gradients import Gradients, MakesPlaceholders
+from collage_neuron.eager.codec import Conversions, Lookup, decoding, encoding, role
+from collage_neuron.eager.gradients import Gradients, MakesPlaceholders, joined
 from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool, without_graph
 from collage_neuron.eager.presented_layout import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
@@ -53,8 +53,39 @@ class Value:
     """Those of the further words."""
 
     def words(self) -> list[torch.Tensor]:
-        """All words, while they are not presented."""
-        return [local(without_graph(x)) for x in (self.owner, *self.further)]
+        """All words, while they are not presented; they are used without gradients."""
+        return [local(self.owner), *map(local, self.further)]
+
+
+class Alike(NamedTuple):
+    """Values of one format on one device, which are converted together; none is empty."""
+
+    backend: Backend
+    format: Format
+    role: str
+    has_shards: bool
+    values: list[Value]
+    kept: tuple[dict[Any, Any], dict[Any, Any]]
+    """What backends have found out about their tensors, as long as these are laid out as in the last step."""
+
+    def tensors(self) -> tuple[Sequence[Sequence[torch.Tensor]], Sequence[Sequence[torch.Tensor]]]:
+        """The words, and what they present."""
+        if self.has_shards:
+            return [v.words() for v in self.values], [[local(v.shell)] for v in self.values]
+        return [(v.owner, *v.further) for v in self.values], [(v.shell,) for v in self.values]
+
+    def decode(self, filling: Conversions, is_as_before: bool) -> None:
+        """Fills what they present."""
+        words, shells = self.tensors()
+        update, kept = decoding(self.format, self.role), self.kept[0] if is_as_before else None
+        filling.add(self.backend, update, (), words, shells, kept)
+
+    def encode(self, storing: Conversions, params: Container[int]) -> None:
+        """Stores what those of `params`, by their ids, present, as laid out in each step; not if the format draws."""
+        own = self._replace(values=[v for v in self.values if id(v.p) in params])
+        if own.values and self.format.draw is None:
+            (words, shells), kept = own.tensors(), self.kept[1] if len(own.values) == len(self.values) else None
+            storing.add(self.backend, encoding(self.format, self.role), (), shells, words, kept)
 
 
 @dataclass(eq=False)
@@ -65,6 +96,8 @@ class Presentation:
     kind: str = "step"
     is_on: bool = False
     values: list[Value] = field(default_factory=list)
+    alike: list[Alike] = field(default_factory=list)
+    """The values, but for those of which something had the memory before the step, and for empty ones."""
     groups: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     """The parameters and their groups, by the id of the parameter."""
     outlines: dict[int, Outline] = field(default_factory=dict)
@@ -80,7 +113,7 @@ class Presentation:
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _are_parts_held: bool = False
     """True if the optimizer holds memory of shards."""
-    _has_two_names: bool = False
+    has_two_names: bool = False
     """True if an object is two states, or a state and a gradient: what a step gives to one of them the other keeps."""
     _waiting: MakesPlaceholders | None = None
     _copies: dict[int, torch.Tensor] | None = None
@@ -104,33 +137,36 @@ class Presentation:
 
         With `waiting`, the fp32 tensors are its placeholders, and are filled when somebody asks for that (`compute`).
         """
-        filling = Conversions(pool(self.optimizer).laid_out)
         self.values, self._aliases, self._waiting = [], [], waiting
-        self._has_two_names, self._copies = False, None
+        self.has_two_names, self._copies = False, None
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
         self.dtypes = {key: p.dtype for key, (p, _) in self.groups.items()}
         self.has_shards = any(map(is_sharded, self.params()))
         known = {id(p.grad) for p in self.params() if p.grad is not None}
-        lookup = Lookup()
-        for key, (p, group) in self.groups.items():
-            self._plan(p, self.outlines[key], known, lookup.of(group, p)[1], filling)
-        filling.run()
+        for key, (p, _) in self.groups.items():
+            self._plan(p, self.outlines[key], known)
+        if waiting is None:
+            pins = bookkeeping(self.optimizer).pins
+            found = [(v, pins.get(v.owner)) for v in self.values] if pins else []
+            pinned = {id(v): (v, pin) for v, pin in found if pin is not None and pin.shell is v.shell}
+            self.alike = self._found_alike(v for v in self.values if id(v) not in pinned)
+            self.fill()
+            for v, pin in pinned.values():
+                self._refill(v, pin)
         return known
 
-    def _plan(self, p: Any, outline: Outline, known: set[int], backend: Backend, filling: Conversions) -> None:
+    def _plan(self, p: Any, outline: Outline, known: set[int]) -> None:
         state: Any = dict.get(self.optimizer.state, p)
         owners = self.owners[id(p)] = [p, *(state[name] for name, *_ in outline.values[1:])]
         for (name, fmt, keys), owner in zip(outline.values, owners, strict=True):
             further = [state[key] for key in keys]
             if id(owner) in known:
-                self._has_two_names = True
+                self.has_two_names = True
             else:
-                value = Value(p, name, owner, fmt, further, self._shell(owner), keys)
-                self.values.append(value)
+                self.values.append(Value(p, name, owner, fmt, further, self._shell(owner), keys))
                 known.add(id(owner))
                 known.update(map(id, further))
-                self._fill(value, backend, filling)
 
     def _shell(self, owner: torch.Tensor) -> torch.Tensor:
         """Memory for the value: in a step the same each time it is presented, since variables may refer to it."""
@@ -144,20 +180,48 @@ class Presentation:
         self._shells[id(owner)] = shell
         return shell
 
-    def _fill(self, value: Value, backend: Backend, filling: Conversions) -> None:
-        if self._waiting is not None:
-            return
-        pins = bookkeeping(self.optimizer).pins
-        pin = pins.get(value.owner) if pins else None
-        if pin is None or pin.shell is not value.shell:
-            filling.decode(backend, value.fmt, value.words(), local(value.shell), value.name)
-            return
-        # What still refers to the memory may have written it: that counts, unless the words were written since.
-        now, at_once = torch.empty_like(local(value.shell)), Conversions()
-        at_once.decode(backend, value.fmt, value.words(), now, value.name)
+    def _found_alike(self, values: Iterable[Value]) -> list[Alike]:
+        lookup, found = Lookup(), dict[Any, Alike]()
+        for v in values:
+            if local(v.owner).numel():
+                backend, of = lookup.of(self.groups[id(v.p)][1], v.p)[1], role(v.name)
+                key = id(backend), id(v.fmt), of, v.owner.device
+                found.setdefault(key, Alike(backend, v.fmt, of, self.has_shards, [], ({}, {}))).values.append(v)
+        return list(found.values())
+
+    def fill(self, is_as_before: bool = False) -> None:
+        """Fills the fp32 tensors, but for those of which something had the memory before.
+
+        They, and the words, may be laid out as before in a step that does what the last one did.
+        """
+        filling = Conversions(pool(self.optimizer).laid_out)
+        for each in self.alike:
+            each.decode(filling, is_as_before)
+        filling.run()
+
+    def _refill(self, v: Value, pin: Pin) -> None:
+        """What still refers to the memory may have written it: that counts, unless the words were written since."""
+        now, at_once = torch.empty_like(local(v.shell)), Conversions()
+        backend = Lookup().of(self.groups[id(v.p)][1], v.p)[1]
+        at_once.decode(backend, v.fmt, v.words(), now, v.name)
         at_once.run()
-        if version(value.owner) != pin.version or torch.equal(bits(local(value.shell)), bits(pin.value)):
-            local(value.shell).copy_(now)
+        if version(v.owner) != pin.version or torch.equal(bits(local(v.shell)), bits(pin.value)):
+            local(v.shell).copy_(now)
+
+    def are_as_before(self, values: Sequence[Value]) -> bool:
+        """Returns True if values are those of their words, while they are not presented."""
+        small = [v for v in values if v.owner.numel() <= SMALL]
+        return all(map(self._are_as_before, [small, *([v] for v in values if v.owner.numel() > SMALL)]))
+
+    def _are_as_before(self, values: Sequence[Value]) -> bool:
+        lookup, filling = Lookup(), Conversions()
+        shells = [local(v.shell).detach().float() for v in values]
+        copies = [torch.empty_like(local(v.owner), dtype=torch.float32, requires_grad=False) for v in values]
+        for v, copy in zip(values, copies, strict=True):
+            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
+            filling.decode(backend, v.fmt, v.words(), copy, v.name)
+        filling.run()
+        return not values or torch.equal(bits(joined(copies)), bits(joined(shells)))
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
         """Finds those of `tensors`, which the optimizer holds, that lie in the memory of first words or gradients.
@@ -223,20 +287,20 @@ class Presentation:
                 self._waiting.give(v.owner, into.requires_grad_(v.owner.requires_grad))
         self._waiting = None
 
-    @torch.no_grad()
     def copy_of(self, owner: torch.Tensor) -> torch.Tensor:
         """A copy of the value that an object has which waits, or its part: of a parameter, a state or a gradient.
 
-        Small ones are copied together when the first of them is asked for: code that asks for one asks for more.
+        Small ones are copied together when the first of them is asked for: code that asks for one asks for more. It is
+        called without gradients.
         """
         if self._copies is None:
             small = [v for v in self.values if v.owner.numel() <= SMALL]
             self._copies = self._decoded(small)
             self._sources = self.gradients.sources()
-        if (found := self._copies.get(id(owner))) is not None:
-            return found.clone()
+        if (found := self._copies.pop(id(owner), None)) is not None:
+            return found
         if (source := self._sources.get(id(owner))) is not None:
-            return local(source).detach().float().clone()
+            return local(source).to(torch.float32, copy=True)
         return self._decoded([v for v in self.values if v.owner is owner])[id(owner)]
 
     def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
@@ -252,7 +316,7 @@ class Presentation:
 
     def can_wait(self) -> bool:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""
-        is_held = self._aliases or self._are_parts_held or self._has_two_names or bookkeeping(self.optimizer).pins
+        is_held = self._aliases or self._are_parts_held or self.has_two_names or bookkeeping(self.optimizer).pins
         return not is_held and self.gradients.are_single
 
     def agreed(self, planned: int, sent: object = None) -> int:
@@ -267,14 +331,17 @@ class Presentation:
         exchange(reversed(self.presented))
         exchange(reversed(self.gradients.pairs))
         self.is_on, self.presented = False, []
+        self.put_words()
+
+    def put_words(self) -> None:
+        """States have the further words again."""
         states = self.states()
         for v in self.values:
             if v.keys:
                 state = states.get(id(v.p))
                 if state is None:  # the step has removed it
                     state = states[id(v.p)] = self.optimizer.state[v.p]
-                for key, word in zip(v.keys, v.further, strict=True):
-                    state[key] = word
+                state.update(zip(v.keys, v.further, strict=True))
 
     def states(self) -> dict[int, dict[Any, Any]]:
         """The states by the ids of parameters: a tensor is hashed in Python."""
@@ -285,6 +352,7 @@ class Presentation:
         for v in self.values:
             v.owner, v.further = v.p, []
         self.owners.clear()
+        self._shells.clear()
         self._copies, self._sources = None, {}
         self.gradients.let_go()
         self.optimizer = self.gradients.optimizer = NOBODY  # which has it: memory would wait for the collector
@@ -316,7 +384,7 @@ class Presentation:
         words = chain.from_iterable(v.further for v in self.values)
         objects = [*grads, *(v.owner for v in self.values), *words]
         known = set(map(id, objects))
-        self._has_two_names = len(known) < len(objects)
+        self.has_two_names = len(known) < len(objects)
         return known
 
     def _exchange(self) -> None:
@@ -326,7 +394,7 @@ class Presentation:
             pairs = self.pairs()
             if self._waiting is not None:
                 self.presented = pairs
-            if self._waiting is not None and not self.has_shards:
+            if not self.has_shards:
                 torch_privates.exchange_all(pairs)
             else:
                 for own, shell in pairs:
@@ -352,8 +420,8 @@ class Presentation:
         """Puts the words back; returns for each parameter its fp32 gradient, and whether it requires one."""
         grads = self.gradients.take(self.params())
         left = {id(p): (grads[id(p)], p.requires_grad) for p in self.params()}
-        for own, shell in reversed(self.pairs()):
-            torch_privates.exchange(own, shell)
+        exchange = torch_privates.exchange_shards if self.has_shards else torch_privates.exchange_each
+        exchange(reversed(self.pairs()))
         self.gradients.leave()
         self.is_on, self.presented = False, []
         return left
@@ -371,6 +439,8 @@ class Presentation:
         self.gradients.keep()
         pins = bookkeeping(self.optimizer).pins
         pins.clear()
+        if are_alone([v.shell for v in self.values]):
+            return
         there = {id(x) for p in self.params() for x in (p, *(dict.get(self.optimizer.state, p) or {}).values())}
         held = [v for v in self.values if id(v.owner) in there and not is_alone(v.shell)]
         lookup, settling = Lookup(), Conversions()
@@ -383,7 +453,7 @@ class Presentation:
 
     def clear(self) -> None:
         """Lets go of all tensors."""
-        for each in (self.values, self._shells, self._aliases, self.outlines, self.owners):
+        for each in (self.values, self.alike, self._shells, self._aliases, self.outlines, self.owners):
             each.clear()
         self._copies, self._sources = None, {}
         self.gradients = Gradients(self.optimizer)

@@ -7,7 +7,7 @@ Steps find it anew only if there are other states than in the last step, or stat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -42,22 +42,11 @@ class Outline:
     """The keys of further words, which it does not see."""
     is_idle: bool
     """True if the state has nothing else: the code sees no state."""
-    settled: set[Any] = field(default_factory=set)
-    """Strategies under which a step was seen to leave exactly these values in these formats (`storing`)."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Those of the values."""
         return tuple(each.name for each in self.values)
-
-    def is_left(self, state: Mapping[Any, Any], owners: Sequence[torch.Tensor]) -> bool:
-        """Returns True if a step has left the keys and objects that it saw; other states are numbers still."""
-        if tuple(state) != self.own:
-            return False
-        found = [state[name] for name, *_ in self.values[1:]]
-        return structure_guard.are_same(found, owners[1:]) and all(
-            not isinstance(x, torch.Tensor) or x.numel() == 1 or any(x is y for y in found) for x in state.values()
-        )
 
 
 def outlines(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[Outline]:

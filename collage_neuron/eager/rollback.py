@@ -71,6 +71,11 @@ class Held:
         self._small = _copies([x for x in self.tensors if x.numel() <= SMALL])
         self._large = [(x, version(x)) for x in self.tensors if x.numel() > SMALL]
 
+    @property
+    def has_large(self) -> bool:
+        """Returns True if there are tensors that could not be restored."""
+        return bool(self._large)
+
     def has_lost(self) -> bool:
         """Returns True if a large tensor was written: what it was is not known any more."""
         return any(version(x) != before for x, before in self._large)

@@ -22,8 +22,9 @@ from collage_neuron.eager.gradients import MakesPlaceholders
 from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.rollback import Held
+from collage_neuron.eager.steady import Steady
 from collage_neuron.eager.step_metrics import changes_of
-from collage_neuron.errors import RunsAsWritten, StepInterrupted, UnsupportedUpdate
+from collage_neuron.errors import RunsAsWritten, StepInterrupted, StepSkipped, UnsupportedUpdate
 from collage_neuron.runtime import cross_rank_check, fallback_warning
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
@@ -44,6 +45,12 @@ class Trace(Protocol):
     @property
     def waiting(self) -> MakesPlaceholders:
         """What makes placeholders instead of memory for fp32 values."""
+
+    def decides_later(self, finite: torch.Tensor) -> bool:
+        """Returns True if the step may begin before it is known whether gradients are finite."""
+
+    def decide(self) -> None:
+        """Waits for that, if nobody has yet; raises StepSkipped if they are not."""
 
     def planned(self, seen: structure_guard.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
@@ -119,12 +126,14 @@ def take(
         replaced_params.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
     external_writes.drop_stale(optimizer)
     mask = finite()
-    if mask is not None and not bool(mask):
+    if mask is not None and not (trace is not None and trace.decides_later(mask)) and not bool(mask):
         return Taken([], call.loss)
     if trace is None:
         fallback_warning.warn(base, optimizer, refusal)
     try:
         measured, returned = _run(base, optimizer, call, due, trace)
+    except StepSkipped:
+        return Taken([], call.loss)
     except StepInterrupted:  # what it has written is lost: it cannot be repeated
         raise
     except Exception as error:
@@ -187,6 +196,10 @@ class Context:
         """True once other processes that have parts of parameters know what is done."""
         self.is_kept = False
         """True if the presentation is kept for the next step."""
+        self._structure: structure_guard.Structure | None = None
+        """What the step has found, if it runs as written from its beginning."""
+        self._steady: Steady | None = None
+        """The presentation, if it was that of the last step."""
         self._trace: Trace | None = None
         self._mode: AbstractContextManager[Any] = nullcontext()
         self._lent_to: list[inner.Inner] | None = None
@@ -202,7 +215,8 @@ class Context:
         """Presents the values; those of a step that is traced wait, if they can."""
         seen, inside = structure_guard.of(self.optimizer), inner.inner_of(self.optimizer)
         inner.check_untouched(self.optimizer, inside)
-        earlier = None if trace is None or seen is None else trace.planned(seen)
+        self._structure = seen.structure if trace is None and seen is not None and self.is_step else None
+        earlier = self._planned(seen) if trace is None else None if seen is None else trace.planned(seen)
         if earlier is None:
             known = self.presentation.plan(None if trace is None else trace.waiting)
         else:
@@ -210,6 +224,8 @@ class Context:
         structure_guard.changed(self.optimizer)
         if self._held is None:
             self._held = Held(self.optimizer, self.presentation.params(), known, inside, seen)
+        if trace is not None and self._held.has_large:
+            trace.decide()
         self.presentation.alias(self._held.tensors)
         if trace is not None and not self.presentation.can_wait():
             trace.check_as_written("a gradient, a parameter or a state shares its memory")
@@ -227,6 +243,17 @@ class Context:
         self._lent_to = inside
         inner.lend(self.optimizer, inside)
 
+    def _planned(self, seen: structure_guard.Seen | None) -> tuple[Presentation, set[int]] | None:
+        """What the last step as written has presented, with the ids of its tensors, if this one finds the same."""
+        self._steady, pool(self.optimizer).steady = pool(self.optimizer).steady, None
+        known = None
+        if self._steady is not None and self._structure is not None and seen is not None:
+            known = self._steady.begin(self.optimizer, seen)
+        if self._steady is None or known is None:
+            self._steady = None
+            return None
+        return self._steady.presentation, known
+
     def collect(self, is_undone: bool = False) -> None:
         """The optimizer has the states of those inside it again, if it has not: also of those that a step has made."""
         lent_to, self._lent_to = self._lent_to, None
@@ -242,7 +269,8 @@ class Context:
         self.collect()
         self.presentation.gradients.check_written()
         self.presentation.gradients.check_given(self.presentation.params(), self.presentation.dtypes)
-        storing = Storing(self.presentation, self.presentation.leave(), new)
+        steady = None if due else self._steady
+        storing = Storing(self.presentation, self.presentation.leave(), new, steady)
         changes = changes_of(storing) if due else []
         self.has_stored = self.has_stored or storing.writes
         storing.write()
@@ -264,10 +292,21 @@ class Context:
         self.presentation.gradients.check_written()
         measured = None if self._trace is None else self._trace.finish()
         if measured is None:
-            self.store(due, new=True)
+            storing = self.store(due, new=True)
             self.end()
+            self._keep(storing)
         else:
             self.measured, self.is_kept = measured, True
+
+    def _keep(self, storing: Storing) -> None:
+        """Keeps the presentation if the next step may find the same."""
+        if not storing.is_settled or self._structure is None or bookkeeping(self.optimizer).pins:
+            return
+        if not storing.is_whole:  # it has seen no guard
+            self._steady = Steady.of(self.presentation, self._structure)
+        if self._steady is not None:
+            pool(self.optimizer).steady, self.is_kept = self._steady, True
+            self.presentation.let_go()
 
     @torch.no_grad()
     def end(self) -> None:

@@ -134,14 +134,16 @@ def _tracing(
     return step, ""
 
 
-def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:
-    """Takes a step that has been traced; whether it is skipped was known before."""
+def _take_traced(
+    base: type[Optimizer], optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None
+) -> list[Measured]:
+    """Takes a step that has been traced; with a mask, it is not known yet whether it is skipped."""
     for job in jobs:
         reduced_states.learn(bookkeeping(optimizer), job.recording.captured)
     _check_named(optimizer, jobs)
     _warn_of_formats(base, optimizer, jobs)
     with _interrupting(optimizer) as written:
-        measured = take(optimizer, jobs, None, written)
+        measured = take(optimizer, jobs, finite, written)
     bookkeeping(optimizer).as_written = ""
     first_step_report.report(base, optimizer, jobs)
     return measured

@@ -4,7 +4,8 @@ The decision to skip is made where the gradients are. If that is the host, all t
 not been called for it: no number advances. A device decides later. The host does not wait for it, lets the step advance
 its numbers, and the device writes nothing. But a step that creates states, often with values that only it gives them
 (schedule-free's `z` is the parameter, SGD's momentum the gradient), would leave zeros, which every later step takes for
-those values. So there the host asks, and the next step is the first again.
+those values. So there the host asks, and the next step is the first again. It asks too where the code of a traced step
+has to know a value.
 
 With several processes, all that share parameters skip a step, or none does. Each process sees only the gradients of its
 own shards. So the decisions are summed on the device, over every process group among which a parameter is sharded;

@@ -59,6 +59,7 @@ from collage_neuron.torch_privates.optimizers import (
     unscales_itself,
 )
 from collage_neuron.torch_privates.tensors import (
+    are_held_once,
     attributes,
     base_of,
     copy_each,
@@ -67,6 +68,7 @@ from collage_neuron.torch_privates.tensors import (
     exchange_all,
     exchange_each,
     exchange_shards,
+    flattened,
     guard,
     holders,
     inside,
@@ -87,15 +89,15 @@ from collage_neuron.torch_privates.xla import (
 )
 
 __all__ = [
-    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "all_reduce", "attributes", "base_of", "compile_errors",
-    "copy_each", "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "dispatch_modes", "drop_load_hook",
-    "each_tensor", "exchange", "exchange_all", "exchange_each", "exchange_shards", "function_modes",
-    "groups_of_xla_zero", "guard", "guarding", "has_hooks", "has_laid_out", "has_load_hook", "has_pre_hook",
-    "has_step_in_backward", "holders", "hooked_steps", "inside", "is_autocast_enabled", "is_counted_by_scheduler",
-    "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation",
-    "is_split_over_devices", "let_have_hooks", "mark_counted", "mark_hooked", "mark_sharding_like", "modes",
-    "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists", "part", "process_group", "put_last",
-    "references", "schema", "set_up_anew", "sharded_like", "step_pre_hooks", "storage_id", "unhooked_step",
-    "unscales_itself", "user_computation", "users", "version", "wait_tensor", "without_memory",
-    "without_modes", "xla_address", "xla_dot",
+    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "all_reduce", "are_held_once", "attributes", "base_of",
+    "compile_errors", "copy_each", "copy_to_all", "count_step", "ddp_problems", "device_of_zero",
+    "dispatch_modes", "drop_load_hook", "each_tensor", "exchange", "exchange_all", "exchange_each",
+    "exchange_shards", "flattened", "function_modes", "groups_of_xla_zero", "guard", "guarding", "has_hooks",
+    "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside",
+    "is_autocast_enabled", "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp",
+    "is_of_torch", "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "let_have_hooks", "mark_counted",
+    "mark_hooked", "mark_sharding_like", "modes", "not_compiled", "of_flat_parameter", "offset_of_shard",
+    "on_lists", "part", "process_group", "put_last", "references", "schema", "set_up_anew", "sharded_like",
+    "step_pre_hooks", "storage_id", "unhooked_step", "unscales_itself", "user_computation", "users", "version",
+    "wait_tensor", "without_memory", "without_modes", "xla_address", "xla_dot",
 ]  # fmt: skip

@@ -106,6 +106,8 @@ class DeferredCalls:
         self.given: dict[int, torch.Tensor] = {}
         self._own: dict[int, int] = {}
         """The first places of tensors that have been given other data."""
+        self.decide: Callable[[], None] = lambda: None
+        """Called before anything is computed: it may end the step."""
         self.failed: BaseException | None = None
         """What was raised when values were computed: code may have caught it."""
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -290,6 +292,7 @@ class DeferredCalls:
         return found
 
     def _value(self, place: int, before: int | None = None) -> torch.Tensor:
+        self.decide()
         before = self._course.at if before is None else before
         return self._values.value(self._cones, place, before, self.numbers, self._copied)
 
@@ -506,6 +509,7 @@ class DeferredCalls:
         """Computes all that waits, in the order of the calls; the rest of the step runs as written."""
         if self.is_filled:
             return
+        self.decide()
         calls, numbers = self.calls, iter(self.numbers)
         self.is_filled, self.why, self._quick = True, why, ()
         try:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.trace.calls import MEETS, Call, Uncompiled, arguments, written_by
+from collage_neuron.trace.calls import MEETS, Call, HostNumber, Uncompiled, arguments, is_number, written_by
 from collage_neuron.trace.placeholders import set_data
 
 Read = Callable[[int], torch.Tensor]
@@ -44,6 +44,8 @@ class Prepared(NamedTuple):
     """The places of its arguments."""
     numbers: slice
     """Where its numbers are."""
+    plain: list[tuple[type | None, Any]] | None
+    """Its arguments: places of tensors, positions of numbers, and all else; None if there are lists among them."""
     written: tuple[int, ...]
     """The memory that it makes or writes."""
 
@@ -87,7 +89,7 @@ class Cones:
             self._views.setdefault(memory, []).append(place)
         written = () if call.func is set_data else self.written(call)  # what a tensor is afterwards is its place
         needs = tuple(dict.fromkeys(call.places()))
-        self.prepared.append(Prepared(call, needs, slice(first, self._numbers), tuple(written)))
+        self.prepared.append(Prepared(call, needs, slice(first, self._numbers), _plain(call, first), tuple(written)))
         for memory in written:
             self._writers.setdefault(memory, []).append(number)
 
@@ -165,11 +167,11 @@ class Values:
         there = _There() if cone.is_anew else self._there
         for i, lets_go in cone.runs:
             _run(cones.prepared[i], i, there, numbers, read)
-            if lets_go:
+            if lets_go and there.has_large:
                 there.let_go(cones, lets_go)
         found = there.tensors.get(place)
         if found is None:
-            found = there.tensors[place] = read(place)
+            found = there.put(place, read(place))
         if found.numel() > SMALL:
             there.let_go(cones, [cones.memory(place)])
         return found
@@ -194,6 +196,13 @@ class _There:
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self.done: dict[int, int] = {}
+        self.has_large = False
+
+    def put(self, place: int, t: torch.Tensor) -> torch.Tensor:
+        """A tensor is at a place from now on."""
+        self.tensors[place] = t
+        self.has_large = self.has_large or t.numel() > SMALL
+        return t
 
     def let_go(self, cones: Cones, memories: Sequence[int]) -> None:
         """Nothing needs what has this memory any more; what is small stays."""
@@ -208,16 +217,43 @@ class _There:
 def _run(prepared: Prepared, number: int, there: _There, numbers: Sequence[float], read: Read) -> None:
     call, tensors = prepared.call, there.tensors
     if call.rule is MEETS:
-        tensors[call.first] = read(call.first)
+        there.put(call.first, read(call.first))
     else:
         for place in prepared.needs:
             if place not in tensors:
-                tensors[place] = read(place)
-        given = iter(numbers[prepared.numbers])
-        args = arguments(call.args, tensors, given)
-        named = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), tensors, given), strict=True))
+                there.put(place, read(place))
+        args, named = _arguments(prepared, tensors, numbers)
         out: Any = call.func(*args, **named)
-        for place, x in zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False):
-            tensors[place] = x.detach() if any(x is y for y in args) else x
+        for place, x in zip(call.returns, out if isinstance(out, (list, tuple)) else (out,), strict=False):
+            there.put(place, x.detach() if any(x is y for y in args) else x)
     for memory in prepared.written:
         there.done[memory] = number + 1
+
+
+def _arguments(prepared: Prepared, tensors: Mapping[int, torch.Tensor], numbers: Sequence[float]) -> Any:
+    call = prepared.call
+    if prepared.plain is None:
+        given = iter(numbers[prepared.numbers])
+        args = arguments(call.args, tensors, given)
+        return args, dict(zip(call.kwargs, arguments([*call.kwargs.values()], tensors, given), strict=True))
+    found = [tensors[x] if kind is int else numbers[x] if kind is float else x for kind, x in prepared.plain]
+    count = len(call.args)
+    return found[:count], dict(zip(call.kwargs, found[count:], strict=True)) if call.kwargs else _NONE
+
+
+_NONE: dict[str, Any] = {}
+
+
+def _plain(call: Call, first: int) -> list[tuple[type | None, Any]] | None:
+    found: list[tuple[type | None, Any]] = []
+    for x in (*call.args, *call.kwargs.values()):
+        if type(x) is list or type(x) is HostNumber:
+            return None
+        if type(x) is int:
+            found.append((int, x))
+        elif is_number(x):
+            found.append((float, first))
+            first += 1
+        else:
+            found.append((None, x[1]))
+    return found

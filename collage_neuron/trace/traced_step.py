@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import RunsAsWritten, UnsupportedUpdate
+from collage_neuron.errors import RunsAsWritten, StepSkipped, UnsupportedUpdate
 from collage_neuron.runtime import fallback_warning, wrappers
 from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, RAISES, READS
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
@@ -57,8 +57,8 @@ class Launching(NamedTuple):
 
     plan: Callable[[Optimizer, dict[str, Any], list[Any], Recording, bool], Job]
     """The job of parameters of a group that share a recording; whether it is measured."""
-    take: Callable[[Optimizer, list[Job]], list[Measured]]
-    """Takes jobs."""
+    take: Callable[[Optimizer, list[Job], torch.Tensor | None], list[Measured]]
+    """Takes jobs, which change nothing if a mask is given and false."""
     validate: Callable[[Optimizer, StepKind, Sequence[float], list[Any], list[Job]], None]
     """Raises TranslationError for jobs that do not do what the calls of a step do."""
 
@@ -108,6 +108,8 @@ class TracedStep:
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
         self._has_raised = self._has_agreed = False
+        self._finite: torch.Tensor | None = None
+        """The mask that is true if all gradients are finite, as long as nobody has waited for it."""
         self._is_forbidden = self._reads = False
         """True if a filter of `warnings` makes it an error to run as written."""
         self._of_part = wrappers.shape_of_part(optimizer, structure_guard.of(optimizer))
@@ -124,6 +126,23 @@ class TracedStep:
     def waiting(self) -> Placeholders:
         """What makes placeholders instead of memory for fp32 values."""
         return self.traces.placeholders
+
+    def decides_later(self, finite: torch.Tensor) -> bool:
+        """Returns True if the step may begin before it is known whether gradients are finite.
+
+        On a device, where the last step was launched, and found the same states: this one makes none, most likely.
+        """
+        seen, traces = structure_guard.of(self.optimizer), self.traces
+        is_steady = seen is not None and traces.presentation is not None and seen.structure is traces.structure
+        all_skip = all(Settings.of(group).nonfinite == "skip" for group in self.optimizer.param_groups)
+        self._finite = None if finite.is_cpu or not (is_steady and all_skip) else finite
+        return self._finite is not None
+
+    def decide(self) -> None:
+        """Waits for that, if nobody has yet: something has to be known before the step is launched."""
+        finite, self._finite = self._finite, None
+        if finite is not None and not bool(finite):
+            raise StepSkipped
 
     def planned(self, seen: structure_guard.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
@@ -163,6 +182,7 @@ class TracedStep:
         self._names: dict[int, adopted_tensors.Name] | None = None
         self._inside = inside
         self._mode = DeferredCalls(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
+        self._mode.decide = self.decide
         self._mode.may_send = presentation.has_shards
         if presentation.has_shards:
             self._mode.reading = self._reading
@@ -243,13 +263,14 @@ class TracedStep:
 
     def put_off(self) -> None:
         """The step begins again after what comes now: nothing was done yet."""
+        self.decide()
         self.end()
         self._mode, self._is_planned = None, False
 
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
         self.traces.temporaries = []  # the error's traceback has them
-        self._has_raised = True
+        self._has_raised, self._finite = True, None
         mode = None if self._has_agreed else self._mode
         if mode is not None and not self._is_forbidden and (mode.failed is not None or is_of_torch(error)):
             self.may_repeat = self.may_run_as_written
@@ -394,6 +415,8 @@ class TracedStep:
 
     def _launched(self, kind: StepKind, mode: DeferredCalls) -> list[Measured]:
         """Launches the updates of a step."""
+        if kind.makes_states:
+            self.decide()
         numbers = self._outliving(kind, mode)
         params, presentation, own = self._began.params, self._began.presentation, self._began.presentation.states()
         left = [(p, s, dict(s)) for p in params if (s := own.get(id(p))) is not None]
@@ -403,7 +426,7 @@ class TracedStep:
         left_objects.put_back(self._changed(kind), kind, self._began.references.objects or mode.tensors)
         jobs = self._checked_jobs(kind, mode, left)
         self._mode = None  # all is as it was between steps: what a backend raises does not come from placeholders
-        measured = self._launching.take(self.optimizer, jobs) if jobs else []
+        measured = self._launching.take(self.optimizer, jobs, self._finite) if jobs else []
         self._keep_objects(kind, mode, {id(p): values for p, _, values in left})
         for t, value in numbers:
             give(t, value)

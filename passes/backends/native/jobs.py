@@ -212,8 +212,8 @@ class Group:
         if not apart and not self.bound.only_written:
             return False, reads
         pairs = zip(self.reads, self.writes, strict=True)
-        if apart:
-            return True, [t for old, new in pairs for t in (*old, *new)]
+        if apart or not self.bound.both:  # all have slots, without a look at each
+            return apart, list(chain.from_iterable(chain.from_iterable(pairs)))
         return False, [t for old, new in pairs for t in (*old, *(new[j] for j in self.bound.only_written))]
 
 

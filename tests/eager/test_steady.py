@@ -1,0 +1,139 @@
+"""Steps as written that present and store what the last one did (`eager/steady.py`) have the bits of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import collage_neuron
+from collage_neuron.eager.memory import pool
+from collage_neuron.eager.steady import Steady
+
+
+class Flipped(Optimizer):
+    """Adam without its bias corrections, with an operation that is not compiled; `also` does more in a step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kept: list[Any] = []
+        self.also: Callable[[Any, Any], Any] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state["n"], state["m"], state["v"] = 0, torch.zeros_like(p), torch.zeros_like(p)
+            state["n"] += 1
+            state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+            state["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            p.sub_((state["m"] / (state["v"].sqrt() + 1e-8)).flip(0), alpha=0.1)
+        if self.also is not None:
+            self.also(self, [p for group in self.param_groups for p in group["params"]])
+            self.also = None
+
+
+def in_step(also: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def arranged(optimizer: Any, params: Any) -> None:
+        optimizer.also = also
+
+    return arranged
+
+
+def no_gradient(optimizer: Any, params: Any) -> None:
+    params[1].grad = None
+
+
+def loaded(optimizer: Any, params: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def transposed(optimizer: Any, params: Any) -> None:
+    params[0].data = params[0].data.t().contiguous().t()
+
+
+def other_backend(optimizer: Any, params: Any) -> None:
+    optimizer.param_groups[0]["collage_backend"] = "reference"
+
+
+def one_more(optimizer: Any, params: Any) -> None:
+    params.append(Parameter(torch.ones(4, 4).bfloat16()))
+    optimizer.add_param_group({"params": params[-1:]})
+
+
+def replaced(optimizer: Any, params: Any) -> None:
+    optimizer.state[params[0]]["m"] = optimizer.state[params[0]]["m"] * 2
+
+
+def exchanged(optimizer: Any, params: Any) -> None:
+    one, other = (optimizer.state[p] for p in params[::2])
+    one["m"], other["m"] = other["m"], one["m"]
+
+
+def restrided(optimizer: Any, params: Any) -> None:
+    params[0].data = params[0].data.t().contiguous().t()
+
+
+def moved_without(optimizer: Any, params: Any) -> None:
+    """What has no gradient is written too."""
+    no_gradient(optimizer, params)
+    optimizer.also = lambda optimizer, params: [p.mul_(0.5) for p in params]
+
+
+EVENTS: dict[str, Callable[[Any, Any], Any]] = {
+    "nothing": lambda optimizer, params: None,
+    "no gradient": no_gradient,
+    "a weight is written": lambda optimizer, params: params[0].detach().mul_(0.5),
+    "a state is written": lambda optimizer, params: optimizer.state[params[0]]["m"].zero_(),
+    "a state is cleared": lambda optimizer, params: optimizer.state[params[0]].clear(),
+    "other strides": transposed,
+    "another backend": other_backend,
+    "a checkpoint": loaded,
+    "one parameter more": one_more,
+    "frozen": lambda optimizer, params: params[1].requires_grad_(False),
+    "in the step, a gradient": in_step(lambda optimizer, params: params[0].grad.mul_(2)),
+    "in the step, a value is kept": in_step(lambda optimizer, params: optimizer.kept.append(params[0].data)),
+    "in the step, another state": in_step(replaced),
+    "in the step, states are exchanged": in_step(exchanged),
+    "in the step, one state more": in_step(
+        lambda optimizer, params: optimizer.state[params[0]].update(late=params[0] * 1.0)
+    ),
+    "in the step, other strides": in_step(restrided),
+    "in the step, frozen": in_step(lambda optimizer, params: params[1].requires_grad_(False)),
+    "in the step, without a gradient": moved_without,
+}
+
+
+def ran(event: Callable[[Any, Any], Any], strategy: str) -> tuple[list[torch.Tensor], list[bool]]:
+    """What is left after 13 steps, with the event before some of them; and whether each found what the last one did."""
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(shape).bfloat16()) for shape in ((4, 4), (5,), (4, 4))]
+    optimizer: Any = collage_neuron.compile(Flipped(params), strategy=strategy, verbose=False)
+    steady = []
+    for i in range(13):
+        for p in params:
+            p.grad = torch.randn(p.shape).bfloat16()
+        if i in (6, 10):
+            event(optimizer, params)
+        optimizer.step()
+        steady.append(pool(optimizer).steady is not None)
+    words = [x for p in params for x in optimizer.state[p].values() if isinstance(x, torch.Tensor)]
+    return [x.detach() for x in (*params, *words, *(p.grad for p in params if p.grad is not None))], steady
+
+
+@pytest.mark.filterwarnings("ignore::collage_neuron.RunsAsWritten")
+@pytest.mark.parametrize("strategy", ["plus", "split433", "stochastic"])
+@pytest.mark.parametrize("name", EVENTS)
+def test_bits_are_those_of_steps_that_look_anew(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, steady = ran(EVENTS[name], strategy)
+    monkeypatch.setattr(Steady, "begin", lambda *_: None)
+    monkeypatch.setattr(Steady, "of", lambda *_: None)
+    anew, _ = ran(EVENTS[name], strategy)
+    assert len(found) == len(anew)
+    assert all(map(torch.equal, found, anew))
+    assert steady[5]  # before anything has happened
