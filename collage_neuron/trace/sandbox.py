@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.trace.placeholders import placeholder, waits
-from collage_neuron.trace.reachable_code import is_own
+from collage_neuron.trace.reachable_code import is_own, root_of
 from collage_neuron.trace.side_effects import SHARED, has_plain_attributes, is_harmless
 
 SMALL = 4096
@@ -110,7 +111,8 @@ class Copies:
         """A copy of an object of a user's class, with its attributes; of others, what says that there is none."""
         if _is_array(x) and x.size <= SMALL and not x.dtype.hasobject:
             return x.copy()
-        if type(x) not in _NAMESPACES and not (is_own(x) and has_plain_attributes(type(x))):
+        is_known = isinstance(x, Optimizer) or type(x) in _NAMESPACES or root_of(x) == "collage_neuron"  # our hooks
+        if not is_known and not (is_own(x) and has_plain_attributes(type(x))):
             return Uncopied(x)
         try:
             made = object.__new__(type(x)) if type(x) not in _NAMESPACES else type(x)()

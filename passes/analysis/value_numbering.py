@@ -167,8 +167,8 @@ class Change(NamedTuple):
 
 
 def _operand(x: Any) -> Any:
-    """A number as a sum; all else as it is."""
-    return number(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
+    """A number as a sum, or a flag, which is false as its sum is; all else as it is."""
+    return number(float(x)) if isinstance(x, (int, float)) else x
 
 
 def is_slot(name: str) -> bool:
