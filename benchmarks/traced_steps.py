@@ -29,7 +29,7 @@ from host_time import WARM_UP, Params
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 import collage_neuron
-from collage_neuron.trace.classes import TRACE
+from collage_neuron.trace.recorded_classes import TRACE
 
 Make = Callable[[Params], torch.optim.Optimizer]
 

@@ -9,10 +9,10 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
-from collage_neuron.passes.rewrite.cut import Cut
 from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.instrument import Instrument
+from collage_neuron.passes.rewrite.split_stages import Cut
 from collage_neuron.passes.rewrite.store import Store
 
 

@@ -30,7 +30,7 @@ SCALED = ("bf16", "amax", "propagated", "offsets")
 SOURCES = ("benchmarks/fp8/training.py", "benchmarks/fp8/just_in_time.py", "examples/gpt.py", "examples/text_data.py")
 PACKAGE_SOURCES = (
     *(f"collage_neuron/matmuls/{name}.py" for name in ("capture", "half", "pace", "scales", "written")),
-    "passes/scaling/*.py",
+    "passes/fp8_scaling/*.py",
 )
 """What the numbers of a way of the package depend on beside `SOURCES`; its optimizer is the same in every way."""
 

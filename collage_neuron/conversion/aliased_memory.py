@@ -17,7 +17,7 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.pending_models import models, models_of
 from collage_neuron.states.bookkeeping import params_of
-from collage_neuron.states.inner import inner_of
+from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.reachable_code import reachable
 

@@ -15,7 +15,7 @@ from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
-from collage_neuron.states import inner
+from collage_neuron.states import inner_optimizers
 from collage_neuron.trace import dry_run
 from collage_neuron.trace.side_effects import undone
 
@@ -39,7 +39,7 @@ def _try(base: Any) -> None:
     optimizer = _made(base)
     if optimizer is None:
         return
-    inner.check(optimizer)
+    inner_optimizers.check(optimizer)
     (group,) = optimizer.param_groups
     check_differentiable(group, 0)
     try:

@@ -18,10 +18,10 @@ from collage_neuron.eager.step import check_sound
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.optimizer import continued, first_step_report, group_settings
+from collage_neuron.optimizer import first_step_report, group_settings, low_word_handover
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
-from collage_neuron.optimizer.continued import continue_from_others, leave_words
 from collage_neuron.optimizer.group_settings import describe_change
+from collage_neuron.optimizer.low_word_handover import continue_from_others, leave_words
 from collage_neuron.optimizer.pending_models import models, models_of, restore_low_words, written_in_all_processes
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
@@ -35,7 +35,7 @@ from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import UNSUPPORTED, Settings, filled
 from collage_neuron.states import (
     external_writes,
-    inner,
+    inner_optimizers,
     replaced_params,
     step_counts,
     strategy_checks,
@@ -82,8 +82,8 @@ def _compile_in_whole(
 ) -> None:
     """Compiles `optimizer`, or raises and leaves it as it was."""
     check_stepper(type(optimizer), optimizer)
-    inner.check(optimizer)
-    with discarded_on_error(optimizer), inner.collected(optimizer):
+    inner_optimizers.check(optimizer)
+    with discarded_on_error(optimizer), inner_optimizers.collected(optimizer):
         stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays)
         chosen = _compile(optimizer, settings, stays, budget)
         bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
@@ -112,7 +112,7 @@ def _compile(
         for i, (group, (_, of_group)) in enumerate(zip(optimizer.param_groups, plans, strict=True)):
             loaded_before.check_not_cast(optimizer, group, of_group, i)
     for i, group in enumerate(optimizer.param_groups):
-        continued.warn_of_rounded(group["params"], i)
+        low_word_handover.warn_of_rounded(group["params"], i)
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)

@@ -22,7 +22,7 @@ from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.model_casting import check_model, note_frozen, tell_rounded, to_bf16
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.strategies import param_format
-from collage_neuron.optimizer.continued import COMPILED
+from collage_neuron.optimizer.low_word_handover import COMPILED
 from collage_neuron.optimizer.pending_models import CompileOptimizer, Pending, high_word, is_compiled, models, models_of
 from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.settings import Settings

@@ -10,8 +10,8 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.eager import codec
-from collage_neuron.eager.average_detection import averages, counts
 from collage_neuron.eager.memory import is_alone, pool, without_graph
+from collage_neuron.eager.moment_detection import averages, counts
 from collage_neuron.eager.presented_layout import Outline
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format

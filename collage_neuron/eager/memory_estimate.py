@@ -13,7 +13,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.inner import inner_of
+from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.states.state_keys import names_in, values_in
 
 

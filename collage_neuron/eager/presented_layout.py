@@ -1,7 +1,7 @@
 """What a step as written presents of each parameter, in so far as it follows from the structure of the states alone.
 
 Steps find it anew only if there are other states than in the last step, or states of other types
-(`states/structure_guard.py`).
+(`states/step_inventory.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.state_keys import names_in, values_in
@@ -51,7 +51,7 @@ class Outline:
 
 def outlines(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[Outline]:
     """The outline of each of `params`, which are those of all groups."""
-    seen, as_made = structure_guard.of(optimizer), bookkeeping(optimizer).as_made
+    seen, as_made = step_inventory.of(optimizer), bookkeeping(optimizer).as_made
     if seen is None:
         return [_outline(optimizer, p) for p in params]
     others = tuple((id(p), frozenset(names)) for p, names in as_made.items())

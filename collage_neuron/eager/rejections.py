@@ -17,7 +17,7 @@ from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.cross_rank_check import why_not_summed
 from collage_neuron.settings import Settings
-from collage_neuron.states import inner
+from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
 from collage_neuron.states.shared_memory import first_shared
@@ -56,7 +56,7 @@ def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: Unsupporte
         raise refusal
     if any(words in str(refusal.__cause__) for words in _SECOND_BACKWARD):
         raise _neither(refusal, "it differentiates again, and the gradients that it sees have no graph")
-    inner.check(optimizer)
+    inner_optimizers.check(optimizer)
 
 
 def _neither(refusal: UnsupportedUpdate, reason: str) -> UnsupportedUpdate:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import bits
-from collage_neuron.states import structure_guard
-from collage_neuron.states.inner import Inner
+from collage_neuron.states import step_inventory
+from collage_neuron.states.inner_optimizers import Inner
 from collage_neuron.states.sharding import ORDINARY, version
 from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.states.store import States
@@ -45,7 +45,7 @@ class Held:
         params: Iterable[torch.Tensor],
         known: set[int],
         inside: Iterable[Inner] = (),
-        seen: structure_guard.Seen | None = None,
+        seen: step_inventory.Seen | None = None,
     ) -> None:
         """With what the step has `seen`, states are dictionaries of plain values."""
         own = [vars(x) for x in (optimizer, *(each.optimizer for each in inside))]

@@ -18,7 +18,7 @@ from collage_neuron import torch_privates
 from collage_neuron.eager.memory import lies_like, pool
 from collage_neuron.eager.presented_layout import Outline, outlines
 from collage_neuron.settings import Settings
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 
@@ -33,7 +33,7 @@ class Steady:
     """What a step has presented, and left. No state is kept alive."""
 
     presentation: Presentation
-    structure: structure_guard.Structure
+    structure: step_inventory.Structure
     outlines: Sequence[Outline]
     settings: list[Settings]
     """Those of the groups that have parameters."""
@@ -41,7 +41,7 @@ class Steady:
     """Says of fp32 tensors whether they are shaped and laid out as those of that step."""
 
     @classmethod
-    def of(cls, shown: Presentation, structure: structure_guard.Structure) -> Steady | None:
+    def of(cls, shown: Presentation, structure: step_inventory.Structure) -> Steady | None:
         """What a step that has left all in its formats has presented; None if something of it needs a closer look."""
         shells = [v.shell for v in shown.values]
         if shown.has_two_names or not ORDINARY.issuperset(map(type, shells)):
@@ -53,12 +53,12 @@ class Steady:
         outlined = list(shown.outlines.values())
         return cls(shown, structure, outlined, _settings(shown), torch_privates.guard(shells))
 
-    def begin(self, optimizer: Optimizer, seen: structure_guard.Seen) -> set[int] | None:
+    def begin(self, optimizer: Optimizer, seen: step_inventory.Seen) -> set[int] | None:
         """What `Presentation.plan` does, if the step has `seen` the same; else None."""
         if seen.structure is not self.structure or bookkeeping(optimizer).pins:
             return None
         shown, params = self.presentation, self.presentation.params()
-        if not structure_guard.are_same(outlines(optimizer, params), self.outlines):
+        if not step_inventory.are_same(outlines(optimizer, params), self.outlines):
             return None
         known = shown.again(optimizer, dict(zip(map(id, params), seen.state_of(params), strict=True)))
         owners, shells = [v.owner for v in shown.values], [v.shell for v in shown.values]
@@ -86,7 +86,7 @@ class Steady:
         ids, found, others = set(map(id, owners)), list[Any](), list[Any]()
         for x in values:
             (found if id(x) in ids else others).append(x)
-        if not structure_guard.are_same(found, owners):
+        if not step_inventory.are_same(found, owners):
             return False
         if any(isinstance(x, torch.Tensor) and x.numel() != 1 for x in others):
             return False

@@ -30,7 +30,7 @@ from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_call import Call, Measured, Once
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, inner, replaced_params, structure_guard
+from collage_neuron.states import external_writes, inner_optimizers, replaced_params, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import settle_gradients
 
@@ -52,11 +52,11 @@ class Trace(Protocol):
     def decide(self) -> None:
         """Waits for that, if nobody has yet; raises StepSkipped if they are not."""
 
-    def planned(self, seen: structure_guard.Seen) -> tuple[Presentation, set[int]] | None:
+    def planned(self, seen: step_inventory.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
 
     def begin(
-        self, presentation: Presentation, seen: structure_guard.Seen | None, inside: list[inner.Inner]
+        self, presentation: Presentation, seen: step_inventory.Seen | None, inside: list[inner_optimizers.Inner]
     ) -> AbstractContextManager[Any]:
         """The mode in which the step runs; optimizers are `inside` this one."""
 
@@ -122,7 +122,7 @@ def take(
     for i, group in enumerate(optimizer.param_groups):
         check_settings(group, i)
         params = [p for p in group["params"] if p.grad is not None]
-        check_stepped(params, _places(group, i), structure_guard.of(optimizer))
+        check_stepped(params, _places(group, i), step_inventory.of(optimizer))
         replaced_params.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
     external_writes.drop_stale(optimizer)
     mask = finite()
@@ -144,7 +144,7 @@ def take(
         measured, returned = _run(base, optimizer, call, due, None, refusal)
     if trace is None or trace.given_up:
         bookkeeping(optimizer).as_written = str(refusal) if trace is None else trace.given_up
-    bookkeeping(optimizer).seen = structure_guard.of(optimizer) or structure_guard.look(optimizer)
+    bookkeeping(optimizer).seen = step_inventory.of(optimizer) or step_inventory.look(optimizer)
     replaced_params.forget(optimizer)
     external_writes.remember_step(optimizer)
     return Taken(measured, returned)
@@ -196,13 +196,13 @@ class Context:
         """True once other processes that have parts of parameters know what is done."""
         self.is_kept = False
         """True if the presentation is kept for the next step."""
-        self._structure: structure_guard.Structure | None = None
+        self._structure: step_inventory.Structure | None = None
         """What the step has found, if it runs as written from its beginning."""
         self._steady: Steady | None = None
         """The presentation, if it was that of the last step."""
         self._trace: Trace | None = None
         self._mode: AbstractContextManager[Any] = nullcontext()
-        self._lent_to: list[inner.Inner] | None = None
+        self._lent_to: list[inner_optimizers.Inner] | None = None
         """Optimizers inside this one, which have their own states now; None if this one has them."""
 
     @property
@@ -213,15 +213,15 @@ class Context:
     @torch.no_grad()
     def begin(self, trace: Trace | None = None) -> None:
         """Presents the values; those of a step that is traced wait, if they can."""
-        seen, inside = structure_guard.of(self.optimizer), inner.inner_of(self.optimizer)
-        inner.check_untouched(self.optimizer, inside)
+        seen, inside = step_inventory.of(self.optimizer), inner_optimizers.inner_of(self.optimizer)
+        inner_optimizers.check_untouched(self.optimizer, inside)
         self._structure = seen.structure if trace is None and seen is not None and self.is_step else None
         earlier = self._planned(seen) if trace is None else None if seen is None else trace.planned(seen)
         if earlier is None:
             known = self.presentation.plan(None if trace is None else trace.waiting)
         else:
             self.presentation, known = earlier
-        structure_guard.changed(self.optimizer)
+        step_inventory.changed(self.optimizer)
         if self._held is None:
             self._held = Held(self.optimizer, self.presentation.params(), known, inside, seen)
         if trace is not None and self._held.has_large:
@@ -241,9 +241,9 @@ class Context:
         self._trace = trace
         self._mode = nullcontext() if trace is None else trace.begin(self.presentation, seen, inside)
         self._lent_to = inside
-        inner.lend(self.optimizer, inside)
+        inner_optimizers.lend(self.optimizer, inside)
 
-    def _planned(self, seen: structure_guard.Seen | None) -> tuple[Presentation, set[int]] | None:
+    def _planned(self, seen: step_inventory.Seen | None) -> tuple[Presentation, set[int]] | None:
         """What the last step as written has presented, with the ids of its tensors, if this one finds the same."""
         self._steady, pool(self.optimizer).steady = pool(self.optimizer).steady, None
         known = None
@@ -258,7 +258,9 @@ class Context:
         """The optimizer has the states of those inside it again, if it has not: also of those that a step has made."""
         lent_to, self._lent_to = self._lent_to, None
         if lent_to is not None:
-            inner.collect(self.optimizer, lent_to if is_undone else inner.inner_of(self.optimizer))
+            inner_optimizers.collect(
+                self.optimizer, lent_to if is_undone else inner_optimizers.inner_of(self.optimizer)
+            )
 
     @torch.no_grad()
     def store(self, due: bool = False, new: bool = False) -> Storing:

@@ -16,9 +16,9 @@ from collage_neuron.matmuls.graph_half import UNSTEADY, Half
 from collage_neuron.matmuls.recalibration import BINADES
 from collage_neuron.matmuls.scales import Measurement, Scales, binades, finite_part, size_of, usable
 from collage_neuron.matmuls.weight_writes import WeightWrites
-from collage_neuron.passes.scaling.linear import results_of
-from collage_neuron.passes.scaling.plan import Plan, plan
-from collage_neuron.passes.scaling.sizes import Size
+from collage_neuron.passes.fp8_scaling.linear import results_of
+from collage_neuron.passes.fp8_scaling.plan import Plan, plan
+from collage_neuron.passes.fp8_scaling.sizes import Size
 
 Keep = Callable[[str], bool]
 """Returns True for the name of a parameter whose matmuls stay as they are."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from collage_neuron.passes.scaling.operations import LIMITS, fitting
-from collage_neuron.passes.scaling.sizes import Size
+from collage_neuron.passes.fp8_scaling.operations import LIMITS, fitting
+from collage_neuron.passes.fp8_scaling.sizes import Size
 
 
 def size_of(x: Tensor) -> Size:

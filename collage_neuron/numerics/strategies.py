@@ -22,7 +22,7 @@ Role = Literal["slow", "sum", "signed", "idle", "decaying", "maximum", "average"
 `slow`: an average or maximum of what cannot be negative; `sum`: a sum of such values without decay (Adagrad's), of
 which no rounding error is ever forgotten; `signed`: a slow state that may be negative, such as an average of the
 parameter; `idle`: one that this update leaves as it is, or of which nothing is known, and which may be a copy of the
-parameter; `decaying`: an average, as a step as written shows by its first value (`eager/average_detection.py`), or an
+parameter; `decaying`: an average, as a step as written shows by its first value (`eager/moment_detection.py`), or an
 idle one by which the update divides (Sophia's); `maximum`: one without decay of what cannot be negative (AMSGrad's),
 which an error can only increase; `average`: a first moment, of which no error becomes larger on its way; `long`: one
 that decays by less than a hundredth a step, so that a hundred errors or more are in it (AdEMAMix's second); `counter`:

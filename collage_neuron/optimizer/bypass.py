@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states.inner import Inside, inner_of, inside_hooks, mark
+from collage_neuron.states.inner_optimizers import Inside, inner_of, inside_hooks, mark
 from collage_neuron.torch_privates import not_compiled
 
 

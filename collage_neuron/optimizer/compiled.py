@@ -18,11 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer import bypass, compiled_step, continued, exact_methods, load_inner, load_state
+from collage_neuron.optimizer import bypass, compiled_step, exact_methods, load_inner, load_state, low_word_handover
 from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
-from collage_neuron.states import external_writes, format_record, inner, replaced_params, update_underflow
+from collage_neuron.states import external_writes, format_record, inner_optimizers, replaced_params, update_underflow
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -61,12 +61,12 @@ class Compiled(Optimizer):
         super().__init__(*args, **{k: v for k, v in kwargs.items() if k not in implied})
         self._check_implied(implied)
         self.defaults.update(self._collage_defaults)
-        inner.collect(self, held := inner.inner_of(self))
-        inner.put_states(self, States(dict, self.state))
+        inner_optimizers.collect(self, held := inner_optimizers.inner_of(self))
+        inner_optimizers.put_states(self, States(dict, self.state))
         for i, group in enumerate(self.param_groups if held else ()):
             if not set(KEYS).issubset(group):  # one that an optimizer inside has made
                 group.update(filled(group, self._collage_defaults))
-                continued.adopt_params(self, group["params"], i)
+                low_word_handover.adopt_params(self, group["params"], i)
         bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 
@@ -107,9 +107,9 @@ class Compiled(Optimizer):
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
         if bookkeeping(self).presented is None:
-            inner.collect(self, inner.inner_of(self))  # some make states for it
+            inner_optimizers.collect(self, inner_optimizers.inner_of(self))  # some make states for it
         params = self.param_groups[-1]["params"]
-        continued.adopt_params(self, params, len(self.param_groups) - 1)
+        low_word_handover.adopt_params(self, params, len(self.param_groups) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's dictionary, with our settings in the groups and further words beside the states.
@@ -123,7 +123,7 @@ class Compiled(Optimizer):
         external_writes.restore_words(self)
         external_writes.check_codes(self)
         nonfinite.read_counts(self)
-        if inner.inner_of(self):
+        if inner_optimizers.inner_of(self):
             base = base_of(type(self))
             return load_inner.save(base, self, partial(exact_methods.presented_lazily, base, self))
         format_record.save(self)
@@ -142,7 +142,7 @@ class Compiled(Optimizer):
         """
         replaced_params.follow(self)
         base = base_of(type(self))
-        if inner.inner_of(self):
+        if inner_optimizers.inner_of(self):
             load_inner.load(base, self, state_dict, partial(exact_methods.presented_lazily, base, self))
             return
         load_state.load(base, self, state_dict, super().load_state_dict)
@@ -151,7 +151,7 @@ class Compiled(Optimizer):
         """The state for copies and pickles: as torch's, plus the bookkeeping."""
         external_writes.check_codes(self)  # a copy has no note of them
         state: Any = super().__getstate__()  # a user's class may return anything
-        if isinstance(state, dict) and not inner.are_copied(self, state):
+        if isinstance(state, dict) and not inner_optimizers.are_copied(self, state):
             name = base_of(type(self)).__name__
             raise UnsupportedUpdate(
                 f"{name}.__getstate__() leaves out the optimizer inside, so that a copy or a pickle of a {name} could "
@@ -172,7 +172,7 @@ class Compiled(Optimizer):
         ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there
         super().__setstate__({**state, **ours, "state": started})
         # copy.copy shares it
-        inner.put_states(self, whole if isinstance(whole, States) else States(dict, started | idle))
+        inner_optimizers.put_states(self, whole if isinstance(whole, States) else States(dict, started | idle))
         _sync_xla(whole.values())
         bypass.watch(self)
 
@@ -280,7 +280,7 @@ def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
         )
     optimizer.__class__ = compiled_class(type(optimizer), settings)
     optimizer.defaults.update(settings.as_group())
-    inner.put_states(optimizer, States(dict, optimizer.state))
+    inner_optimizers.put_states(optimizer, States(dict, optimizer.state))
     bypass.watch(optimizer)
     for group in optimizer.param_groups:
         for key, value in settings.as_group().items():

@@ -16,7 +16,13 @@ from collage_neuron import torch_privates
 from collage_neuron.eager import rejections
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import continued, first_step_report, group_settings, load_checks, other_averages
+from collage_neuron.optimizer import (
+    external_averages,
+    first_step_report,
+    group_settings,
+    load_checks,
+    low_word_handover,
+)
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.runtime import nonfinite, torch_defaults
@@ -30,13 +36,13 @@ from collage_neuron.states import (
     reduced_states,
     replaced_params,
     step_counts,
+    step_inventory,
     strategy_checks,
-    structure_guard,
 )
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import dry_run, replay_validation, replayed_steps
-from collage_neuron.trace.classes import is_traced
+from collage_neuron.trace.recorded_classes import is_traced
 from collage_neuron.trace.step_kinds import StepKind, Traces
 from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
 from collage_neuron.validation import validate
@@ -73,13 +79,13 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     due = watcher is not None and watcher.due()
     replaced_params.follow(optimizer)
     first_step_report.hint_at_source(base, optimizer)
-    other_averages.look(optimizer, ours)
-    continued.leave_words(optimizer, ours)
+    external_averages.look(optimizer, ours)
+    low_word_handover.leave_words(optimizer, ours)
     if ours.joined:
         load_checks.join_again(optimizer)
-    ours.seen = structure_guard.look(optimizer)
+    ours.seen = step_inventory.look(optimizer)
     if step_counts.widen(optimizer):
-        ours.seen = structure_guard.look(optimizer)
+        ours.seen = step_inventory.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)
     finally:

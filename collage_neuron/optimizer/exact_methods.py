@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from collage_neuron.eager.memory import memory_of, pool
 from collage_neuron.eager.step import Context
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states import external_writes, inner, replaced_params
+from collage_neuron.states import external_writes, inner_optimizers, replaced_params
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -125,7 +125,7 @@ class MethodContext(Context):
         super().__init__(base, optimizer, name)
         self._state, self._groups = optimizer.state, optimizer.param_groups
         self._stand_ins: tuple[Any, Any] | None = None
-        if inner.inner_of(optimizer):
+        if inner_optimizers.inner_of(optimizer):
             self._present()  # what looks at an optimizer inside is not seen
             return
         self.hide()
@@ -175,7 +175,7 @@ class MethodContext(Context):
             self.open()
         self.show()
         if not isinstance(self.optimizer.state, States):
-            inner.put_states(self.optimizer, States(dict, self.optimizer.state))
+            inner_optimizers.put_states(self.optimizer, States(dict, self.optimizer.state))
         if not self.presentation.is_on:
             return
         stored = self.store(new=False)

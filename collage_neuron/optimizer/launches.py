@@ -18,7 +18,7 @@ from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.runtime.cross_rank_check import across
 from collage_neuron.settings import DRAWN
-from collage_neuron.states import reduced_states, structure_guard
+from collage_neuron.states import reduced_states, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import first_element, gradients, is_sharded, local, writable_gradient
@@ -48,7 +48,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32, device="cpu")
     _ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured)
     reduced_states.ensure(optimizer, job.params, job.recording.captured)
-    seen, states = structure_guard.of(optimizer), structure_guard.states_of(optimizer, job.params)
+    seen, states = step_inventory.of(optimizer), step_inventory.states_of(optimizer, job.params)
     grads = list(map(writable_gradient, job.params)) if "grad" in update.outputs else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
     for key in {*update.inputs, *update.outputs} - columns.keys():
@@ -97,7 +97,7 @@ class _Like(NamedTuple):
     kept: dict[Any, Any]
 
 
-def _kept(structure: structure_guard.Structure, job: Job, grads: Sequence[torch.Tensor]) -> dict[Any, Any]:
+def _kept(structure: step_inventory.Structure, job: Job, grads: Sequence[torch.Tensor]) -> dict[Any, Any]:
     """`Launch.kept` of a job."""
     known, key = structure.table("launches"), (id(job.update), id(job.params))  # it has both, so ids stay theirs
     found: _Like | None = known.get(key)
@@ -113,14 +113,14 @@ def _ensure_all_stored(
     optimizer: Optimizer, params: Sequence[torch.Tensor], formats: Mapping[str, Format], captured: Captured
 ) -> None:
     """Creates the states of `params` that are not there yet, as their update does; moves others into `formats`."""
-    layout, seen = _layout(tuple(formats.items()), suffixes()), structure_guard.of(optimizer)
+    layout, seen = _layout(tuple(formats.items()), suffixes()), step_inventory.of(optimizer)
     if seen is not None and seen.structure.once(layout, lambda: layout.stored_in(seen)).issuperset(map(id, params)):
         return
     recorded = bookkeeping(optimizer).formats
     for p in params:
         state = optimizer.state[p]
         if not layout.is_that_of(p, state, recorded.get(p, {})):
-            structure_guard.changed(optimizer)
+            step_inventory.changed(optimizer)
             bookkeeping(optimizer).marks.states.pop(p, None)  # what is stored now is ours
             record = record_of(optimizer, p)
             for name, fmt in formats.items():
@@ -141,7 +141,7 @@ class _Layout:
     others: frozenset[str]
     """Keys of further words that are of other formats."""
 
-    def stored_in(self, seen: structure_guard.Seen) -> frozenset[int]:
+    def stored_in(self, seen: step_inventory.Seen) -> frozenset[int]:
         """The ids of the parameters for which `ensure_stored` has nothing to do."""
         recorded = bookkeeping(seen.optimizer).formats
         pairs = zip(seen.params, seen.state_of(seen.params), strict=True)
@@ -171,9 +171,9 @@ def _layout(formats: tuple[tuple[str, Format], ...], endings: frozenset[str]) ->
 
 def finish(optimizer: Optimizer, job: Job) -> None:
     """Writes the numbers that a job changes in the states."""
-    states = structure_guard.states_of(optimizer, job.params)
-    if structure_guard.of(optimizer) is None or not _write_alike(states, job.recording.scalars):
-        structure_guard.changed(optimizer)
+    states = step_inventory.states_of(optimizer, job.params)
+    if step_inventory.of(optimizer) is None or not _write_alike(states, job.recording.scalars):
+        step_inventory.changed(optimizer)
         for p in job.params:
             _write_scalars(optimizer.state[p], job.recording.scalars)
     if job.recording.captured.clears_gradient:

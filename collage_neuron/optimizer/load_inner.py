@@ -19,7 +19,7 @@ from collage_neuron.eager.rollback import tensors_in
 from collage_neuron.numerics.formats import FORMATS, require_known
 from collage_neuron.optimizer.load_checks import begin_anew, refused, settle_settings
 from collage_neuron.settings import OURS
-from collage_neuron.states import inner
+from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
@@ -44,8 +44,8 @@ def save(base: type[Optimizer], optimizer: Optimizer, presented: Presented) -> d
         found: Any = base.state_dict(optimizer)
         if not isinstance(found, dict):
             raise TypeError(f"{base.__name__}.state_dict() returns a {type(found).__name__}; return a dictionary")
-        inside, saved = inner.inner_of(optimizer), set(map(id, tensors_in(found)))
-        others = [_left_out(inner.state_of(optimizer, p, inside), saved) for p in params]
+        inside, saved = inner_optimizers.inner_of(optimizer), set(map(id, tensors_in(found)))
+        others = [_left_out(inner_optimizers.state_of(optimizer, p, inside), saved) for p in params]
         copies: dict[int, torch.Tensor] = {}
         found, others = _copied(found, copies), _copied(others, copies)
     return {**found, KEY: [_of(optimizer, p, states) for p, states in zip(params, others, strict=True)]}
@@ -116,7 +116,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Mapping[str, A
         settle_settings(optimizer, before)
     for p, found in zip(params, ours or (), strict=False):
         _put(optimizer, p, found)
-    inner.mark(optimizer)
+    inner_optimizers.mark(optimizer)
     begin_anew(optimizer, split_params(optimizer.state) if ours is None else set())
 
 

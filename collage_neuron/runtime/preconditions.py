@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.states.shared_memory import overlaps_itself
-from collage_neuron.states.structure_guard import Seen
+from collage_neuron.states.step_inventory import Seen
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.update_formats import as_stored, named, rewritten_for, signs_of
 from collage_neuron.settings import Settings
-from collage_neuron.states import replaced_params, structure_guard
+from collage_neuron.states import replaced_params, step_inventory
 from collage_neuron.states.sharding import is_split
 from collage_neuron.states.visible_states import buckets
 
@@ -65,7 +65,7 @@ def plan(
     """
     check_settings(group, index)
     params = list(compress(group["params"], map(partial(is_not, None), map(attrgetter("grad"), group["params"]))))
-    check_stepped(params, _places(index, params), structure_guard.of(optimizer))
+    check_stepped(params, _places(index, params), step_inventory.of(optimizer))
     replaced_params.check_same(optimizer, params, _places(index, params))
     return [
         plan_update(base, optimizer, group, part, records, measured)
@@ -100,7 +100,7 @@ def plan_update(
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
     _backend_of(
-        Settings.of(group), p, structure_guard.of(optimizer)
+        Settings.of(group), p, step_inventory.of(optimizer)
     )  # which may not be sound: before anything is recorded
     with naming(base):
         recording = records(group, p)
@@ -121,7 +121,7 @@ def job_of(
     """The job of a recording: the update of `params`, rewritten for the group's strategy."""
     if recording.captured.seen_as is not None:
         _check_as_seen(params, recording.captured)
-    settings, seen = Settings.of(group), structure_guard.of(optimizer)
+    settings, seen = Settings.of(group), step_inventory.of(optimizer)
     backend, signs = _backend_of(settings, params[0], seen), signs_of(seen, recording, settings)
     wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)
     last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
@@ -133,13 +133,13 @@ def job_of(
     return job
 
 
-def _backend_of(settings: Settings, p: torch.Tensor, seen: structure_guard.Seen | None) -> Backend:
+def _backend_of(settings: Settings, p: torch.Tensor, seen: step_inventory.Seen | None) -> Backend:
     def sound() -> Backend:
         backend = choose(settings.backend, p.device)
         require_sound(backend, p.device, settings.strategy)
         return backend
 
-    return structure_guard.once_a_step(seen, ("backend", settings, p.device), sound)
+    return step_inventory.once_a_step(seen, ("backend", settings, p.device), sound)
 
 
 class _Wanted(NamedTuple):

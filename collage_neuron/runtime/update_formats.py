@@ -16,7 +16,7 @@ from collage_neuron.numerics.strategies import STRATEGIES, check_strategy, forma
 from collage_neuron.passes.analysis.state_roles import idle_states, pattern, roles_of, slow_states
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.settings import Settings
-from collage_neuron.states import strategy_checks, structure_guard
+from collage_neuron.states import step_inventory, strategy_checks
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import is_stored, kept_format
 
@@ -43,11 +43,11 @@ def named(settings: Settings) -> object:
     return STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
 
 
-def signs_of(seen: structure_guard.Seen | None, recording: Recording, settings: Settings) -> object:
+def signs_of(seen: step_inventory.Seen | None, recording: Recording, settings: Settings) -> object:
     """What the formats depend on of the numbers of a step, and of the one after; the same object for equal patterns."""
     strategy, later = settings.strategy, recording.following
     is_named = isinstance(strategy, str)
-    if not (is_named and structure_guard.once_a_step(seen, ("tells roles", strategy), partial(tells_roles, strategy))):
+    if not (is_named and step_inventory.once_a_step(seen, ("tells roles", strategy), partial(tells_roles, strategy))):
         return None
     return _one_object((pattern(recording.slots), later and (later.captured.text, pattern(later.slots))))
 
@@ -61,7 +61,7 @@ def rewritten_for(
     optimizer: Optimizer, recording: Recording, settings: Settings, signs: object, dtype: torch.dtype
 ) -> Rewritten:
     """`_rewritten` for the numbers of this step, or of an earlier one of this optimizer with the same pattern."""
-    seen, captured = structure_guard.of(optimizer), recording.captured
+    seen, captured = step_inventory.of(optimizer), recording.captured
     if seen is None:
         return _rewritten(recording, settings, dtype)
     table = seen.structure.table("rewritten")

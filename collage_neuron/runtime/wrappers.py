@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import is_distributed, is_sharded
@@ -84,7 +84,7 @@ def check_fsdp(params: Names) -> None:
 def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
     """Raises UnsupportedUpdate for classes of libraries that are in the place of the optimizer, and for their objects.
 
-    Others that step an optimizer are compiled with it (`states/inner.py`).
+    Others that step an optimizer are compiled with it (`states/inner_optimizers.py`).
     """
     names = {c.__name__ for c in cls.__mro__}
     if names & OF_A_CLASS:
@@ -150,7 +150,7 @@ def is_part(p: Any) -> bool:
     return torch_privates.is_flattened(p) or bool(getattr(p, "tensor_model_parallel", False))
 
 
-def shape_of_part(optimizer: Optimizer, seen: structure_guard.Seen | None = None) -> list[int] | None:
+def shape_of_part(optimizer: Optimizer, seen: step_inventory.Seen | None = None) -> list[int] | None:
     """The shape of a parameter that is such a part, or of torch_xla's ZeRO-1; None if all are whole, or DTensors."""
     params = params_of(optimizer)
     found = next(filter(is_part, params), None)

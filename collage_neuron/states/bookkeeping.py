@@ -72,7 +72,7 @@ class Bookkeeping:
     as_written: str = ""
     """Not empty if steps run as written (`eager`): why they are not compiled."""
     copies: Any = None
-    """Copies of the model that are watched, a list of `other_averages.Copy`; a copy of the optimizer has others."""
+    """Copies of the model that are watched, a list of `external_averages.Copy`; a copy of the optimizer has others."""
     watched_until: int = 0
     """The step until which they are."""
     interrupted: str = ""
@@ -114,9 +114,9 @@ class Bookkeeping:
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`continued`)."""
     seen: Any = None
-    """During a step, a `structure_guard.Seen`."""
+    """During a step, a `step_inventory.Seen`."""
     structure: Any = None
-    """What the last step found, a `structure_guard.Structure`. A copy looks anew."""
+    """What the last step found, a `step_inventory.Structure`. A copy looks anew."""
 
     def mark(self, params: Iterable[torch.Tensor], what: str) -> None:
         """Marks parameters as they are now; `what` happened to them last."""

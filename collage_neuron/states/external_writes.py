@@ -42,7 +42,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import coarse_writes, fitting_words, format_record, structure_guard
+from collage_neuron.states import coarse_writes, fitting_words, format_record, step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
@@ -94,7 +94,7 @@ def before_load(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
 
 def remember_step(optimizer: Optimizer) -> None:
     """After a step: all low words belong to their parameters."""
-    book, in_step = bookkeeping(optimizer), structure_guard.of(optimizer)
+    book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     book.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
     if in_step is None:
         words = split_words(optimizer.state)
@@ -110,13 +110,13 @@ def remember_step(optimizer: Optimizer) -> None:
         coarse_writes.sample_after_step(book, split.params)
 
 
-def _split(in_step: structure_guard.Seen) -> Split:
+def _split(in_step: step_inventory.Seen) -> Split:
     """Where there are low words."""
     found: Split = in_step.structure.once("low words", lambda: _look_for_low_words(in_step))
     return found
 
 
-def _look_for_low_words(in_step: structure_guard.Seen) -> Split:
+def _look_for_low_words(in_step: step_inventory.Seen) -> Split:
     names = [*enumerate(map(names_in, in_step.states))]
     watched = [(i, name) for i, of_state in names for name in of_state.watched]
     highs = [(i, name) for i, name in watched if isinstance(in_step.states[i][name], torch.Tensor)]
@@ -145,7 +145,7 @@ def drop_stale(optimizer: Optimizer) -> None:
     Raises:
         ValueError: codes were written; nothing was changed.
     """
-    book, in_step = bookkeeping(optimizer), structure_guard.of(optimizer)
+    book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     if in_step is not None and book.marks.are_those_of(in_split := _split(in_step), in_step.at(in_split.highs)):
         return  # states are not cleared either: the low words are where the last step left them
     _drop_stale_of_states(optimizer)
@@ -240,7 +240,7 @@ def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Forma
 
 def _split_among(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, Format]:
     """The formats of those of `params` that are kept in several words, all as their formats have them."""
-    in_step = structure_guard.of(optimizer)
+    in_step = step_inventory.of(optimizer)
     known = (
         _split_formats(optimizer, params)
         if in_step is None
@@ -363,10 +363,10 @@ def note_words(optimizer: Optimizer, p: torch.Tensor) -> None:
 def restore_words(optimizer: Optimizer) -> None:
     """Gives parameters back the words that were cleared away with their states."""
     words = bookkeeping(optimizer).marks.words
-    split = structure_guard.once(optimizer, "split", lambda: set(map(id, split_words(optimizer.state))))
+    split = step_inventory.once(optimizer, "split", lambda: set(map(id, split_words(optimizer.state))))
     cleared = [p for p in words if id(p) not in split]
     if cleared:
-        structure_guard.changed(optimizer)
+        step_inventory.changed(optimizer)
         held = set(map(id, params_of(optimizer)))
         for p in cleared:
             if id(p) in held:

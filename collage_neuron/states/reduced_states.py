@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.ir.update import Captured
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 
@@ -90,7 +90,7 @@ def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -
         for name in captured.small:
             old, shape = state.get(name), captured.shape_of(name, p.shape)
             if not _is_kept(old, p, shape):
-                structure_guard.changed(optimizer)
+                step_inventory.changed(optimizer)
                 start = torch.as_tensor(_start(old, name, p, captured), dtype=torch.float32, device=p.device)
                 state[name] = start.expand(shape).clone(memory_format=torch.contiguous_format)
 

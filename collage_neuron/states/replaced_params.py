@@ -14,9 +14,9 @@ from operator import attrgetter
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states import external_writes, reduced_states, structure_guard
+from collage_neuron.states import external_writes, reduced_states, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
-from collage_neuron.states.inner import inner_of
+from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.states.state_keys import is_component, is_shared_word, name_of
 from collage_neuron.states.store import is_host_scalar
 
@@ -54,7 +54,7 @@ def follow(optimizer: Optimizer) -> None:
 def forget(optimizer: Optimizer) -> None:
     """Called after the first step, from which on parameters may not be replaced."""
     bookkeeping(optimizer).compiled_with = []
-    bookkeeping(optimizer).narrow = structure_guard.once(optimizer, "narrow", lambda: _narrow(optimizer))
+    bookkeeping(optimizer).narrow = step_inventory.once(optimizer, "narrow", lambda: _narrow(optimizer))
 
 
 def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object]) -> None:
@@ -64,7 +64,7 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
 
     `places` say in words where the parameters are.
     """
-    book, in_step = bookkeeping(optimizer), structure_guard.of(optimizer)
+    book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     known = {} if in_step is None else in_step.structure.known
     # If it is the set that an earlier step made of parameters of these types, none can have been converted since.
     same: set[int] = known.setdefault("same", set()) if known.get("narrow") is book.narrow else set()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 
 ENDS = {torch.bfloat16: 2.0**8, torch.float16: 2.0**11}
 """By the type of a count, where it stands still."""
@@ -26,7 +26,7 @@ Place = tuple[dict[str, Any], str]
 
 def widen(optimizer: Optimizer) -> bool:
     """Makes such counts fp32, and warns of those that may stand still; returns True if there were any."""
-    if not structure_guard.once(optimizer, "narrow counts", lambda: bool(_places(optimizer))):
+    if not step_inventory.once(optimizer, "narrow counts", lambda: bool(_places(optimizer))):
         return False
     places = _places(optimizer)
     _warn(optimizer, places)
@@ -60,7 +60,7 @@ def _warn(optimizer: Optimizer, places: Iterable[Place]) -> None:
 
 def check_unshared(optimizer: Optimizer) -> None:
     """Raises ValueError if two states of an optimizer of torch hold one 0-d tensor: each step would count twice."""
-    if (in_step := structure_guard.of(optimizer)) is None:
+    if (in_step := step_inventory.of(optimizer)) is None:
         return
     values = list(chain.from_iterable(map(dict.values, in_step.states)))
     places = in_step.structure.once(

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics import formats
 from collage_neuron.states import reduced_states as small_states
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.states.state_keys import names_in
+from collage_neuron.states.step_inventory import Seen
 from collage_neuron.states.store import is_host_scalar
-from collage_neuron.states.structure_guard import Seen
 
 
 class ParamShaped:
@@ -183,7 +183,7 @@ class _Kinds:
 def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
     """Parameters that share an update: those with equal host scalars (step counts), states, class, dtype, device."""
     buckets_: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
-    in_step = structure_guard.of(optimizer)
+    in_step = step_inventory.of(optimizer)
     try:
         if in_step is not None and (same := alike(in_step, params)) is not None:
             return same

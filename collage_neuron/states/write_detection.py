@@ -2,7 +2,7 @@
 
 The further words of parameters are noted with them: code may clear the states in which they are (`restore_words`).
 
-After a step of which the structure is known (`structure_guard`), the marks are lists, one for all parameters, which the
+After a step of which the structure is known (`step_inventory`), the marks are lists, one for all parameters, which the
 next step compares as a whole. They become dictionaries, by parameter, where something asks for those or has changed.
 """
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, device, dtype
 from torch.optim import Optimizer
 
-from collage_neuron.states.inner import inner_of
+from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.trace.reachable_code import cells_of, codes_of
 
 ASKS = "step(), or a function that it uses, asks for exact types, differentiates or starts threads"

@@ -23,7 +23,6 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT
 from collage_neuron.trace import adopted_tensors, factory_tensors, fused_ops, method_cache  # noqa: F401  # placeholders get method_cache
-from collage_neuron.trace.call_sequence import CallSequence
 from collage_neuron.trace.calls import (
     MEETS,
     NORMS,
@@ -62,6 +61,7 @@ from collage_neuron.trace.placeholders import (
     waits,
 )
 from collage_neuron.trace.source_location import here
+from collage_neuron.trace.structure_guard import CallSequence
 
 SHARED = (
     "something else than a state keeps a value, a gradient or a state that was replaced: keep each in "

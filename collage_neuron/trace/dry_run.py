@@ -26,13 +26,13 @@ from collage_neuron.passes.analysis.state_roles import unread_states
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.inner import inner_of
+from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.states.sharding import TRIED
 from collage_neuron.trace import shards
 from collage_neuron.trace.calls import Uncompiled
-from collage_neuron.trace.classes import is_traced
 from collage_neuron.trace.code_inspection import ASKS, Asked
 from collage_neuron.trace.meta_copy import Copied, whole
+from collage_neuron.trace.recorded_classes import is_traced
 from collage_neuron.trace.recorded_step import record
 from collage_neuron.trace.side_effects import undone
 from collage_neuron.trace.step_kinds import StepKind, Traces

@@ -19,15 +19,15 @@ from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, pointing_at
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.runtime import torch_defaults, wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
-from collage_neuron.states import inner
+from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.visible_states import ParamShaped, visible
 from collage_neuron.trace import adopted_tensors, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
-from collage_neuron.trace.classes import attributes_of_torch
 from collage_neuron.trace.deferred_calls import SHARED, DeferredCalls
 from collage_neuron.trace.placeholders import has_value, wait, waits
+from collage_neuron.trace.recorded_classes import attributes_of_torch
 from collage_neuron.trace.sandbox import Copies, Guard, without_value
 from collage_neuron.trace.source_location import raised_at
 from collage_neuron.trace.step_kinds import Before, Left, StepKind, check_states, planned_of, with_states
@@ -63,7 +63,7 @@ class Copied:
         self.optimizer: Any = object.__new__(base)
         of_torch = {k: v for k, v in vars(optimizer).items() if k in attributes_of_torch()}
         vars(self.optimizer).update(of_torch, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
-        self._inner: list[inner.Inner] = []
+        self._inner: list[inner_optimizers.Inner] = []
 
     def set_groups(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> None:
         """Gives the copy its groups and states; where they are those of an optimizer inside, the copy of that has them.
@@ -71,7 +71,7 @@ class Copied:
         Raises:
             UnsupportedUpdate: it cannot have any of its own.
         """
-        self._inner = inner.inner_of(self.optimizer)
+        self._inner = inner_optimizers.inner_of(self.optimizer)
         for name, own in (("param_groups", groups), ("state", state)):
             if getattr(self.optimizer, name, None) is not own:
                 try:
@@ -115,9 +115,9 @@ class Copied:
             with torch_defaults.plain_defaults(), torch.no_grad(), self._guard, ExitStack() as stack:
                 for each in (*context, mode):
                     stack.enter_context(each)
-                inner.lend(self.optimizer, self._inner)
+                inner_optimizers.lend(self.optimizer, self._inner)
                 torch_privates.unhooked_step(self._base)(self.optimizer)
-                inner.collect(self.optimizer, self._inner)
+                inner_optimizers.collect(self.optimizer, self._inner)
         except UnsupportedUpdate as error:
             with pointing_at(raised_at(error)):
                 raise
@@ -152,7 +152,9 @@ class Copied:
         raise (UnknownUpdate if self._mode.why == _READS else UnsupportedUpdate)(self._mode.why)
 
     def _state_of(self, x: Tensor) -> adopted_tensors.Name | None:
-        states = ((i, inner.state_of(self.optimizer, p, self._inner)) for i, p in enumerate(self.params.values()))
+        states = (
+            (i, inner_optimizers.state_of(self.optimizer, p, self._inner)) for i, p in enumerate(self.params.values())
+        )
         return next(((i, name) for i, own in states for name, t in dict.items(own) if t is x), None)
 
     def _no_value(self, x: Tensor) -> Tensor:
@@ -230,7 +232,7 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
     copied.is_launched = False
     copies, made = copied.copies, copied.optimizer
     copies.known[id(optimizer)] = optimizer, made
-    inside = inner.inner_of(optimizer)
+    inside = inner_optimizers.inner_of(optimizer)
     for x in (*(each.optimizer for each in inside), optimizer):
         copies.known[id(x.state)] = x.state, defaultdict(dict)
     for i, group in enumerate(optimizer.param_groups):
@@ -244,7 +246,7 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
         made.defaults = copies.of(optimizer.defaults)
     groups = copies.of(optimizer.param_groups) if inside else [copies.of(dict(g)) for g in optimizer.param_groups]
     copied.set_groups(groups, copies.of(optimizer.state))
-    for owner, state in inner.shown(optimizer, inside).items():
+    for owner, state in inner_optimizers.shown(optimizer, inside).items():
         if id(owner) in params and isinstance(state, dict):
             copied.add_state(owner, visible(state, owner, bookkeeping(optimizer).small))
         else:

@@ -23,7 +23,7 @@ from collage_neuron.trace.calls import arguments, memories_of
 from collage_neuron.trace.placeholders import set_data
 from collage_neuron.trace.step_kinds import StepKind
 from collage_neuron.validation import synthetic
-from collage_neuron.validation.in_fp32 import InFp32, NoSample, Ran
+from collage_neuron.validation.perturbed_replay import InFp32, NoSample, Ran
 from collage_neuron.validation.sample import SEEN, Plan, Sample, block, indices
 
 if TYPE_CHECKING:

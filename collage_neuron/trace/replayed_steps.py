@@ -3,7 +3,7 @@
 What a step of torch's own classes does depends on the settings of a group, on the numbers in a state, and on what kind
 of tensors there are; none of it is hidden. So one recording is followed (`followed`), and is right for every parameter
 of any group and for every later step in which only numbers differ, and no comparison has another result. All else is
-looked at: settings that are not floats, and keys and types of states (the structure of the step, `structure_guard`).
+looked at: settings that are not floats, and keys and types of states (the structure of the step, `step_inventory`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import TranslationError
 from collage_neuron.passes.ir.recording import Recording
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.visible_states import kind_in
 from collage_neuron.trace.recorded_step import record
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Repeats:
     """The recordings of one step."""
 
-    def __init__(self, base: type[Optimizer], optimizer: Optimizer, seen: structure_guard.Seen) -> None:
+    def __init__(self, base: type[Optimizer], optimizer: Optimizer, seen: step_inventory.Seen) -> None:
         self._base, self._optimizer, self._seen = base, optimizer, seen
         ours = bookkeeping(optimizer)
         self._known: dict[Any, list[Followed | None]] = seen.structure.known.setdefault("followed", {})
@@ -73,5 +73,5 @@ _BRANCHES = 8
 
 def of_step(base: type[Optimizer], optimizer: Optimizer) -> Records:
     """What has the recordings of the step in progress."""
-    seen = structure_guard.of(optimizer)
+    seen = step_inventory.of(optimizer)
     return partial(record, base, optimizer) if seen is None else Repeats(base, optimizer, seen).record

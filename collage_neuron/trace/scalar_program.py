@@ -22,8 +22,8 @@ from collage_neuron.states.visible_states import visible
 from collage_neuron.trace.calls import Uncompiled, Written
 from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.meta_copy import alone, state_of
+from collage_neuron.trace.number_tape import Program, Tape
 from collage_neuron.trace.placeholders import waits
-from collage_neuron.trace.tape import Program, Tape
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from collage_neuron.passes.functionalize.captured_graph import captured_of
 from collage_neuron.passes.functionalize.recorded_ops import Recorder, Ref
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.ir.update import Captured
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.state_keys import is_component
 from collage_neuron.trace import adopted_tensors
@@ -284,7 +284,7 @@ class Placeholders:
         grads: list[Any] = [p.grad for p in params]
         found: list[tuple[torch.Tensor, torch.Tensor]]
         params_before, is_alike, found = self._last
-        if not (structure_guard.are_same(params_before, params) and is_alike(*grads)):
+        if not (step_inventory.are_same(params_before, params) and is_alike(*grads)):
             found = list(map(self._gradient, params, grads))
             self._last = params, torch_privates.guard(grads) if grads else list, found
         return found
@@ -329,7 +329,7 @@ class Traces:
     """How the last step found the parameters."""
     presentation: Presentation | None = None
     """That of the last step, without states."""
-    structure: structure_guard.Structure | None = None
+    structure: step_inventory.Structure | None = None
     """What the last step found."""
     lists: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
     """Of its parameters those that are launched together, by their numbers: the same list in each step."""

@@ -24,9 +24,9 @@ from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, RAISES
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
 from collage_neuron.runtime.step_call import Measured
 from collage_neuron.settings import Settings
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.inner import Inner, state_of
+from collage_neuron.states.inner_optimizers import Inner, state_of
 from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.trace import adopted_tensors, left_objects, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
@@ -71,7 +71,7 @@ class Began(NamedTuple):
     """What a step began with."""
 
     presentation: Presentation
-    seen: structure_guard.Seen | None
+    seen: step_inventory.Seen | None
     params: list[Any]
     before: Before
     references: References
@@ -112,7 +112,7 @@ class TracedStep:
         """The mask that is true if all gradients are finite, as long as nobody has waited for it."""
         self._is_forbidden = self._reads = False
         """True if a filter of `warnings` makes it an error to run as written."""
-        self._of_part = wrappers.shape_of_part(optimizer, structure_guard.of(optimizer))
+        self._of_part = wrappers.shape_of_part(optimizer, step_inventory.of(optimizer))
         """The shape of a parameter that is a part of one, if nobody knows who has the others."""
 
     @property
@@ -132,7 +132,7 @@ class TracedStep:
 
         On a device, where the last step was launched, and found the same states: this one makes none, most likely.
         """
-        seen, traces = structure_guard.of(self.optimizer), self.traces
+        seen, traces = step_inventory.of(self.optimizer), self.traces
         is_steady = seen is not None and traces.presentation is not None and seen.structure is traces.structure
         all_skip = all(Settings.of(group).nonfinite == "skip" for group in self.optimizer.param_groups)
         self._finite = None if finite.is_cpu or not (is_steady and all_skip) else finite
@@ -144,7 +144,7 @@ class TracedStep:
         if finite is not None and not bool(finite):
             raise StepSkipped
 
-    def planned(self, seen: structure_guard.Seen) -> tuple[Presentation, set[int]] | None:
+    def planned(self, seen: step_inventory.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
         kept, self.traces.presentation = self.traces.presentation, None  # the next step's if this one is launched
         is_other = kept is None or seen.structure is not self.traces.structure or bookkeeping(self.optimizer).pins
@@ -157,9 +157,7 @@ class TracedStep:
 
     # --- before the step --------------------------------------------------------------------------------------------
 
-    def begin(
-        self, presentation: Presentation, seen: structure_guard.Seen | None, inside: list[Inner]
-    ) -> DeferredCalls:
+    def begin(self, presentation: Presentation, seen: step_inventory.Seen | None, inside: list[Inner]) -> DeferredCalls:
         """The mode in which the step runs; values are presented, and optimizers are `inside` this one."""
         params = presentation.params()
         objects = self._objects(presentation, params)
@@ -457,7 +455,7 @@ class TracedStep:
             self._launching.validate(optimizer, kind, mode.numbers, self._began.params, jobs)
             self._agree(LAUNCHES, shards.sent(jobs, self._began.params))
         except (Uncompiled, UnsupportedUpdate):
-            structure_guard.changed(optimizer)
+            step_inventory.changed(optimizer)
             self._began.presentation.enter()
             mode.exchange_states(adopted_tensors.exchange)
             for p, state, values in left:
@@ -493,7 +491,7 @@ class TracedStep:
         for planned in kind.planned:
             for numbers, slots in planned.parts(mode.numbers):
                 params = [self._began.params[i] for i in numbers]
-                if not structure_guard.are_same(lists.get(numbers, ()), params):
+                if not step_inventory.are_same(lists.get(numbers, ()), params):
                     lists[numbers] = params
                 recording = replace(planned.recording, slots=slots)
                 jobs.append(
@@ -523,5 +521,5 @@ def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:
         return ASKS
     if torch_privates.modes():
         return "a mode of torch's sees each operation"
-    p = structure_guard.once(optimizer, "cannot wait", lambda: _other(optimizer))
+    p = step_inventory.once(optimizer, "cannot wait", lambda: _other(optimizer))
     return "" if p is None else f"the values of a {type(p).__name__} of {p.dtype} on {p.device} cannot wait"

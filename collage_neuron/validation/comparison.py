@@ -19,7 +19,7 @@ from collage_neuron.states.sharding import local
 from collage_neuron.validation.sample import Expected, Sample
 
 if TYPE_CHECKING:
-    from collage_neuron.validation.in_fp32 import InFp32
+    from collage_neuron.validation.perturbed_replay import InFp32
 
 MOVES, FAR = 2.0**-14, 2.0**-4
 """Smallest relative change per step, and smallest eventual change, of a state that counts as moving in fp32."""

@@ -19,7 +19,7 @@ from collage_neuron.settings import FORMATS_KEPT, SKIPPED
 from collage_neuron.states import reduced_states, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.inner import own_class
+from collage_neuron.states.inner_optimizers import own_class
 from collage_neuron.states.sharding import ORDINARY, is_sharded, local, set_gradient
 from collage_neuron.states.state_keys import is_component, is_shared_word, names_in
 from collage_neuron.states.store import ensure_stored, kept_format

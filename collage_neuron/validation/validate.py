@@ -27,7 +27,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient
 from collage_neuron.validation import arrived, sample, synthetic
 from collage_neuron.validation.comparison import Found
-from collage_neuron.validation.in_fp32 import InFp32, NoSample, expected
+from collage_neuron.validation.perturbed_replay import InFp32, NoSample, expected
 from collage_neuron.validation.sample import Plan, Sample
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.values import lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, total_increment
 from collage_neuron.passes.rewrite.bf16_arithmetic import Bf16Arithmetic
-from collage_neuron.passes.rewrite.cut import places
 from collage_neuron.passes.rewrite.fp32_arithmetic import Fp32Arithmetic
 from collage_neuron.passes.rewrite.rules import CARRIES, rule_for
+from collage_neuron.passes.rewrite.split_stages import places
 from collage_neuron.passes.rewrite.store import word_keys
 from collage_neuron.passes.rewrite.writer import Writer
 

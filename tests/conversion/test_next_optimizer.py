@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 import collage_neuron
 from collage_neuron import RoundedWeights, exact_value
-from collage_neuron.optimizer.continued import LEFT
+from collage_neuron.optimizer.low_word_handover import LEFT
 
 
 def steps(model: nn.Module, *optimizers: Any, count: int = 5) -> None:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import collage_neuron
-from collage_neuron.eager.average_detection import averages
+from collage_neuron.eager.moment_detection import averages
 from collage_neuron.states.bookkeeping import bookkeeping
 
 SHAPE, STEPS, RATE = (64, 128), 200, 1e-6

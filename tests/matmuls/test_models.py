@@ -25,8 +25,8 @@ from fp8_models import (
 from torch import nn
 
 from collage_neuron.matmuls.capture import Backend
-from collage_neuron.passes.scaling.operations import amax_powers
-from collage_neuron.passes.scaling.registry import RULES
+from collage_neuron.passes.fp8_scaling.operations import amax_powers
+from collage_neuron.passes.fp8_scaling.registry import RULES
 
 aten: Any = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import Graph
 
 from collage_neuron.matmuls.scales import size_of
-from collage_neuron.passes.scaling.analyse import analyse, known, reason
-from collage_neuron.passes.scaling.registry import RULES
-from collage_neuron.passes.scaling.sizes import Size, added, multiplied, of_number, summed
+from collage_neuron.passes.fp8_scaling.analyse import analyse, known, reason
+from collage_neuron.passes.fp8_scaling.registry import RULES
+from collage_neuron.passes.fp8_scaling.sizes import Size, added, multiplied, of_number, summed
 
 aten: Any = torch.ops.aten
 

@@ -18,7 +18,7 @@ RANKS = (
     ("passes.analysis",),
     ("passes.rewrite",),
     ("passes.backends",),
-    ("passes.pipeline", "passes.scaling"),
+    ("passes.pipeline", "passes.fp8_scaling"),
     ("settings",),
     ("states",),
     ("runtime",),

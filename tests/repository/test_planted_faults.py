@@ -181,7 +181,7 @@ FAULTS = [
     Fault("collage_neuron/runtime/cross_rank_check.py", "planned, same = int(high[0])", "planned, same = int(low[0])",
           DECISION),
     # what a step does: the calls that wait, and steps as written
-    Fault(TRACE + "/call_sequence.py", "call.args == written and call.kwargs == named", "call.args == written",
+    Fault(TRACE + "/structure_guard.py", "call.args == written and call.kwargs == named", "call.args == written",
           CHANGED + "[a name]"),
     Fault(TRACE + "/calls.py", "if len(kwargs) != self.named:", "if False:", CHANGED + "[a name beside a number]"),
     Fault(TRACE + "/calls.py", "memories[place] = memories[call.args[0]]", "memories[place] = place",
@@ -224,7 +224,7 @@ FAULTS = [
           "monitoring/test_monitor.py::test_fp32_loses_nothing_and_its_high_word_what_bf16_would"),
     Fault("collage_neuron/matmuls/scales.py", "self.inverse[at] * drift", "self.inverse[at] / drift",
           "matmuls/test_changes.py::test_a_batch_of_another_shape_leaves_the_scales_of_inputs_alone"),
-    Fault("passes/scaling/rules.py", "Size(-x[0].log / 2, True)", "Size(x[0].log / 2, True)",
+    Fault("passes/fp8_scaling/rules.py", "Size(-x[0].log / 2, True)", "Size(x[0].log / 2, True)",
           "matmuls/test_rules.py::test_the_size_of_a_result[aten.rsqrt.default-]"),
 ]  # fmt: skip
 

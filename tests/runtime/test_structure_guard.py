@@ -10,7 +10,7 @@ import torch
 import collage_neuron
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states import structure_guard
+from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 
 
@@ -30,7 +30,7 @@ def test_a_steady_step_finds_the_structure_of_the_last_one() -> None:
     before = bookkeeping(optimizer).structure
     optimizer.step()
     assert bookkeeping(optimizer).structure is before
-    assert structure_guard.of(optimizer) is None  # between steps
+    assert step_inventory.of(optimizer) is None  # between steps
 
 
 def test_no_state_and_no_gradient_is_kept_alive() -> None:
@@ -113,7 +113,7 @@ def test_changes_between_steps_are_followed_as_by_a_step_that_knows_nothing(chan
     for _ in range(2):
         ours[1].step()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(structure_guard, "look", lambda *_: None)
+            patch.setattr(step_inventory, "look", lambda *_: None)
             theirs[1].step()
     for p, q in zip(ours[0], theirs[0], strict=True):
         assert torch.equal(p, q)

@@ -36,7 +36,7 @@ from traced_cases import LAUNCHED, Stepping
 import collage_neuron
 from collage_neuron.runtime import cross_rank_check
 from collage_neuron.states.sharding import local
-from collage_neuron.trace.classes import TRACE
+from collage_neuron.trace.recorded_classes import TRACE
 
 Make = Callable[[Any], Optimizer]
 

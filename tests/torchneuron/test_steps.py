@@ -19,7 +19,7 @@ from collage_neuron.errors import StepInterrupted, TranslationError
 from collage_neuron.passes.backends.nki import custom_op, target
 from collage_neuron.passes.backends.registry import choose, get
 from collage_neuron.runtime.rounding_probe import failures
-from collage_neuron.trace.classes import TRACE
+from collage_neuron.trace.recorded_classes import TRACE
 
 IN_PLACE = "collage_neuron::update_in_place"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collage_neuron.trace.classes import TRACE
+from collage_neuron.trace.recorded_classes import TRACE
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from traced_cases import Stepping, initial, set_gradients
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.trace import dry_run
-from collage_neuron.trace.classes import TRACE
+from collage_neuron.trace.recorded_classes import TRACE
 
 CAPTURABLE = "If capturable=True"
 """torch's own steps assert a device that takes graphs; a recording puts the switch aside."""

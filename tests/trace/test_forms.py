@@ -13,7 +13,7 @@ from traced_cases import COMPUTED, LAUNCHED, Stepping, initial, set_gradients
 from traced_classes import FOREIGN, OF_TORCH
 
 import collage_neuron
-from collage_neuron.trace.classes import TRACE
+from collage_neuron.trace.recorded_classes import TRACE
 
 Words = dict[str, Any]
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 import collage_neuron
-from collage_neuron.trace.classes import CLASSES, TRACE, is_recorded
+from collage_neuron.trace.recorded_classes import CLASSES, TRACE, is_recorded
 
 Make = Callable[..., Any]
 

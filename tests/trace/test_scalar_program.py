@@ -14,11 +14,11 @@ import torch
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.trace import number_tape as tapes
 from collage_neuron.trace import recorded_step as recording
 from collage_neuron.trace import replayed_steps
-from collage_neuron.trace import tape as tapes
+from collage_neuron.trace.number_tape import Tape
 from collage_neuron.trace.scalar_program import Settings
-from collage_neuron.trace.tape import Tape
 
 FOLLOWED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,

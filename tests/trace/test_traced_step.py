@@ -20,7 +20,7 @@ from traced_classes import FOREIGN, OF_TORCH, SUMMING
 
 import collage_neuron
 from collage_neuron.passes.backends.nki import source_cache, target
-from collage_neuron.trace.classes import TRACE
+from collage_neuron.trace.recorded_classes import TRACE
 from collage_neuron.trace.step_kinds import NEW
 
 

@@ -30,7 +30,7 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.numerics.eft import block_max, narrow
-from collage_neuron.passes.backends.native.code import FLOAT, INT, MASK, Code, NotEmitted, Value
+from collage_neuron.passes.backends.native.llvm_builder import FLOAT, INT, MASK, Code, NotEmitted, Value
 from collage_neuron.passes.backends.native.rules import MAGNITUDE
 from collage_neuron.passes.backends.native.schedule import Schedule
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Values, Writer

@@ -37,8 +37,8 @@ import torch.fx as fx
 
 from collage_neuron.numerics.matrix_sums import COLUMN, ENDINGS
 from collage_neuron.numerics.tensor_sums import RUN
-from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, Code, Value
 from collage_neuron.passes.backends.native.kernel import slots_of
+from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, Code, Value
 from collage_neuron.passes.backends.native.pairwise_sum import HALF, RunWriter
 from collage_neuron.passes.backends.native.words import load
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Values

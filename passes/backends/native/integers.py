@@ -13,7 +13,7 @@ from ctypes import c_float
 from math import frexp
 from typing import Any
 
-from collage_neuron.passes.backends.native.code import FLOAT, INT, MASK, Code, Fixed, Value
+from collage_neuron.passes.backends.native.llvm_builder import FLOAT, INT, MASK, Code, Fixed, Value
 
 UPPER_HALF = -0x10000
 

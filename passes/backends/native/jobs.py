@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from collage_neuron.passes.backends.native.blocks import size_of_blocks
-from collage_neuron.passes.backends.native.code import NotEmitted
 from collage_neuron.passes.backends.native.kernel import slots_of, write_kernel
+from collage_neuron.passes.backends.native.llvm_builder import NotEmitted
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import each_lies_alone, extent, in_one_order, is_plain, share_memory
 from collage_neuron.passes.backends.native.writer import Kernel

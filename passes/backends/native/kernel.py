@@ -29,7 +29,7 @@ from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends.native.blocks import BlockWriter, size_of_blocks
-from collage_neuron.passes.backends.native.code import Value
+from collage_neuron.passes.backends.native.llvm_builder import Value
 from collage_neuron.passes.backends.native.software_pipelining import ahead_of
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot, Values, Writer
 from collage_neuron.passes.ir.update import Update

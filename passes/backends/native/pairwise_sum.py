@@ -30,9 +30,9 @@ from torch import Tensor
 
 from collage_neuron.numerics.matrix_sums import ENDINGS, Ending
 from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, RUNS, Reduction, groups_in
-from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, Code, NotEmitted, Value
 from collage_neuron.passes.backends.native.jobs import Compiled, Step
 from collage_neuron.passes.backends.native.kernel import FlatWriter, slots_of
+from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, Code, NotEmitted, Value
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import is_plain
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot

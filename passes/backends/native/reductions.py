@@ -22,10 +22,10 @@ from torch import Tensor
 from collage_neuron.numerics.matrix_sums import COLUMN, DOWN, NUMBER, view_of
 from collage_neuron.numerics.tensor_sums import RUN
 from collage_neuron.passes.backends.by_rows import Values, find, results_of
-from collage_neuron.passes.backends.native.code import NotEmitted
 from collage_neuron.passes.backends.native.column_sums import write_tiles
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Bound, Compiled, Step
+from collage_neuron.passes.backends.native.llvm_builder import NotEmitted
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import is_plain, share_memory
 from collage_neuron.passes.backends.native.pairwise_sum import write_runs

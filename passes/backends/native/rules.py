@@ -34,8 +34,8 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.native import integers
-from collage_neuron.passes.backends.native.code import FLOAT, INT, MASK, Code, NotEmitted, Value
 from collage_neuron.passes.backends.native.integers import UPPER_HALF, limited, product, to_int32, to_integer
+from collage_neuron.passes.backends.native.llvm_builder import FLOAT, INT, MASK, Code, NotEmitted, Value
 
 Rule = Callable[..., Value]
 """Adds the instructions of an operation to a `Code`, its first argument; the others are values, numbers and names."""

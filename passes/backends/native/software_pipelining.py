@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from collage_neuron.passes.backends.native.code import NAME, RESULT
+from collage_neuron.passes.backends.native.llvm_builder import NAME, RESULT
 
 LONG = re.compile(r" = fdiv | = call <\d+ x float> @llvm\.sqrt\.")
 CARRIED = re.compile(r" +%\w+ = (?:fadd|fsub|fmul|fdiv|fneg|call) (<\d+ x float>) ")

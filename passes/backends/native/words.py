@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 import torch
 
-from collage_neuron.passes.backends.native.code import FLOAT, INT, Code, Fixed, Value
 from collage_neuron.passes.backends.native.integers import UPPER_HALF, at_top, float_of, integer_of, word_of
+from collage_neuron.passes.backends.native.llvm_builder import FLOAT, INT, Code, Fixed, Value
 
 Pair = tuple[Value, Value]
 

@@ -15,7 +15,7 @@ import torch.fx as fx
 from collage_neuron.numerics.eft import narrow, round_to, stochastic_round
 from collage_neuron.numerics.reductions import REDUCTIONS, total
 from collage_neuron.numerics.storage import storage_named
-from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
+from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
 from collage_neuron.passes.backends.native.nans import with_short_nans
 from collage_neuron.passes.backends.native.rules import ROUNDINGS, RULES, Rule, to_bf16
 from collage_neuron.passes.backends.native.words import WORDS, load, store

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from collage_neuron.passes.scaling.sizes import Size, of_number
+from collage_neuron.passes.fp8_scaling.sizes import Size, of_number
 
 Sizes = Size | tuple[Size, ...]
 

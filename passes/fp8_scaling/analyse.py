@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from collage_neuron.passes.scaling import network_rules, rules
-from collage_neuron.passes.scaling.registry import RULES, Operands, Sizes, Unknown
-from collage_neuron.passes.scaling.sizes import Size
+from collage_neuron.passes.fp8_scaling import network_rules, rules
+from collage_neuron.passes.fp8_scaling.registry import RULES, Operands, Sizes, Unknown
+from collage_neuron.passes.fp8_scaling.sizes import Size
 
 TABLES = rules, network_rules
 """The modules that fill the table."""

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from collage_neuron.passes.scaling.analyse import analyse, known, reason
-from collage_neuron.passes.scaling.linear import Joint, Product, depending_on, last, products, results_of, source
-from collage_neuron.passes.scaling.operations import LIMITS, largest
-from collage_neuron.passes.scaling.sizes import Size
+from collage_neuron.passes.fp8_scaling.analyse import analyse, known, reason
+from collage_neuron.passes.fp8_scaling.linear import Joint, Product, depending_on, last, products, results_of, source
+from collage_neuron.passes.fp8_scaling.operations import LIMITS, largest
+from collage_neuron.passes.fp8_scaling.sizes import Size
 
 FORWARD, GRADIENT = "e4m3", "e5m2"
 

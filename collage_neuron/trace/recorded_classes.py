@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states import structure_guard
-from collage_neuron.states.inner import inner_of
+from collage_neuron.states import step_inventory
+from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.trace.reachable_code import cells_of
 
 TRACE = "COLLAGE_NEURON_TRACE"
@@ -31,11 +31,11 @@ def is_traced(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if steps are traced; to record those of torch's elementwise classes costs less."""
     if os.environ.get(TRACE) == "on" or base not in CLASSES:
         return True
-    seen = structure_guard.of(optimizer)
+    seen = step_inventory.of(optimizer)
     if seen is None:
         return not is_recorded(base, optimizer)
     known, code = seen.structure.known, [*_code_of(base), *vars(optimizer)]
-    if "code" not in known or not structure_guard.are_same(known["code"], code):
+    if "code" not in known or not step_inventory.are_same(known["code"], code):
         known["code"], known["is recorded"] = code, is_recorded(base, optimizer)
     return not known["is recorded"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from collage_neuron.passes.scaling.registry import Operands, Sizes, Unknown, rule
-from collage_neuron.passes.scaling.sizes import Size, added, mixed, multiplied, of_number, summed
+from collage_neuron.passes.fp8_scaling.registry import Operands, Sizes, Unknown, rule
+from collage_neuron.passes.fp8_scaling.sizes import Size, added, mixed, multiplied, of_number, summed
 
 aten: Any = torch.ops.aten
 
