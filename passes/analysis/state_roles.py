@@ -208,6 +208,9 @@ def _parity(values: Values, inputs: Mapping[str, int]) -> Callable[[Sum], int | 
             return inputs.get(name)
         if (clamped := _clamped(values, atom)) is not None:
             return of_sum(clamped)
+        if kind == "where":  # whatever is asked: the mask is of neither sign
+            chosen = {of_sum(x) for x in operands[:2] if x.keys() - {ONE}} or {0}
+            return chosen.pop() if len(chosen) == 1 else None
         parities = [of_sum(x) for x in operands]
         if kind in ("sign", "sum", "total"):
             return parities[0]
