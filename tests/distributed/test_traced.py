@@ -9,6 +9,7 @@ import pytest
 import traced_shards as runs
 from worlds import in_turn, run_world
 
+from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE
 from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, READS
 
 Found = list[dict[str, Any]]
@@ -39,6 +40,7 @@ def test_traced_shards_have_the_words_of_whole_parameters(name: str, found: Foun
         assert ended.kinds
 
 
+@pytest.mark.skipif(ALL_REDUCE is None, reason="this torch wraps sums of processes: such steps run as written")
 @pytest.mark.parametrize("name", [*runs.SUMMED, "lamb of columns"])
 def test_sums_over_shards_are_launched(name: str, found: Found) -> None:
     """Of parameters, of parts, and of all: as in float64, but for some roundings."""
