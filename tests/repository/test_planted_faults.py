@@ -109,7 +109,7 @@ FAULTS = [
     Fault("passes/analysis/state_roles.py", "self.magnitudes | self.sums | self.maxima", "self.magnitudes | self.sums",
           "passes/test_accumulators.py::test_a_slow_state_is_found_however_it_is_written[maximum with decay]"),
     Fault("passes/analysis/state_roles.py", "states.reads_itself(n) and n not in states.odd", "states.reads_itself(n)",
-          "passes/test_accumulators.py::test_what_is_understood_is_not_warned_of[centered]"),
+          "optimizers/test_random.py::test_they_are_of_many_kinds"),
     # backends
     Fault(NATIVE, "code.select(odd, 0x8000, 0x7FFF, INT)", "0x8000", OPERATIONS + "[beyond]"),
     Fault(NATIVE, 'operator.ge: _comparison("oge", "sge")', 'operator.ge: _comparison("ogt", "sgt")',
