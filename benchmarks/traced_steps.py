@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 import torch
 from foreign import Lamb, ScheduleFreeAdamW, TransformersAdamW
 from host_time import WARM_UP, Params
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 import collage_neuron
 from collage_neuron.trace.recorded_classes import TRACE
@@ -93,6 +93,7 @@ CASES: dict[str, tuple[Make, Make]] = {
     "loop": (TransformersAdamW, TransformersAdamW),
     "schedule-free": (ScheduleFreeAdamW, ScheduleFreeAdamW),
     "LAMB": (Lamb, Lamb),
+    "Adafactor, .item()": (Adafactor, Adafactor),
     "trust, .item()": reading(by_trust),
     "clipped, .item()": reading(clipped),
     "sum of norms": reading(by_the_sum),

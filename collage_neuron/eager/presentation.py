@@ -8,7 +8,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -88,6 +88,34 @@ class Alike(NamedTuple):
             storing.add(self.backend, encoding(self.format, self.role), (), shells, words, kept)
 
 
+Decoded = Callable[[Iterable[Value]], dict[int, torch.Tensor]]
+"""Makes copies of values, by the ids of their objects."""
+
+
+class Copies:
+    """Copies of values that wait.
+
+    Small ones are copied together, all parameters or all states, when the first of them is asked for: code that asks
+    for one asks for more.
+    """
+
+    def __init__(self, values: Iterable[Value]) -> None:
+        self._values = {id(v.owner): v for v in values}
+        self._made: dict[int, torch.Tensor] = {}
+        """Those that nobody has taken yet, by the ids of the values' objects."""
+        self._roles: set[str] = set()
+        """Those of the values of which all small ones were copied."""
+
+    def take(self, owner: torch.Tensor, decoded: Decoded) -> torch.Tensor:
+        """The copy of the value that an object has, another one each time; `decoded` makes copies of values."""
+        value = self._values[id(owner)]
+        if role(value.name) not in self._roles and owner.numel() <= SMALL:
+            self._roles.add(role(value.name))
+            alike = (v for v in self._values.values() if role(v.name) == role(value.name))
+            self._made |= decoded(v for v in alike if v.owner.numel() <= SMALL)
+        return self._made.pop(id(owner)) if id(owner) in self._made else decoded([value])[id(owner)]
+
+
 @dataclass(eq=False)
 class Presentation:
     """The values of an optimizer during one step, or one call of a method."""
@@ -116,8 +144,7 @@ class Presentation:
     has_two_names: bool = False
     """True if an object is two states, or a state and a gradient: what a step gives to one of them the other keeps."""
     _waiting: MakesPlaceholders | None = None
-    _copies: dict[int, torch.Tensor] | None = None
-    """Those of small values, by the ids of their objects, once one was asked for."""
+    _copies: Copies | None = None
     presented: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What was exchanged when values that wait were presented."""
     _sources: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -290,22 +317,17 @@ class Presentation:
     def copy_of(self, owner: torch.Tensor) -> torch.Tensor:
         """A copy of the value that an object has which waits, or its part: of a parameter, a state or a gradient.
 
-        Small ones are copied together when the first of them is asked for: code that asks for one asks for more. It is
-        called without gradients.
+        It is called without gradients.
         """
         if self._copies is None:
-            small = [v for v in self.values if v.owner.numel() <= SMALL]
-            self._copies = self._decoded(small)
-            self._sources = self.gradients.sources()
-        if (found := self._copies.pop(id(owner), None)) is not None:
-            return found
+            self._copies, self._sources = Copies(self.values), self.gradients.sources()
         if (source := self._sources.get(id(owner))) is not None:
             return local(source).to(torch.float32, copy=True)
-        return self._decoded([v for v in self.values if v.owner is owner])[id(owner)]
+        return self._copies.take(owner, self._decoded)
 
     def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
         """Copies of values that wait, by the ids of their objects."""
-        lookup, filling, found = Lookup(), Conversions(), dict[int, torch.Tensor]()
+        lookup, filling, found = Lookup(), Conversions(pool(self.optimizer).laid_out), dict[int, torch.Tensor]()
         for v in values:
             words = list(map(torch_privates.part, (without_graph(v.shell), *v.further)))
             copy = found[id(v.owner)] = torch.empty_like(words[0], dtype=torch.float32)

@@ -14,7 +14,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.states.sharding import ORDINARY
-from collage_neuron.trace.calls import NUMBER, Uncompiled, Written
+from collage_neuron.trace.calls import NUMBER, Call, Uncompiled, Written
 from collage_neuron.trace.placeholders import STEP, WAITS, give, placeholder, present, stands_for, withdraw
 
 aten = torch.ops.aten
@@ -28,21 +28,23 @@ def state(name: Name) -> None:
 
 
 def written(
-    x: torch.Tensor, name: Name | None, device: torch.device, is_like_value: bool
+    x: torch.Tensor, name: Name | None, device: torch.device, is_like_value: bool, expected: Call | None = None
 ) -> tuple[Any, Written, list[float]]:
     """The operation that made a tensor of the state with a name, how its call is written, and the numbers of that.
 
-    One element is a number of the step, unless a value is of that shape: of a 0-d parameter it may be one.
+    One element is a number of the step, unless a value is of that shape: of a 0-d parameter it may be one. A state that
+    is `expected` to be one, since it was in the last step, is not asked for its values.
 
     Raises:
         Uncompiled: it is neither a state nor made of one number, or something else has its memory.
     """
     if not _may_wait(x, device, name is not None):
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
-    if name is not None and (x.numel() == 1 or not x.is_cpu):
-        return state, [(tuple, name)], []
-    if x.dtype != torch.float32:
-        return state, [(tuple, name)], []
+    if name is not None:
+        of_state: Written = [(tuple, name)]
+        is_expected = expected is not None and expected.func is state and expected.args == of_state
+        if is_expected or x.numel() == 1 or not x.is_cpu or x.dtype != torch.float32:
+            return state, of_state, []
     value = float(x.reshape(-1)[0]) if x.numel() else 0.0
     if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):
         sizes = [(int, n) for n in x.shape]

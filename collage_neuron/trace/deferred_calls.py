@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import Token
+from functools import cached_property
 from itertools import chain, islice
 from operator import gt
 from typing import Any
@@ -312,10 +313,17 @@ class DeferredCalls:
             raise Exchanged(EXCHANGED)
         return adopted_tensors.copied(self.met[place]) if place in self.met else self._copy_of(self.tensors[place])
 
+    @cached_property
+    def _shapes(self) -> set[torch.Size]:
+        """Those of the values that the step begins with."""
+        return {t.shape for t in self.tensors[: self._first]}
+
     def _meet(self, x: torch.Tensor) -> int:
         """Makes a tensor wait that has a value; its place."""
-        is_like_value = any(x.shape == t.shape for t in self.tensors[: self._first])
-        func, own, numbers = adopted_tensors.written(x, self._state_of(x), self.tensors[0].device, is_like_value)
+        is_like_value = x.shape in self._shapes
+        func, own, numbers = adopted_tensors.written(
+            x, self._state_of(x), self.tensors[0].device, is_like_value, self._course.expected
+        )
         makes = [Geometry(tuple(x.shape), x.stride(), torch.float32, 0)]
         call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._count())
         self._note(call, numbers)

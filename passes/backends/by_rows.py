@@ -91,6 +91,7 @@ def searching(launch: Launch, compute: Compute | None = None) -> Search:
     update, view, compute = launch.update, seen_view(launch), compute or _computed
     lead = (len(launch.reads),) if len(launch.reads) > 1 else ()
     scalars = launch.vector.to(launch.reads[0][0].device)
+    entries = [x if x.dim() == 0 else x.reshape(-1, 1, 1, 1) for x in scalars.unbind(-1)]
     values = dict[str, Tensor]()
     for name in update.reads_small:
         shape = _shape(update, name, view, lead)
@@ -100,7 +101,7 @@ def searching(launch: Launch, compute: Compute | None = None) -> Search:
         if stage.kind == REDUCTION:
             found = yield part, values
         else:
-            found = compute(stage, [*scalars.unbind(), *(values[name] for name in stage.numbers)])
+            found = compute(stage, [*entries, *(values[name] for name in stage.numbers)])
         values |= dict(zip((r.name for r in stage.reduced), found, strict=True))
     small = {
         name: values[number]
@@ -109,7 +110,7 @@ def searching(launch: Launch, compute: Compute | None = None) -> Search:
         for name, number in update.small.items()
         if number != name
     }
-    return values, Found(scalars[None], small)
+    return values, Found(scalars.expand(len(launch.reads), -1), small)
 
 
 def seen_view(launch: Launch) -> tuple[int, int, int]:

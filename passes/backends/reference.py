@@ -174,8 +174,7 @@ class Reference(ByParameter):
             return super().run_one(launch)
         measured = []
         for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
-            own = launch.small[i : i + 1]
-            one = launch._replace(reads=[masked(launch, reads)], writes=[writes], small=own)
+            one = launch.part([i])._replace(reads=[masked(launch, reads)])
             if before is not None and isinstance(stages, ReferenceStages):
                 found = before.of(i)
                 results = stages.last(one, found)

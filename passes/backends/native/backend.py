@@ -29,7 +29,7 @@ from collage_neuron.passes.backends.native.machine import Machine, Target, missi
 from collage_neuron.passes.backends.native.openmp import Team, loaded_libgomp
 from collage_neuron.passes.backends.native.pairwise_sum import are_plain, compiled_fold, compiled_runs, fold_of, runs_of
 from collage_neuron.passes.backends.native.reductions import RowKernels, nothing_of, run_by_rows
-from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
+from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure, merged
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.staged import find, store_small
 from collage_neuron.passes.ir.update import Update
@@ -130,6 +130,7 @@ class Native(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
+        launches = list(merged(launches))
         if any(x.update.by_rows for x in launches):
             with _counted_first(launches):
                 return [measure for part in _in_turn(launches) for measure in self._run_in_turn(part)]
@@ -226,7 +227,7 @@ def _counted_first(launches: Sequence[Launch]) -> Iterator[None]:
 
 def _on_reference(launch: Launch, param: int) -> Sequence[Measure]:
     """Runs the update of one parameter of a launch on the reference backend; its measurements, if it has any."""
-    return REFERENCE.run([launch._replace(reads=[launch.reads[param]], writes=[launch.writes[param]])])
+    return REFERENCE.run([launch.part([param])])
 
 
 BACKEND = Native()

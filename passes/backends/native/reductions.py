@@ -160,7 +160,8 @@ class Rows(NamedTuple):
         count, matrices, rows, columns = view = View(len(components), *view_of(components[0][0].shape))
         of_columns = [values[name].expand(count, matrices, 1, columns).contiguous() for name in found.columns]
         each = [values[name].expand(count, matrices, rows, 1).reshape(-1, 1) for name in found.numbers]
-        own = torch.cat([scalars.expand(count * matrices * rows, -1), *each], dim=1).contiguous()
+        of_rows = scalars.expand(count, -1).repeat_interleave(matrices * rows, 0)
+        own = torch.cat([of_rows, *each], dim=1)
         return cls(view, components, of_columns, own)
 
     @property
@@ -289,16 +290,9 @@ def run_by_rows(launch: Launch, kernels: RowKernels, run: Run) -> list[Measure]:
         return [nothing_of(launch)] * len(launch.reads) if launch.update.sums else []
     measured = dict[int, Measure]()
     for numbers in _together(launch):
-        own = _Alike(_of(launch, numbers), kernels, run).run()
+        own = _Alike(launch.part(numbers), kernels, run).run()
         measured |= dict(zip(numbers, own, strict=True)) if launch.update.sums else {}
     return [measured[i] for i in sorted(measured)]
-
-
-def _of(launch: Launch, numbers: Sequence[int]) -> Launch:
-    """The launch of some of its parameters."""
-    reads, writes = ([given[i] for i in numbers] for given in (launch.reads, launch.writes))
-    small = [launch.small[i] for i in numbers] if launch.small else ()
-    return launch._replace(reads=reads, writes=writes, small=small, kept=None)
 
 
 def _together(launch: Launch) -> list[list[int]]:
@@ -349,7 +343,7 @@ class _Alike:
         return self._measures(totals) if self.update.sums else []
 
     def _on_reference(self) -> list[Measure]:
-        ones = (_of(self.launch, [i]) for i in range(len(self.launch.reads)))
+        ones = (self.launch.part([i]) for i in range(len(self.launch.reads)))
         return [measure for one in ones for measure in REFERENCE.run_one(one)]
 
     def _is_for_machine_code(self) -> bool:

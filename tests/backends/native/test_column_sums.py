@@ -10,6 +10,7 @@ import torch
 from as_written import everything, run
 from planned import plan_update
 from rowed import Came, Factored
+from staged import Lamb
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -89,6 +90,32 @@ def test_a_stage_takes_one_pass_for_all_parameters_of_a_shape(columns: int, pass
     (launch,) = launched(Came, ((70, columns),) * 3)
     run_by_rows(launch, engine.by_rows, noted)
     assert len(steps) == passes
+
+
+def with_own_numbers(launch: Launch) -> list[Launch]:
+    """A launch for each parameter, as of a step that reads a number of each; rates come first, and are different."""
+    parts = [launch.part([i]) for i in range(len(launch.reads))]
+    return [x._replace(vector=x.vector * (1 + 0.01 * i)) for i, x in enumerate(parts)]
+
+
+@pytest.mark.parametrize("make", [Came, Factored, Lamb])
+def test_launches_with_numbers_of_their_own_add_up_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (given,) = launched(make, ((70, 64),) * 3)
+    own, wanted = (with_own_numbers(copied(given)) for _ in range(2))
+    steps, run_step = list[Step](), NATIVE.engine.run
+
+    def noted(step: Step) -> Tensor:
+        steps.append(step)
+        return run_step(step)
+
+    monkeypatch.setattr(NATIVE.engine, "run", noted)
+    NATIVE.run([given])
+    passes = len(steps)
+    NATIVE.run(own)
+    REFERENCE.run(wanted)
+    assert len(steps) == 2 * passes
+    for x, y in zip(own, wanted, strict=True):
+        assert all(map(torch.equal, found(x), found(y)))
 
 
 def test_parameters_that_share_memory_are_updated_in_their_order() -> None:
