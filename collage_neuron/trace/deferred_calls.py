@@ -121,7 +121,7 @@ class DeferredCalls:
         self._same = dict(same)
         """Places by ids: also of tensors that have been given other data."""
         self._course, self._earlier = CallSequence([cones.calls for cones in earlier]), list(earlier)
-        self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
+        self._quick, self._compute, self._spare = steady, compute, bool(spare)
         self.met: dict[int, torch.Tensor] = {}
         """What is inside tensors that have met values that wait, by their places: with their own values."""
         self.reading: Callable[[list[tuple[int, int]]], AbstractContextManager[object]] = nullcontext

@@ -137,6 +137,11 @@ class StepKind:
         return any(call.func is torch.ops.aten.full.default for call in self.calls)
 
     @cached_property
+    def makes_nothing(self) -> bool:
+        """Returns True if all calls are in place."""
+        return not any(call.makes for call in self.calls)
+
+    @cached_property
     def makes_states(self) -> bool:
         """Returns True if there are states afterwards that were not there before."""
         return self.before.keys != self.left.keys or any(before is None for *_, before, _ in self.changed)

@@ -174,9 +174,11 @@ class TracedStep:
         kinds, spare = self.traces.kinds, self.traces.temporaries
         self.traces.temporaries = []  # the next step's if this one is launched
         earlier = [kind for kind in kinds if kind.before == before]
-        if not earlier or earlier[0] is not kinds[0]:
+        is_like_last = bool(earlier) and earlier[0] is kinds[0]
+        if not is_like_last:
             spare = []
-        cones, steady = [k.cones for k in earlier], kinds[0].quick if spare else ()
+        is_steady = bool(spare) or (is_like_last and kinds[0].makes_nothing)
+        cones, steady = [k.cones for k in earlier], kinds[0].quick if is_steady else ()
         self._names: dict[int, adopted_tensors.Name] | None = None
         self._inside = inside
         self._mode = DeferredCalls(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
@@ -184,7 +186,7 @@ class TracedStep:
         self._mode.may_send = presentation.has_shards
         if presentation.has_shards:
             self._mode.reading = self._reading
-        if not presentation.has_shards and (not spare or kinds[0].fills):
+        if not presentation.has_shards and (not is_steady or kinds[0].fills):
             self._mode.see_made()
         on_host = all(map(_is_cpu, params))
         for p in params if not (on_host and kinds) else ():
