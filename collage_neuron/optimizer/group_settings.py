@@ -94,7 +94,7 @@ def _rate(group: Mapping[str, Any]) -> float | None:
 
 
 def _warn_of_steps(base: type[Optimizer], optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
-    for job in jobs:
+    for job in (part for each in jobs for part in each.apart()):
         strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
         update_underflow.warn(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
 from operator import not_
@@ -30,13 +30,16 @@ if TYPE_CHECKING:
 
 
 def launches_of(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> list[Launch]:
-    """The launches of a job: one, or one per parameter if the update draws random bits."""
-    if not job.update.draws:
+    """The launches of a job: one, or one per parameter if each draws random bits, or has numbers that need that."""
+    if not job.update.draws and (job.backend.takes_rows or not job.recording.rows):
         return [launch(optimizer, job, finite)]
+    alone = [job.of([i]) for i in range(len(job.params))]
+    if not job.update.draws:
+        return [launch(optimizer, one, finite) for one in alone]
     numbers = {id(p): i for i, p in enumerate(params_of(optimizer))}
     key = job.settings.seed, job.group.get(DRAWN, 0)
-    drawing = {p: [*key, numbers[id(p)], first_element(p)] for p in job.params}
-    return [launch(optimizer, replace(job, params=[p]), finite, drawing[p]) for p in job.params]
+    drawing = ([*key, numbers[id(p)], first_element(p)] for p in job.params)
+    return [launch(optimizer, one, finite, drawn) for one, drawn in zip(alone, drawing, strict=True)]
 
 
 def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, drawing: Sequence[float] = ()) -> Launch:
@@ -45,7 +48,8 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`).
     """
     update = job.update
-    vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32, device="cpu")
+    numbers = [update.scalars.run(slots, drawing) for slots in job.recording.rows or [job.recording.slots]]
+    vector = torch.tensor(numbers if job.recording.rows else numbers[0], dtype=torch.float32, device="cpu")
     _ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured)
     reduced_states.ensure(optimizer, job.params, job.recording.captured)
     seen, states = step_inventory.of(optimizer), step_inventory.states_of(optimizer, job.params)

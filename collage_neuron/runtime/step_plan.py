@@ -46,6 +46,26 @@ class Job:
     watched: frozenset[str]
     """The values that a measured step measures: the parameter, and the states that may stall."""
 
+    def of(self, places: Sequence[int]) -> Job:
+        """The job of some of its parameters, by their places among them."""
+        return replace(self, params=[self.params[i] for i in places], recording=self.recording.of(places))
+
+    def of_param(self, p: torch.Tensor) -> Job:
+        """The job of one of its parameters."""
+        return self.of([next(i for i, q in enumerate(self.params) if q is p)])
+
+    def apart(self) -> list[Job]:
+        """The jobs of parameters that share all numbers."""
+        return [self.of([i]) for i in range(len(self.params))] if self.recording.rows else [self]
+
+    @property
+    def by_factors(self) -> list[list[int]]:
+        """The places of parameters whose numbers need the same update (`Update.far`): mostly all."""
+        found: dict[object, list[int]] = {}
+        for i, slots in enumerate(self.recording.rows or [self.recording.slots]):
+            found.setdefault(self.update.far_in(slots), []).append(i)
+        return list(found.values())
+
 
 Records = Callable[[dict[str, Any], torch.nn.Parameter], Recording]
 """What has, or makes, the recording of the next step of a parameter of a group."""

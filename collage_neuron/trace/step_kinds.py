@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from collage_neuron import torch_privates
+from collage_neuron.passes.analysis.state_roles import pattern
 from collage_neuron.passes.functionalize.captured_graph import captured_of
 from collage_neuron.passes.functionalize.recorded_ops import Recorder, Ref
 from collage_neuron.passes.ir.recording import Recording
@@ -77,14 +78,23 @@ class Planned(NamedTuple):
         found = following.get(self.recording.captured.text)
         return self if found is None else self._replace(recording=replace(self.recording, following=found))
 
-    def parts(self, numbers: Sequence[float]) -> Iterator[tuple[tuple[int, ...], list[float]]]:
-        """Those of its parameters that share the numbers of a step too, and their slots."""
-        by_numbers: dict[bytes, list[int]] = {}
-        bits = Struct(f"{len(self.recording.slots) - len(self.more)}d")
-        for i, get in zip(self.params, self.numbers, strict=True):
-            by_numbers.setdefault(bits.pack(*get(numbers)), []).append(i)
-        for found, params in by_numbers.items():
-            yield tuple(params), [*bits.unpack(found), *self.more]
+    def parts(self, numbers: Sequence[float]) -> Iterator[tuple[tuple[int, ...], Recording]]:
+        """Those of its parameters that can be launched together, and their recording.
+
+        Formats may depend on the signs and sizes of numbers (`pattern`): where these are different, so are the parts.
+        """
+        rows = [[*get(numbers), *self.more] for get in self.numbers]
+        bits = Struct(f"{len(rows[0])}d")
+        if len({bits.pack(*row) for row in rows}) == 1:
+            yield tuple(self.params), replace(self.recording, slots=rows[0])
+            return
+        different = [column for column in zip(*rows, strict=True) if len({*column}) > 1]
+        alike: dict[object, list[int]] = {}
+        for i in range(len(rows)):
+            alike.setdefault(pattern([column[i] for column in different]), []).append(i)
+        whole = replace(self.recording, rows=rows)
+        for places in alike.values():
+            yield tuple(self.params[i] for i in places), whole.of(places)
 
 
 class Before(NamedTuple):
@@ -200,7 +210,7 @@ def planned_of(
         _check_shapes(captured, now)
         more = slots[len(at) :]
         has_rows = bool(tensors[own["param"]].dim())
-        key = group, dtype, captured.text, tuple(captured.fresh.items()), has_rows, bits_of(slots)
+        key = group, dtype, captured.text, tuple(captured.fresh.items()), has_rows, bits_of(more)
         if key not in found:
             found[key] = Planned(group, [], Recording(captured, slots), [], more)
         found[key].params.append(i)

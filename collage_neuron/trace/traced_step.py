@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -489,17 +488,24 @@ class TracedStep:
         return {i: self.optimizer.state[self._began.params[i]] for i, *_ in kind.changed}
 
     def _jobs(self, kind: StepKind, mode: DeferredCalls) -> list[Job]:
-        jobs, lists, groups = [], self.traces.lists, self.optimizer.param_groups
+        jobs = []
         for planned in kind.planned:
-            for numbers, slots in planned.parts(mode.numbers):
-                params = [self._began.params[i] for i in numbers]
-                if not step_inventory.are_same(lists.get(numbers, ()), params):
-                    lists[numbers] = params
-                recording = replace(planned.recording, slots=slots)
-                jobs.append(
-                    self._launching.plan(self.optimizer, groups[planned.group], lists[numbers], recording, self._due)
+            group = self.optimizer.param_groups[planned.group]
+            for numbers, recording in planned.parts(mode.numbers):
+                job = self._job(group, numbers, recording)
+                parts = job.by_factors
+                jobs += (
+                    [job]
+                    if len(parts) == 1
+                    else [self._job(group, tuple(numbers[i] for i in each), recording.of(each)) for each in parts]
                 )
         return jobs
+
+    def _job(self, group: dict[str, Any], numbers: tuple[int, ...], recording: Recording) -> Job:
+        lists, params = self.traces.lists, [self._began.params[i] for i in numbers]
+        if not step_inventory.are_same(lists.get(numbers, ()), params):
+            lists[numbers] = params
+        return self._launching.plan(self.optimizer, group, lists[numbers], recording, self._due)
 
 
 def _may_wait(p: Any) -> bool:

@@ -156,6 +156,7 @@ def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Ta
     history = history_of(optimizer)
     params = [p for p in job.params if p.numel()]
     p = params[steps.bit_length() % len(params)]
+    job = job.of_param(p)
     taken = _sample(optimizer, job, p, steps, again)
     if taken is None:
         history.not_covered += 1

@@ -45,9 +45,9 @@ class ByParameter(Backend):
     def run_one(self, launch: Launch) -> list[Measure]:
         """Runs one launch; its measurements, of each parameter, if the update has any."""
         call, size = self.lowered(launch.update), len(launch.update.outputs)
-        scalars = launch.vector.to(launch.reads[0][0].device)
+        rows = launch.vector.to(launch.reads[0][0].device).expand(len(launch.reads), -1)
         measured = []
-        for reads, writes in zip(launch.reads, launch.writes, strict=True):
+        for reads, writes, scalars in zip(launch.reads, launch.writes, rows, strict=True):
             results = call(masked(launch, reads), scalars)
             write(launch, writes, results[:size])
             measured += [Measure(*results[size:])] if launch.update.sums else []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +30,8 @@ class Launch(NamedTuple):
 
     update: Update
     vector: Tensor
-    """The update's scalar vector, 1-D fp32 on the CPU. Where a backend has put launches together (`merged`), a row for
-    each parameter."""
+    """The update's scalar vector, 1-D fp32 on the CPU. For a backend that `takes_rows`, it may be 2-D: a row for each
+    parameter, where these have numbers of their own."""
     reads: Sequence[Sequence[Tensor]]
     """For each parameter its components in the order of `update.inputs`, all on one device."""
     writes: Sequence[Sequence[Tensor]]
@@ -66,24 +65,6 @@ class Launch(NamedTuple):
         small = [self.small[i] for i in numbers] if self.small else ()
         vector = self.vector if self.vector.dim() == 1 else self.vector[numbers[0] if len(numbers) == 1 else [*numbers]]
         return self._replace(vector=vector, reads=reads, writes=writes, small=small, kept=None)
-
-
-def merged(launches: Sequence[Launch]) -> Iterator[Launch]:
-    """The launches in their order; of updates with sums, those that follow one another are one, to add up all at once.
-
-    A step that has read numbers of its own for each parameter (`.item()`) has a launch for each.
-    """
-    for _, alike in groupby(launches, lambda x: (id(x.update), id(x.finite), x.in_place, x.across is None)):
-        first, *others = own = list(alike)
-        has_sums = first.update.is_staged or first.update.by_rows
-        if not (others and has_sums and first.across is None):
-            yield from own
-        else:
-            rows = [x.vector.expand(len(x.reads), -1) for x in own]
-            reads, writes, small = (
-                list(chain.from_iterable(x)) for x in zip(*((x.reads, x.writes, x.small) for x in own), strict=True)
-            )
-            yield first._replace(vector=torch.cat(rows), reads=reads, writes=writes, small=small, kept=None)
 
 
 class Found(NamedTuple):
@@ -120,6 +101,8 @@ class Backend(ABC):
     """Its name in `backend=`, and in `collage_backend` of a group."""
     devices: Container[str]
     """Types of the devices on which it runs, such as `("cpu", "cuda")`."""
+    takes_rows: bool = False
+    """True if a launch may have a scalar vector for each parameter; else these have launches of their own."""
     measures: bool = False
     """True if it can run updates that measure themselves (`update.sums`), for a monitor."""
     layouts: frozenset[str] = frozenset({BY_ELEMENT})

@@ -138,6 +138,7 @@ class Reference(ByParameter):
     name = "reference"
     devices = EveryDevice()
     layouts = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
+    takes_rows = True
     measures = True
     draws = True
     reduces = True

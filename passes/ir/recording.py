@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collage_neuron.passes.ir.update import Captured
@@ -15,6 +15,7 @@ class Recording:
 
     captured: Captured
     slots: list[float]
+    """The numbers; where parameters of a job have numbers of their own, those of the first."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """Host scalars of the parameter's state after the step (`step`, ...)."""
     by_shape: bool = False
@@ -24,3 +25,12 @@ class Recording:
     kind: Any = None
     """The calls of the step that was recorded (`trace.kinds.Kind`), and their numbers, with which it is validated."""
     numbers: Sequence[float] = ()
+    rows: Sequence[list[float]] = ()
+    """The slots of each parameter of a job, in its order, where they have numbers of their own."""
+
+    def of(self, places: Sequence[int]) -> Recording:
+        """That of some parameters of a job, by their places there."""
+        if not self.rows:
+            return self
+        rows = [self.rows[i] for i in places]
+        return replace(self, slots=rows[0], rows=rows if len(rows) > 1 else ())

@@ -29,7 +29,7 @@ from collage_neuron.passes.backends.native.machine import Machine, Target, missi
 from collage_neuron.passes.backends.native.openmp import Team, loaded_libgomp
 from collage_neuron.passes.backends.native.pairwise_sum import are_plain, compiled_fold, compiled_runs, fold_of, runs_of
 from collage_neuron.passes.backends.native.reductions import RowKernels, nothing_of, run_by_rows
-from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure, merged
+from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.staged import find, store_small
 from collage_neuron.passes.ir.update import Update
@@ -83,6 +83,7 @@ class Native(Backend):
 
     name = "native"
     devices = ("cpu",)
+    takes_rows = True
     measures = True
     draws = True
     reduces = True
@@ -130,13 +131,12 @@ class Native(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
-        launches = list(merged(launches))
         if any(x.update.by_rows for x in launches):
             with _counted_first(launches):
                 return [measure for part in _in_turn(launches) for measure in self._run_in_turn(part)]
         given, before = launches, self._found(launches)
         if any(x.update.is_staged for x in given):
-            launches = [last for x, found in zip(given, before, strict=True) for last in _last_stages(x, found)]
+            launches = [_last_stage(x, found) for x, found in zip(given, before, strict=True)]
         step = lay_out(launches, self.engine.kernels)
         if step is None:
             with _counted_first(given):
@@ -202,14 +202,12 @@ def _in_turn(launches: Sequence[Launch]) -> Iterator[Sequence[Launch]]:
         yield list(part)
 
 
-def _last_stages(launch: Launch, found: Found | None) -> list[Launch]:
-    """A launch; if it has several stages, the last one for each parameter, with the numbers of its own."""
+def _last_stage(launch: Launch, found: Found | None) -> Launch:
+    """A launch; if it has several stages, the last one, with the numbers that were found for each parameter."""
     if not launch.update.is_staged or not launch.reads:
-        return [launch]
-    rows = launch.vector.expand(len(launch.reads), -1) if found is None else found.rows  # skipped ones are not read
-    alone = launch._replace(update=launch.update.parts[-1], kept=None, small=())
-    each = zip(rows, launch.reads, launch.writes, strict=True)
-    return [alone._replace(vector=v, reads=[r], writes=[w]) for v, r, w in each]
+        return launch
+    vector = launch.vector if found is None else found.rows  # of what is skipped it is not read
+    return launch._replace(update=launch.update.parts[-1], vector=vector, kept=None, small=())
 
 
 @contextmanager

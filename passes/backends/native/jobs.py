@@ -186,7 +186,9 @@ class Group:
     def add(self, number: int, launch: Launch) -> None:
         """Adds the parameters of a launch."""
         self.places += zip(repeat(number), range(len(launch.reads)))
-        self.scalars += [launch.vector.data_ptr()] * len(launch.reads)
+        first, vector = launch.vector.data_ptr(), launch.vector
+        width = vector.stride(0) * vector.element_size() if vector.dim() > 1 else 0
+        self.scalars += [first + width * i for i in range(len(launch.reads))]
         self.reads += launch.reads
         self.writes += launch.writes
         self.in_place = self.in_place and launch.in_place

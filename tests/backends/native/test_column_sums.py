@@ -92,16 +92,12 @@ def test_a_stage_takes_one_pass_for_all_parameters_of_a_shape(columns: int, pass
     assert len(steps) == passes
 
 
-def with_own_numbers(launch: Launch) -> list[Launch]:
-    """A launch for each parameter, as of a step that reads a number of each; rates come first, and are different."""
-    parts = [launch.part([i]) for i in range(len(launch.reads))]
-    return [x._replace(vector=x.vector * (1 + 0.01 * i)) for i, x in enumerate(parts)]
-
-
 @pytest.mark.parametrize("make", [Came, Factored, Lamb])
-def test_launches_with_numbers_of_their_own_add_up_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_with_numbers_of_their_own_are_added_up_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (given,) = launched(make, ((70, 64),) * 3)
-    own, wanted = (with_own_numbers(copied(given)) for _ in range(2))
+    rows = torch.stack([given.vector * (1 + 0.01 * i) for i in range(3)])
+    own, alone = copied(given)._replace(vector=rows), copied(given)
+    wanted = [alone.part([i])._replace(vector=row) for i, row in enumerate(rows)]
     steps, run_step = list[Step](), NATIVE.engine.run
 
     def noted(step: Step) -> Tensor:
@@ -111,11 +107,10 @@ def test_launches_with_numbers_of_their_own_add_up_at_once(make: Any, monkeypatc
     monkeypatch.setattr(NATIVE.engine, "run", noted)
     NATIVE.run([given])
     passes = len(steps)
-    NATIVE.run(own)
+    NATIVE.run([own])
     REFERENCE.run(wanted)
     assert len(steps) == 2 * passes
-    for x, y in zip(own, wanted, strict=True):
-        assert all(map(torch.equal, found(x), found(y)))
+    assert all(map(torch.equal, found(own), found(alone)))
 
 
 def test_parameters_that_share_memory_are_updated_in_their_order() -> None:
