@@ -259,3 +259,11 @@ rated("of_numbers_of_all_kinds", _of_numbers_of_all_kinds,
       lambda ps: {"numbers": (fractions.Fraction(1, 4), 1.0, np.array([0.125]))})  # fmt: skip
 rated("of_a_namespace_that_refers_back", lambda o, p, s, t: 1.0 / o.kept["n"].steps(o),
       lambda ps: {"n": SimpleNamespace(steps=lambda o: o.t)})  # fmt: skip
+
+
+@launched
+def decays_of_each(o: Any, p: Any, g: Any, s: dict[str, Any], lr: float, t: int) -> None:
+    """Decays near 1 and near 0, and below: another one for each parameter, and another in each step."""
+    m = s.setdefault("m", torch.zeros_like(p))
+    m.mul_((0.95, 0.25, -0.5, 0.0, -0.0)[(place(o, p) + t) % 5]).add_(g)
+    p.sub_(m, alpha=lr)
