@@ -375,6 +375,7 @@ class Context:
         self.presentation.restore_words()
         with self._not_presented():
             yield
+        bookkeeping(self.optimizer).seen = step_inventory.look(self.optimizer)
         self.begin(trace)
         self._mode.__enter__()
 

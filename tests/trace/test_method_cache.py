@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_cases import Stepping
+from traced_updates import initial, set_gradients
 
 import collage_neuron
 from collage_neuron import torch_privates
@@ -122,7 +124,8 @@ def test_a_method_that_is_exchanged_is_called(monkeypatch: pytest.MonkeyPatch, t
     assert torch.allclose(found, exact, rtol=1e-6), (found, exact)
 
 
-def test_torch_is_not_asked_in_a_steady_step(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
+def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The operations that torch is asked for from now on."""
     asked: list[Any] = []
     call = DeferredCalls.call
 
@@ -131,6 +134,11 @@ def test_torch_is_not_asked_in_a_steady_step(monkeypatch: pytest.MonkeyPatch, tr
         return call(self, func, *rest)
 
     monkeypatch.setattr(DeferredCalls, "call", noted)
+    return asked
+
+
+def test_torch_is_not_asked_in_a_steady_step(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
+    asked = _asked(monkeypatch)
 
     def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
         m = s.setdefault("m", torch.zeros_like(p) if t == 1 else None).mul_(0.9).add_(g, alpha=0.1 * t)
@@ -143,6 +151,37 @@ def test_torch_is_not_asked_in_a_steady_step(monkeypatch: pytest.MonkeyPatch, tr
     assert optimizer._collage_bookkeeping.traces.misses == 0
     assert optimizer.kept[1] > 8
     assert optimizer.kept[6] == 0, asked[-4:]
+
+
+class Closing(Stepping):
+    """Calls a closure first."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_neither_is_it_where_a_closure_comes_first(
+    is_in_place: bool, monkeypatch: pytest.MonkeyPatch, traced: None
+) -> None:
+    asked = _asked(monkeypatch)
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        m = s.setdefault("m", torch.zeros_like(p) if t == 1 else None).mul_(0.9).add_(g)
+        p.add_(m if is_in_place else m * 2.0, alpha=-lr)
+
+    params, counts = initial(torch.bfloat16), list[int]()
+    optimizer: Any = collage_neuron.compile(Closing(params, update), strategy="plus", verbose=False)
+    for t in range(1, 8):
+        optimizer.zero_grad()
+        before = len(asked)
+        optimizer.step(partial(set_gradients, params, t))
+        counts.append(len(asked) - before)
+    assert optimizer._collage_bookkeeping.traces.misses == 0
+    assert counts[0] > 8
+    assert counts[-1] == 0, asked[-4:]
 
 
 def test_numbers_that_are_kept_are_those_of_their_steps(traced: None) -> None:
