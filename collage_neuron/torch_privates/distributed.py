@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
 FSDP1 = "torch.distributed.fsdp._flat_param", "FlatParamHandle"
 """Module and class of what FSDP1 keeps of its flat parameters: no public list has them."""
@@ -69,12 +68,13 @@ def sharded_like(part: torch.Tensor, t: Any) -> Any:
 
 
 def all_reduce() -> Any:
-    """The operation by which DTensor adds up parts; None where torch has no processes, or is newer than 2.9.
+    """The operation by which DTensor adds up parts; None where torch has no processes."""
+    return torch.ops._c10d_functional.all_reduce.default if torch.distributed.is_available() else None
 
-    Torch 2.13 wraps what it gives in another operation, after which nothing waits.
-    """
-    is_known = TorchVersion(torch.__version__) < "2.10"
-    return torch.ops._c10d_functional.all_reduce.default if is_known and torch.distributed.is_available() else None
+
+def is_wrapping(func: Any) -> bool:
+    """Returns True for the operation by which torch 2.13 wraps such a result, which then waits when it is used."""
+    return str(func) == "_c10d_functional._wrap_tensor_autograd.default"
 
 
 def wait_tensor() -> Any:

@@ -243,8 +243,8 @@ class DeferredCalls:
     def _compared(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (step := fused_ops.step_of(func)) is not None:
             return fused_ops.run(step, args, dict(kwargs))
-        if func in NORMS:
-            return self.call(*vector_norm(*args, **kwargs))
+        if func in NORMS or torch_privates.is_wrapping(func):
+            return self.call(*(vector_norm(*args, **kwargs) if func in NORMS else (WAIT, args, kwargs)))
         if "out" in kwargs and (done := self._into(func, args, kwargs)) is not NotImplemented:
             return done
         if reads_values(func):

@@ -14,7 +14,6 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.tensor_sums import across
-from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE
 from collage_neuron.runtime.cross_rank_check import why_not_summed
 from collage_neuron.runtime.wrappers import SUMS, of_part
 from collage_neuron.states.sharding import ORDINARY, is_sharded, is_sharded_like
@@ -53,8 +52,7 @@ def check_parts(captured: Captured, are_known: bool) -> None:
     Where it is known who has the other parts (DTensor), sums are those of the operations that its class calls, on the
     part and between processes. But what these give are DTensors, and states of one number are kept as they are.
     """
-    are_sent = are_known and ALL_REDUCE is not None
-    if captured.seen_as is not None or (captured.small if are_sent else captured.reduces):
+    if captured.seen_as is not None or (captured.small if are_known else captured.reduces):
         raise Uncompiled(SUMS)
 
 

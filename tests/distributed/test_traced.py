@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import traced_shards as runs
+from torch.torch_version import TorchVersion
 from worlds import in_turn, run_world
 
-from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE
 from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, READS
 
 Found = list[dict[str, Any]]
@@ -40,14 +41,17 @@ def test_traced_shards_have_the_words_of_whole_parameters(name: str, found: Foun
         assert ended.kinds
 
 
-@pytest.mark.skipif(ALL_REDUCE is None, reason="this torch wraps sums of processes: such steps run as written")
 @pytest.mark.parametrize("name", [*runs.SUMMED, "lamb of columns"])
 def test_sums_over_shards_are_launched(name: str, found: Found) -> None:
-    """Of parameters, of parts, and of all: as in float64, but for some roundings."""
+    """Of parameters, of parts, and of all: as in float64, but for some roundings.
+
+    Newer torch gathers parts of different sizes for their mean: such a step runs as written.
+    """
+    is_gathered = name == "stable_adamw" and TorchVersion(torch.__version__) >= "2.10"
     for ended in (own["as written"][name] for own in found):
         assert ended.different == []
-        assert (ended.misses, ended.why) == (0, "")
-        assert ended.kinds
+        assert ended.misses == 4 * is_gathered
+        assert ("all_gather" in ended.why) if is_gathered else (ended.why == "" and ended.kinds)
 
 
 WITH_OTHERS = "muon of replicas", "novograd, partial gradients"
