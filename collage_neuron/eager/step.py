@@ -69,6 +69,9 @@ class Trace(Protocol):
     def put_off(self) -> None:
         """The step begins again after what comes now: nothing was done yet."""
 
+    def go_on(self) -> None:
+        """Called before it begins again."""
+
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
 
@@ -376,6 +379,7 @@ class Context:
         with self._not_presented():
             yield
         bookkeeping(self.optimizer).seen = step_inventory.look(self.optimizer)
+        trace.go_on()
         self.begin(trace)
         self._mode.__enter__()
 

@@ -43,6 +43,7 @@ from collage_neuron.torch_privates.operations import (
     modes,
     on_lists,
     schema,
+    unseen,
     without_modes,
 )
 from collage_neuron.torch_privates.optimizers import (
@@ -100,6 +101,6 @@ __all__ = [
     "is_wrapping", "let_have_hooks", "mark_counted", "mark_hooked", "mark_sharding_like", "modes",
     "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists", "part", "process_group", "put_last",
     "references", "schema", "set_up_anew", "sharded_like", "step_pre_hooks", "storage_id", "unhooked_step",
-    "unscales_itself", "user_computation", "users", "version", "wait_tensor", "without_memory", "without_modes",
-    "xla_address", "xla_dot",
+    "unscales_itself", "unseen", "user_computation", "users", "version", "wait_tensor", "without_memory",
+    "without_modes", "xla_address", "xla_dot",
 ]  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +32,13 @@ def modes() -> list[Any]:
 def without_modes() -> AbstractContextManager[object]:
     """A context in which no mode sees operations."""
     return torch.utils._python_dispatch._disable_current_modes()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A context in which no mode sees operations, functions and methods."""
+    with without_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

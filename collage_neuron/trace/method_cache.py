@@ -55,9 +55,9 @@ for _name in (*(f"__{name}__" for name in _OPERATORS), *filter(_is_operation, di
 
 
 def _set(self: torch.Tensor, index: Any, value: Any) -> None:
-    """`x[mask] = number`: for a mask of no dimensions torch would ask whether it is true."""
-    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and not index.dim() and waits(index)
-    if is_mask and isinstance(value, (int, float)):
+    """`x[mask] = number`: for a mask of no dimensions torch would ask whether it is true, and else make a tensor."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and waits(index)
+    if is_mask and index.shape in ((), self.shape) and isinstance(value, (int, float)):
         self.masked_fill_(index, value)
     else:
         torch.Tensor.__setitem__(self, index, value)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.trace import symbolic_floats
 
@@ -76,7 +77,8 @@ class Tape:
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of numbers and 0-d tensors, some on the tape; its result is there too."""
         places = [self._given(x) for x in args]
-        value = function(*(self.values[i] for i in places))
+        with torch_privates.unseen():
+            value = function(*(self.values[i] for i in places))
         if isinstance(value, torch.Tensor):
             return self._tensor(function, places, value)
         if type(value) not in (bool, float):
@@ -92,8 +94,8 @@ class Tape:
 
     def _given(self, x: Any) -> int:
         place = self.place_of(x)
-        if place is None:
-            return self.constant(x) if type(x) in (bool, int, float) else self.lose()
+        if place is None:  # what depends on a number of the tape is there too, so this is the same in each step
+            return self.constant(x) if type(x) in (bool, int, float) or _is_number(x) else self.lose()
         return place
 
     def _tensor(self, function: Callable[..., Any], places: list[int], value: torch.Tensor) -> torch.Tensor:
@@ -122,6 +124,10 @@ class Tape:
         return Program(tuple(self.inputs), dict(self._constants), tuple(self._played), tuple(self._into))
 
 
+def _is_number(x: Any) -> bool:
+    return type(x) is torch.Tensor and not x.dim() and x.is_cpu
+
+
 class Program(NamedTuple):
     """The computations on a tape."""
 
@@ -135,7 +141,7 @@ class Program(NamedTuple):
 
         None if a comparison has another result, or a computation fails: then the code has to run itself.
         """
-        values = dict(self.constants)
+        values = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in self.constants.items()}
         for place, x in zip(self.inputs, inputs, strict=True):
             values[place] = x.clone() if isinstance(x, torch.Tensor) else x
         get = values.__getitem__

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.states.visible_states import visible
@@ -78,7 +79,15 @@ class Settings:
         if kind is tuple:
             parts = tuple(map(self._told, value))
             return _OTHER if _OTHER in parts else parts
+        if _is_tensor_number(value):
+            self.numbers.append(value)
+            return kind, value.dtype
         return (kind, value) if kind in _CONSTANT else _OTHER
+
+
+def _is_tensor_number(value: Any) -> bool:
+    """Returns True for a rate or a beta that is a tensor: a number on the host that may be another one in each step."""
+    return type(value) is torch.Tensor and not value.dim() and value.is_cpu and value.is_floating_point()
 
 
 _OTHER = object()
@@ -102,7 +111,7 @@ def follow(
             tape.give(value)
     before = [*settings.items()]
     try:
-        kind, numbers = copied.step(partial(_OnTape, tape), _Watch(tape))
+        kind, numbers = copied.step(partial(_OnTape, tape), _Watch(tape), _Reads(tape))
     except (UnsupportedUpdate, Uncompiled):
         return None
     left = {k: v for k, v in state_of(copied).items() if not waits(v)}
@@ -132,7 +141,7 @@ def _told(recording: Recording) -> str:  # as text: equal for equal doubles, NaN
 
 
 def _given(tape: Tape, value: Any) -> Any:
-    if type(value) is float:
+    if type(value) is float or _is_tensor_number(value):
         return tape.give(value)
     return tuple(_given(tape, x) for x in value) if type(value) is tuple else value
 
@@ -170,7 +179,8 @@ class _OnTape(DeferredCalls):
 
     def written_of(self, given: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
         first = len(numbers)
-        found = super().written_of([_plain(x) for x in given], numbers, is_constant)
+        with torch_privates.unseen():
+            found = super().written_of([_plain(x) for x in given], numbers, is_constant)
         known = list(self._numbers_in(given))
         if is_constant and any(type(x) is _Known for x in known):
             self._tape.lose()
@@ -183,9 +193,11 @@ class _OnTape(DeferredCalls):
             if isinstance(x, (list, tuple)):
                 yield from self._numbers_in(x)
             elif isinstance(x, torch.Tensor):
-                if self._place(id(x)) is None:
-                    place = self._tape.place_of(x)
-                    yield x.item() if place is None else _Known.at(place, x.item())
+                if self._place(id(x)) is None and self._tape.place_of(x) is None:
+                    yield x.item()
+                elif self._place(id(x)) is None:
+                    place = self._tape.apply(torch.Tensor.item, x).node.place
+                    yield _Known.at(place, self._tape.values[place])
             elif type(x) in (int, float, _Known):
                 yield x
 
@@ -209,19 +221,34 @@ class _Watch(TorchFunctionMode):
         on_tape = [x for x in given if self._tape.place_of(x) is not None]
         if not on_tape or any(map(_touches_waiting, given)):
             return func(*args, **kwargs)
-        if kwargs or not any(isinstance(x, torch.Tensor) for x in on_tape):
+        if kwargs or not (func in _MADE_OF_NUMBERS or any(isinstance(x, torch.Tensor) for x in on_tape)):
             self._tape.lose()
         if func in _QUERIES:
             return func(*args)
         return self._tape.apply(func, *args)
 
 
+class _Reads(torch_privates.DispatchMode):
+    """Puts the number that is read of a 0-d tensor on the tape, whoever reads it: torch does for `value=tensor`."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and self._tape.place_of(args[0]) is not None:
+            return self._tape.apply(torch.Tensor.item, args[0])
+        return func(*args, **(kwargs or {}))
+
+
 def _touches_waiting(x: Any) -> bool:
     return any(map(_touches_waiting, x)) if isinstance(x, (list, tuple)) else waits(x)
 
 
+_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor)
+
 _QUERIES = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in ("device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_sparse", "layout", "requires_grad")
-)
-"""What may be asked of a count without reading it; its shape belongs there too, and no optimizer asks for that."""
+    for name in ("device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_sparse", "layout", "requires_grad", "shape")
+) | {torch.Tensor.dim, torch.Tensor.numel}
+"""What may be asked of a count or a rate without reading it."""

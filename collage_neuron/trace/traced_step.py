@@ -104,8 +104,10 @@ class TracedStep:
         self._began: Began
         self._is_planned = False
         """True if an earlier step has planned this one."""
+        self._last: list[StepKind] = []
+        """The kind of the last step."""
         self._unused: list[torch.Tensor] = []
-        """What an earlier step has made, and this one will not make once more."""
+        """What that has made, and this one will not make once more."""
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
         self._has_raised = self._has_agreed = False
@@ -175,7 +177,7 @@ class TracedStep:
         kinds, spare = self.traces.kinds, self.traces.temporaries
         self.traces.temporaries = []  # the next step's if this one is launched
         earlier = [kind for kind in kinds if kind.before == before]
-        is_like_last = bool(earlier) and earlier[0] is kinds[0]
+        is_like_last, self._last = bool(earlier) and earlier[0] is kinds[0], kinds[:1]
         spare, self._unused = (spare, []) if is_like_last else ([], spare)
         is_steady = bool(spare) or (is_like_last and kinds[0].makes_nothing)
         cones, steady = [k.cones for k in earlier], kinds[0].quick if is_steady else ()
@@ -265,11 +267,16 @@ class TracedStep:
         """The step begins again after what comes now: nothing was done yet."""
         self.decide()
         self.end()
-        if self._mode is not None:  # what the next one may make once more
-            self.traces.temporaries = self._unused or self._mode.let_go(len(self._began.references.holders))
-        if self._is_planned:
-            self.traces.presentation = self._began.presentation
-        self._mode, self._is_planned = None, False
+        if self._mode is not None:
+            self._unused = self._unused or self._mode.let_go(len(self._began.references.holders))
+        self._mode = None
+
+    def go_on(self) -> None:
+        """Called before it begins again: it may begin as the last one did, unless there was another in between."""
+        is_last = self.traces.kinds[:1] == self._last
+        self.traces.temporaries = self._unused if is_last else []
+        self.traces.presentation = self._began.presentation if self._is_planned else None
+        self._is_planned = False
 
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -182,6 +182,30 @@ def test_neither_is_it_where_a_closure_comes_first(
     assert optimizer._collage_bookkeeping.traces.misses == 0
     assert counts[0] > 8
     assert counts[-1] == 0, asked[-4:]
+
+
+@pytest.mark.parametrize("does", ["raises", "steps"])
+def test_a_closure_that_raises_or_steps_is_followed_by_steps_as_before(does: str, traced: None) -> None:
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        m = s.setdefault("m", torch.zeros_like(p) if t == 1 else None).mul_(0.9).add_(g)
+        p.add_(m * 2.0, alpha=-lr)
+
+    def closure(params: Any, optimizer: Any, t: int) -> None:
+        set_gradients(params, t)
+        if t % 3 == 0 and does == "raises":
+            raise KeyError("a batch is missing")
+        if t % 3 == 0:
+            Stepping.step(optimizer) if type(optimizer) is Closing else optimizer.step(lambda: None)
+
+    params, exact = initial(torch.bfloat16), initial(torch.float32)
+    optimizer: Any = collage_neuron.compile(Closing(params, update), strategy="fp32", verbose=False)
+    for each, own in ((optimizer, params), (Closing(exact, update), exact)):
+        for t in range(1, 11):
+            with suppress(KeyError):
+                each.step(partial(closure, own, each, t))
+    assert optimizer._collage_bookkeeping.traces.misses == 0
+    for p, q in zip(params, exact, strict=True):
+        assert torch.allclose(collage_neuron.exact_value(optimizer, p), q, rtol=1e-5, atol=1e-6)
 
 
 def test_numbers_that_are_kept_are_those_of_their_steps(traced: None) -> None:
