@@ -355,8 +355,8 @@ def geometries(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Geometry]:
         Geometry(tuple(x.shape), x.stride(), x.dtype, int(x.storage_offset()))
         for x in (out if isinstance(out, (list, tuple)) else [out])
     ]
-    if not {torch.float32, torch.bool}.issuperset(each.dtype for each in made):
-        raise Uncompiled(f"{func} makes a tensor of {made[0].dtype}: updates are compiled in fp32")
+    if others := {each.dtype for each in made} - {torch.float32, torch.bool}:
+        raise Uncompiled(f"{func} makes a tensor of {others.pop()}: updates are compiled in fp32")
     return made
 
 
