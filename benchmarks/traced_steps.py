@@ -39,11 +39,11 @@ class Reading(Optimizer):
 
     def __init__(self, params: Params, scaled: Callable[[Reading, Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__(params, {"lr": 0.01})
-        self.scaled, self.total = scaled, torch.zeros(())
+        self.scaled, self.total, self.place = scaled, torch.zeros(()), 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.total = torch.zeros(())
+        self.total, self.place = torch.zeros(()), 0
         for p in self.param_groups[0]["params"]:
             state, g = self.state[p], p.grad
             if not state:
@@ -51,6 +51,12 @@ class Reading(Optimizer):
             state["m"].mul_(0.9).add_(g, alpha=0.1)
             state["v"].mul_(0.999).addcmul_(g, g, value=0.001)
             p.sub_(self.scaled(self, p, state["m"] / (state["v"].sqrt() + 1e-8)), alpha=0.01)
+
+
+def by_place(optimizer: Reading, _: Any, u: torch.Tensor) -> torch.Tensor:
+    """By another number for each."""
+    optimizer.place += 1
+    return u * (1 + 0.001 * optimizer.place)
 
 
 def by_trust(_: Reading, p: Any, u: torch.Tensor) -> torch.Tensor:
@@ -93,6 +99,7 @@ CASES: dict[str, tuple[Make, Make]] = {
     "loop": (TransformersAdamW, TransformersAdamW),
     "schedule-free": (ScheduleFreeAdamW, ScheduleFreeAdamW),
     "LAMB": (Lamb, Lamb),
+    "a rate for each": reading(by_place),
     "Adafactor, .item()": (Adafactor, Adafactor),
     "trust, .item()": reading(by_trust),
     "clipped, .item()": reading(clipped),
