@@ -7,11 +7,13 @@ A newcomer who follows a step with a debugger opens these files and functions, a
 
 from __future__ import annotations
 
+import ast
 import io
 import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
 from types import FrameType
@@ -90,6 +92,13 @@ def comments(path: Path) -> int:
     return sum(t.type == tokenize.COMMENT and not t.string.startswith(("# noqa", "# type:", "# fmt:")) for t in tokens)
 
 
+def docstrings_of_names(path: Path) -> int:
+    """The docstrings of constants, fields and attributes: they say what a comment would say there."""
+    bodies = (getattr(node, "body", ()) for node in ast.walk(ast.parse(path.read_text())))
+    below = chain.from_iterable(body[1:] for body in bodies if isinstance(body, list))
+    return sum(isinstance(x, ast.Expr) and isinstance(getattr(x.value, "value", None), str) for x in below)
+
+
 def rows() -> Iterator[tuple[str, object]]:
     """What is measured, and the number."""
     source = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -106,6 +115,7 @@ def rows() -> Iterator[tuple[str, object]]:
     yield "file names that occur more than once", sum(n > 1 for n in names.values())
     yield "longest chain of imports", len(longest_chain(modules(ROOT)))
     yield "comments per 100 lines of source", f"{100 * sum(map(comments, source)) / sum(counts):.1f}"
+    yield "docstrings of names per 100 lines", f"{100 * sum(map(docstrings_of_names, source)) / sum(counts):.1f}"
     for backend in ("native", "reference"):
         passed = steady_step(backend)
         yield f"files that a steady AdamW step passes, {backend}", len({file for file, _ in passed.functions})

@@ -125,9 +125,10 @@ class Cones:
         waiting = [(memory, before)]
         while waiting:
             memory, before = waiting.pop()
-            own = done.get(memory, 0)
+            own = done.get(memory, 0)  # what has stayed is as it was after so many calls
             if own > before:
                 return None
+            # A memory is asked for by several calls: by the later ones only for what was written in between.
             writers, first = self._writers.get(memory, []), max(own, until.get(memory, 0))
             until[memory] = max(first, before)
             for i in writers[bisect_left(writers, first) : bisect_left(writers, before)]:

@@ -77,7 +77,7 @@ class Tape:
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of numbers and 0-d tensors, some on the tape; its result is there too."""
         places = [self._given(x) for x in args]
-        with torch_privates.unseen():
+        with torch_privates.unseen():  # or the mode that has called this would put it on the tape again
             value = function(*(self.values[i] for i in places))
         if isinstance(value, torch.Tensor):
             return self._tensor(function, places, value)
@@ -141,6 +141,7 @@ class Program(NamedTuple):
 
         None if a comparison has another result, or a computation fails: then the code has to run itself.
         """
+        # Operations in place write what they are given: each time it is played they have tensors of their own.
         values = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in self.constants.items()}
         for place, x in zip(self.inputs, inputs, strict=True):
             values[place] = x.clone() if isinstance(x, torch.Tensor) else x

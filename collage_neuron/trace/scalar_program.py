@@ -179,7 +179,7 @@ class _OnTape(DeferredCalls):
 
     def written_of(self, given: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
         first = len(numbers)
-        with torch_privates.unseen():
+        with torch_privates.unseen():  # what is asked here is no part of the step
             found = super().written_of([_plain(x) for x in given], numbers, is_constant)
         known = list(self._numbers_in(given))
         if is_constant and any(type(x) is _Known for x in known):

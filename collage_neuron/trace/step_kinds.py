@@ -84,10 +84,11 @@ class Planned(NamedTuple):
         Formats may depend on the signs and sizes of numbers (`pattern`): where these are different, so are the parts.
         """
         rows = [[*get(numbers), *self.more] for get in self.numbers]
-        bits = Struct(f"{len(rows[0])}d")
+        bits = Struct(f"{len(rows[0])}d")  # as bits: NaN does not equal itself, and 0.0 equals -0.0
         if len({bits.pack(*row) for row in rows}) == 1:
             yield tuple(self.params), replace(self.recording, slots=rows[0])
             return
+        # Few numbers are others for each parameter, and a pattern costs some microseconds.
         different = [column for column in zip(*rows, strict=True) if len({*column}) > 1]
         alike: dict[object, list[int]] = {}
         for i in range(len(rows)):

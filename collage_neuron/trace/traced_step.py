@@ -179,6 +179,7 @@ class TracedStep:
         earlier = [kind for kind in kinds if kind.before == before]
         is_like_last, self._last = bool(earlier) and earlier[0] is kinds[0], kinds[:1]
         spare, self._unused = (spare, []) if is_like_last else ([], spare)
+        # Calls that are all in place have made nothing, and are those of the last step all the same.
         is_steady = bool(spare) or (is_like_last and kinds[0].makes_nothing)
         cones, steady = [k.cones for k in earlier], kinds[0].quick if is_steady else ()
         self._names: dict[int, adopted_tensors.Name] | None = None

@@ -99,6 +99,7 @@ class TileWriter(RunWriter):
     def _term(self, result: fx.Node, values: Values) -> Value:
         """What a result adds up, as doubles."""
         term = self.operand(result.args[0], values)
+        # The square of an fp32 number is exact as a double, which has 53 bits for its 48.
         wide = self.loop.cast("fpext", Value(self.loop.text(term, FLOAT), FLOAT), DOUBLE)
         return self.loop.binary("fmul", DOUBLE, wide, wide) if ENDINGS[result.target].is_square else wide
 
@@ -127,7 +128,7 @@ class TileWriter(RunWriter):
         """Up to the beginning of a row."""
         yield f"define void @NAME({PARAMETERS}) #0 {{"
         yield "entry:"
-        for number in of_columns:
+        for number in of_columns:  # on whole lines of the cache: vectors in it are aligned
             yield f"  %sums{number} = alloca [{STRIP} x double], align 64"
         yield from self.host.lines
         yield "  %limit_of_columns = call i64 @llvm.smin.i64(i64 %end, i64 %columns)"
@@ -207,6 +208,7 @@ class TileWriter(RunWriter):
 
     def _stored_columns(self, numbers: Sequence[int]) -> list[str]:
         code = self.code(self.width)
+        # Even and odd columns are apart since a vector of bf16 pairs gives them so; here they are interleaved again.
         lanes = [lane for j in range(self.width) for lane in (j, self.width + j)]
         for number in numbers:
             halves = []
@@ -217,6 +219,7 @@ class TileWriter(RunWriter):
             even, odd = halves
             both = code.shuffle(even, odd, DOUBLE, self.width, lanes).text
             place = code.op("ptr", f"getelementptr double, ptr %p{len(self.slots) + number}, i64 %o").text
+            # A row of the tensor begins at any double.
             code.put(f"store {code.type_of(DOUBLE, 2)} {both}, ptr {place}, align 8")
         return code.lines
 

@@ -247,6 +247,8 @@ def _loop_over_slots(name: str, previous: str, body: str, then: str) -> str:
 """
 
 
+# The last elements of a row are updated in a buffer of a whole step, so that no kernel needs masks. A word has 8 bytes
+# of room there, more than any type; what follows the elements is 0, and is not copied back.
 _TAIL = f"""
 define internal void @run_tail(ptr %job, i64 %from, i64 %left, i64 %word, ptr %sums) {{
 entry:

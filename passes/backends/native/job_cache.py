@@ -46,6 +46,7 @@ class Laid:
         addresses = [*map(Tensor.data_ptr, chain.from_iterable(tensors for _, tensors in slots))]
         if addresses != self.addresses and not self._move(addresses):
             return None
+        # The vectors of numbers are new in each step; all else of a job is as it was.
         self.step.jobs[JOB.index("scalars") :: len(JOB)] = array("q", chain.from_iterable(g.scalars for g in groups))
         return replace(self.step, changed=list(chain.from_iterable(group.writes for group in groups)))
 
@@ -54,7 +55,7 @@ class Laid:
 
         Or if a tensor that is not empty has none.
         """
-        if addresses.count(0) != self.bytes.count(0):
+        if addresses.count(0) != self.bytes.count(0):  # only empty tensors have none
             return False
         if share_memory(addresses, list(map(add, addresses, self.bytes)), self.step.written):
             return False

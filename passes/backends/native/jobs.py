@@ -130,6 +130,7 @@ class PointerArrays:
     def __init__(self, tensors: Sequence[Tensor], shared: Sequence[int], block: int) -> None:
         """`shared` has for each slot 1 if it has one word for each block of `block` elements of a row, else 0."""
         self.slots = len(shared)
+        # `map` over a method of C++: no frame of Python's for each tensor.
         self.addresses = [*map(Tensor.data_ptr, tensors)]
         self.sizes = [*map(Tensor.numel, tensors)]
         self.dtypes = [t.dtype for t in tensors]
@@ -186,6 +187,7 @@ class Group:
     def add(self, number: int, launch: Launch) -> None:
         """Adds the parameters of a launch."""
         self.places += zip(repeat(number), range(len(launch.reads)))
+        # All have one vector, or each a row; a row that is expanded has no stride.
         first, vector = launch.vector.data_ptr(), launch.vector
         width = vector.stride(0) * vector.element_size() if vector.dim() > 1 else 0
         self.scalars += [first + width * i for i in range(len(launch.reads))]

@@ -59,12 +59,13 @@ class Shape:
     dims: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
+        # `minor_to_major`: the last dimension is the one whose elements lie one after another.
         layout = packed(1, range(len(self.dims) - 1, -1, -1))
         return (
             integer(2, ELEMENT_TYPES[self.element])
             + packed(3, self.dims)
             + message(5, layout)
-            + packed(6, [0] * len(self.dims))
+            + packed(6, [0] * len(self.dims))  # `is_dynamic_dimension`: XLA wants one for each
         )
 
     def of(self, dims: Iterable[int]) -> Shape:
@@ -148,7 +149,7 @@ class Computation:
             number, code = _PACKED[element]
             data = message(number, struct.pack(code, value))
         else:
-            data = packed(4, [int(value) % 2**64])
+            data = packed(4, [int(value) % 2**64])  # a varint of a negative number is its two's complement
         return self.add("constant", Shape(element), attributes=message(8, message(1, Shape(element).encode()) + data))
 
     def reduce_precision(self, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
@@ -174,6 +175,7 @@ class Computation:
     def element(self, vector: Instruction, index: int, dims: tuple[int, ...]) -> Instruction:
         """vector[index], an fp32 scalar, broadcast to `dims`."""
         bounds = integer(1, index) + integer(2, index + 1) + integer(3, 1)
+        # Numbers come as one vector: torch_xla compiles anew where a 0-d tensor becomes 0 or 1.
         entry = self.add("slice", Shape("f32", (1,)), [vector], message(17, bounds))
         return self.broadcast(self.reshape(entry, ()), dims)
 
