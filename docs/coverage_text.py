@@ -33,7 +33,7 @@ is computed twice. Parameters never share a sum.
   DTensor adds up between processes is gathered, one message for all parameters that share an update, and added in fp64
   in the order of the processes. The bits depend on how parameters are sharded, and are the same in all processes and
   runs. Before a step they compare which sums they need; if these differ, the step runs [as written](../as_written.md).
-  So do steps that keep a number as a state, read one in Python (`.item()`), or gather elements, as the newest torch does
+  So do steps that keep a number as a state, read one in Python (`.item()`), or gather elements, as newer torch does
   for the mean of parts of different sizes. Rejected, since the sum would be that
   of a part: shards that are no DTensors (FSDP1, `p.tensor_model_parallel`, torch_xla's ZeRO-1).
 * A state of one number that is computed from tensors (NovoGrad's second moment, 0-d) is kept in fp32, 4 bytes for a
