@@ -81,6 +81,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     first_step_report.hint_at_source(base, optimizer)
     external_averages.look(optimizer, ours)
     low_word_handover.leave_words(optimizer, ours)
+    low_word_handover.take_over(optimizer)
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)

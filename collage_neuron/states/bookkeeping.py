@@ -21,7 +21,7 @@ from collage_neuron.states.write_detection import Marks, mark_of
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies")
+OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies", "sharing")
 """Fields that a copy of the optimizer does not get."""
 
 
@@ -111,6 +111,9 @@ class Bookkeeping:
 
     traces: Any = None
     """What lasts between traced steps, a `trace.kinds.Traces`; a copy of the optimizer has its own."""
+    sharing: Any = None
+    """Weak references to other compiled optimizers over some of its parameters, a list (`low_word_handover`); None if
+    nobody has looked: a copy looks anew."""
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`continued`)."""
     seen: Any = None
@@ -124,6 +127,8 @@ class Bookkeeping:
 
     def moved(self) -> dict[torch.Tensor, str]:
         """The parameters that were written since they were marked, and what had happened to them before."""
+        if self.marks.are_unwritten():
+            return {}
         return {p: what for p, (what, mark) in self.marks.params.items() if mark != mark_of(p)}
 
     def __getstate__(self) -> dict[str, Any]:

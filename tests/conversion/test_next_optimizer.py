@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -54,6 +55,30 @@ def test_the_next_stage_goes_on_though_the_last_optimizer_is_gone(form: str, str
         steps(model, optimizer)
         end = exact_value(optimizer, model.weight).clone()
         assert (end != model.weight).any()
+
+
+@pytest.mark.parametrize("when", ["at once", "in copies", "gone"])
+def test_optimizers_that_have_the_same_parameters_take_over_from_one_another(when: str) -> None:
+    """In each step, whoever was compiled first: the steps in which the other's rate is zero change nothing."""
+    model: Any = linear()
+    both: list[Any] = [compiled("both", model), compiled("optimizer", model)]
+    if when == "in copies":
+        model, both = copy.deepcopy((model, both))
+    for turn in range(4):
+        steps(model, both[turn % 2], count=3)
+        end = exact_value(both[turn % 2], model.weight)
+        assert (end != model.weight).any()
+        other = both[1 - turn % 2]
+        assert torch.equal(exact_value(other, model.weight), end)
+        saved = copy.deepcopy(other.state_dict()["state"][0])
+        if when == "gone":
+            both[turn % 2] = compiled("optimizer", model)
+        other.param_groups[0]["lr"] = 0.0
+        other.state.clear()
+        steps(model, other, count=1)
+        other.param_groups[0]["lr"] = 1e-5
+        assert torch.equal(exact_value(other, model.weight), end)
+        assert torch.equal(other.state_dict()["state"][0]["param_lo"], saved["param_lo"])
 
 
 def test_words_of_weights_that_were_written_meanwhile_are_not_taken() -> None:

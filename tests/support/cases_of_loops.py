@@ -317,3 +317,11 @@ def a_closure_changes_the_rate(world: World) -> None:
     for _ in range(20):
         world.taken += 1
         optimizer.step(closure)
+
+
+@case
+def two_optimizers_share_the_parameters(world: World) -> None:
+    first, second = world.compile(AdamW(world.params, lr=1e-2)), world.compile(SGD(world.params, lr=1e-2))
+    for i in range(40):
+        world.optimizer = (first, second)[i % 2]
+        world.step(1)

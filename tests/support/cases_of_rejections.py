@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from hostile import Ball, Base, World, case, hostile
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 REJECTED = {
     "weights_in_one_memory": r"shares its memory with another parameter",
@@ -17,7 +17,7 @@ REJECTED = {
     "NamesOfMasters": r"a state called 'param_master'",
     "StateIsAnObject": r"keeps an object of type SimpleNamespace as optimizer.state\[p\]; keep a dictionary",
 }
-WARNED = {"two_optimizers_share_the_parameters", "a_hook_decays_the_weights"}
+WARNED = {"a_hook_decays_the_weights"}
 
 
 @case
@@ -64,14 +64,6 @@ class StateIsAnObject(Base):
         if not isinstance(self.state[p], types.SimpleNamespace):
             self.state[p] = types.SimpleNamespace(m=torch.zeros_like(p))
         p.sub_(self.state[p].m.mul_(0.9).add_(g), alpha=group["lr"])
-
-
-@case
-def two_optimizers_share_the_parameters(world: World) -> None:
-    first, second = world.compile(AdamW(world.params, lr=1e-2)), world.compile(SGD(world.params, lr=1e-2))
-    for i in range(40):
-        world.optimizer = (first, second)[i % 2]
-        world.step(1)
 
 
 @case
