@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -86,8 +87,10 @@ def _run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     found: dict[int, Recording] = {}
     try:
         copied = whole(base, optimizer)
-        classes = [type(each.optimizer) for each in inner_of(optimizer)]
-        with warnings.catch_warnings(), _unheard(), undone([base, *classes, *copied.copies.shared]):
+        classes = [base, *(type(each.optimizer) for each in inner_of(optimizer))]
+        # A class of torch's is not looked into, but somebody may have put a function of theirs there (a profiler).
+        methods = [x for c in classes for of in c.__mro__ for x in vars(of).values() if isinstance(x, FunctionType)]
+        with warnings.catch_warnings(), _unheard(), undone([*classes, *methods, *copied.copies.shared]):
             warnings.simplefilter("ignore")
             found = _recordings(copied)
             if any(unread_states(each.captured.graph) for each in found.values()):
