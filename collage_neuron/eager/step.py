@@ -33,6 +33,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes, inner_optimizers, replaced_params, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import settle_gradients
+from collage_neuron.states.store import States
 
 
 class Trace(Protocol):
@@ -191,6 +192,11 @@ class Context:
     def __init__(self, base: type[Optimizer], optimizer: Optimizer, kind: str) -> None:
         self.presentation = Presentation(optimizer, kind)
         self.base, self.optimizer = base, optimizer
+        compiled: type[Optimizer] = type(optimizer)
+        # A subclass that the user made of a compiled class is the user's own.
+        self._classes = compiled, base if "_collage_base" in vars(compiled) else compiled
+        self._is_shown = False
+        """True while the user's code runs."""
         self.measured: list[Measured] = []
         self.has_stored = False
         """True once something was stored before the end, for a closure."""
@@ -285,10 +291,25 @@ class Context:
     def run(self, function: Callable[[], Any]) -> Any:
         """Runs the step."""
         self._mode.__enter__()
+        self._show(to_user=True)
         try:
             return function()
         finally:
+            self._show(to_user=False)
             self._mode.__exit__(None, None, None)  # that of now: a closure may have run
+
+    def _show(self, to_user: bool) -> bool:
+        """Shows the optimizer `to_user`, whose code may count in its class or go by that, or to us; returns what was.
+
+        It is of the user's class then, and missing states are made as that makes them.
+        """
+        before = self._is_shown
+        self._is_shown, cls = to_user, self._classes[to_user]
+        object.__setattr__(self.optimizer, "__class__", cls)
+        states = self.optimizer.state
+        if isinstance(states, States):
+            states.default_factory = states.theirs if to_user else dict
+        return before
 
     @torch.no_grad()
     def conclude(self, due: bool) -> None:
@@ -386,11 +407,12 @@ class Context:
     @contextmanager
     def _not_presented(self) -> Iterator[None]:
         """The optimizer knows of no presentation while other code runs, which may write weights."""
-        bookkeeping(self.optimizer).presented = None
+        bookkeeping(self.optimizer).presented, is_shown = None, self._show(to_user=False)
         try:
             yield
         finally:
             bookkeeping(self.optimizer).presented = self
+            self._show(is_shown)
         external_writes.drop_stale(self.optimizer)
 
     def given(self, arguments: Any) -> Any:

@@ -43,6 +43,14 @@ class CompiledMeta(type):
         order = super().mro()
         return [cls, Compiled, *(c for c in order[1:] if c is not Compiled)] if "_collage_base" in vars(cls) else order
 
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Sets what a user keeps in the class of an optimizer in the user's own class, where its code finds it."""
+        own = vars(cls)  # `step` is the last that is put there as the class is made
+        if "_collage_base" in own and "step" in own and name not in own:
+            setattr(cls._collage_base, name, value)
+        else:
+            super().__setattr__(name, value)
+
 
 class Compiled(Optimizer):
     """The base of all compiled optimizers, for `isinstance(optimizer, Compiled)`.
@@ -51,6 +59,11 @@ class Compiled(Optimizer):
     trainers that rebuild an optimizer from class and groups lose nothing. Everything else that lasts between steps is
     in its `bookkeeping`, which copies and pickles carry.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Does not tell the user's class of what is made of it: that may list its subclasses, or need arguments."""
+        if "_collage_base" not in vars(cls):
+            super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.pop(UNSUPPORTED, None)
@@ -62,7 +75,7 @@ class Compiled(Optimizer):
         self._check_implied(implied)
         self.defaults.update(self._collage_defaults)
         inner_optimizers.collect(self, held := inner_optimizers.inner_of(self))
-        inner_optimizers.put_states(self, States(dict, self.state))
+        inner_optimizers.put_states(self, States.of(self.state))
         for i, group in enumerate(self.param_groups if held else ()):
             if not set(KEYS).issubset(group):  # one that an optimizer inside has made
                 group.update(filled(group, self._collage_defaults))
@@ -121,6 +134,7 @@ class Compiled(Optimizer):
             warnings.warn(f"this state_dict may be half written: {bookkeeping(self).interrupted}", stacklevel=2)
         replaced_params.follow(self)
         external_writes.restore_words(self)
+        low_word_handover.take_over(self)
         external_writes.check_codes(self)
         nonfinite.read_counts(self)
         if inner_optimizers.inner_of(self):
@@ -172,7 +186,7 @@ class Compiled(Optimizer):
         ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there
         super().__setstate__({**state, **ours, "state": started})
         # copy.copy shares it
-        inner_optimizers.put_states(self, whole if isinstance(whole, States) else States(dict, started | idle))
+        inner_optimizers.put_states(self, whole if isinstance(whole, States) else States.of(started | idle))
         _sync_xla(whole.values())
         bypass.watch(self)
 
@@ -280,7 +294,7 @@ def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
         )
     optimizer.__class__ = compiled_class(type(optimizer), settings)
     optimizer.defaults.update(settings.as_group())
-    inner_optimizers.put_states(optimizer, States(dict, optimizer.state))
+    inner_optimizers.put_states(optimizer, States.of(optimizer.state))
     bypass.watch(optimizer)
     for group in optimizer.param_groups:
         for key, value in settings.as_group().items():

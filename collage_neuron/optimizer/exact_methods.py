@@ -175,7 +175,7 @@ class MethodContext(Context):
             self.open()
         self.show()
         if not isinstance(self.optimizer.state, States):
-            inner_optimizers.put_states(self.optimizer, States(dict, self.optimizer.state))
+            inner_optimizers.put_states(self.optimizer, States.of(self.optimizer.state))
         if not self.presentation.is_on:
             return
         stored = self.store(new=False)

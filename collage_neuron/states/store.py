@@ -35,10 +35,32 @@ class States(defaultdict[Any, Any]):
 
     torch.distributed.checkpoint tests `if optimizer.state` before it takes the step that creates all states, to
     know what to read from a checkpoint. Low words that `compile` made of fp32 weights must not prevent that.
+
+    What is missing is made as an empty dictionary, but while the user's code runs (`eager.step`).
     """
+
+    theirs: Any = dict
+    """What makes it then: the `default_factory` that the user's code gave to the states; None in a plain dictionary."""
+
+    @classmethod
+    def of(cls, states: Mapping[Any, Any]) -> States:
+        """The same states, which `optimizer.state` was until now."""
+        made = cls(dict, states)
+        if (factory := factory_of(states)) is not dict:
+            made.theirs = factory
+        return made
+
+    def __reduce__(self) -> Any:
+        """As that of defaultdict, which takes no attributes with it."""
+        return type(self), (dict,), vars(self) or None, None, iter(self.items())
 
     def __bool__(self) -> bool:
         return any(not (isinstance(state, dict) and is_idle(state)) for state in self.values())
+
+
+def factory_of(states: Mapping[Any, Any]) -> Any:
+    """What makes the states that the user's code asks for and that are not there; None if nothing does."""
+    return states.theirs if isinstance(states, States) else getattr(states, "default_factory", None)
 
 
 def may_be_word(key: str, value: torch.Tensor) -> bool:

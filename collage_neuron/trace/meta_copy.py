@@ -22,6 +22,7 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.store import factory_of, is_idle
 from collage_neuron.states.visible_states import ParamShaped, visible
 from collage_neuron.trace import adopted_tensors, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
@@ -79,6 +80,11 @@ class Copied:
                 except AttributeError as error:
                     raise UnsupportedUpdate(f"a copy of it cannot have groups of its own ({error})") from error
 
+    def empty_states(self, optimizer: Any) -> Any:
+        """What `state` of an optimizer is before its first step."""
+        factory = factory_of(optimizer.state)
+        return {} if factory is None else defaultdict(factory if factory is dict else self.copies.of(factory))
+
     def add_params(self, group: int, params: Sequence[Tensor]) -> None:
         """Copies parameters of a group, by its number."""
         for p in params:
@@ -112,6 +118,13 @@ class Copied:
             mode.see_made()
         self._mode, holders = mode, torch_privates.references(tensors)
         try:
+            self._run(mode, context)
+            return self._stepped(mode, before, holders)
+        finally:
+            mode.give_back()  # what has met values that wait may be the user's own
+
+    def _run(self, mode: DeferredCalls, context: Sequence[AbstractContextManager[Any]]) -> None:
+        try:
             with torch_defaults.plain_defaults(), torch.no_grad(), self._guard, ExitStack() as stack:
                 for each in (*context, mode):
                     stack.enter_context(each)
@@ -127,7 +140,6 @@ class Copied:
                 raise UnknownUpdate(f"on a copy whose tensors have no values, step() raises {said}") from error
         if mode.failed is not None:  # what code may have caught
             raise mode.failed if isinstance(mode.failed, UnsupportedUpdate) else Uncompiled(str(mode.failed))
-        return self._stepped(mode, before, holders)
 
     def _stepped(self, mode: DeferredCalls, before: Before, holders: Sequence[int]) -> Stepped:
         mode.put_originals(state for state in self.optimizer.state.values() if type(state) is dict)
@@ -137,7 +149,6 @@ class Copied:
         for each in planned if self._has_parts else ():
             self._check_parts(each.recording.captured)
         self._check_kept(mode, holders, before, left)
-        mode.exchange_states(adopted_tensors.exchange_back)
         return Stepped(StepKind(before, named, mode.cones, left, left.named(), planned, reads, [], []), mode.numbers)
 
     def _check_parts(self, captured: Captured) -> None:
@@ -208,7 +219,7 @@ def alone(
     copied.add_params(0, [p])
     own = {k: v for k, v in group.items() if k != "params" and not str(k).startswith("collage_")}
     settings = {k: copied.copies.of(on_host(v)) for k, v in own.items()} | {k: False for k in SWITCHES if k in group}
-    copied.set_groups([settings | {"params": list(copied.params.values())}], defaultdict(dict))
+    copied.set_groups([settings | {"params": list(copied.params.values())}], copied.empty_states(optimizer))
     if shown:
         copied.add_state(p, {k: on_host(v) for k, v in shown.items()})
     return copied
@@ -234,7 +245,7 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
     copies.known[id(optimizer)] = optimizer, made
     inside = inner_optimizers.inner_of(optimizer)
     for x in (*(each.optimizer for each in inside), optimizer):
-        copies.known[id(x.state)] = x.state, defaultdict(dict)
+        copies.known[id(x.state)] = x.state, copied.empty_states(x)
     for i, group in enumerate(optimizer.param_groups):
         copied.add_params(i, [p for p in group["params"] if not is_left_alone(p)])
     params = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in copied.params}
@@ -248,7 +259,8 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
     copied.set_groups(groups, copies.of(optimizer.state))
     for owner, state in inner_optimizers.shown(optimizer, inside).items():
         if id(owner) in params and isinstance(state, dict):
-            copied.add_state(owner, visible(state, owner, bookkeeping(optimizer).small))
+            if not is_idle(state):  # else its code finds none
+                copied.add_state(owner, visible(state, owner, bookkeeping(optimizer).small))
         else:
             made.state[copies.of(owner)] = copies.of(state)
     return copied

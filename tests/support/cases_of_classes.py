@@ -248,6 +248,74 @@ LOG = logging.getLogger(__name__)
 
 
 @case
+def what_the_class_is_and_keeps(world: World) -> None:
+    """It counts in `type(self)`, is set from outside, goes by its name, and lists its subclasses."""
+    listed: dict[str, Any] = {}
+
+    class Listed(Base):
+        taken, rates = 0, {"Mine": 0.02}
+
+        def __init_subclass__(cls, *, key: str) -> None:
+            listed[key] = cls
+
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            type(self).taken += 1
+            self.seen = type(self) is self.__class__ is listed["mine"], repr(self).split()[0]
+            p.sub_(g, alpha=self.rates.get(type(self).__name__, 0.01) / (1 + type(self).taken % 3))
+
+        def count(self) -> None:
+            type(self).taken += 10
+
+    class Mine(Listed, key="mine"):
+        pass
+
+    world.compile(Mine(world.params))
+    world.step(10)
+    type(world.optimizer).taken = 4
+    world.step(10)
+    world.optimizer.count()
+    world.step(1)
+    world.notes += [Mine.taken, type(world.optimizer).taken, *listed]
+
+
+@case
+def states_of_a_factory_of_its_own(world: World) -> None:
+    """Also of a copy, of a parameter that comes later, and in a dictionary that makes none."""
+
+    class Made(Base):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.state = collections.defaultdict(lambda: {"n": 4, "m": 0.5})
+
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            state["n"] += 1
+            state["m"] = state["m"] * 0.5 + g
+            p.sub_(state["m"], alpha=group["lr"] / state["n"])
+
+    class Plain(Base):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                try:
+                    state = self.state[p]
+                except KeyError:
+                    state = self.state[p] = {"n": 4, "m": 0.5}
+                Made.update(self, p, p.grad, state, {"lr": 0.01})  # type: ignore[arg-type]
+
+    plain = Plain(world.params)
+    plain.state = {}  # type: ignore[assignment]
+    world.compile(plain)
+    world.step(3)
+    made = Made(world.params[:2])
+    world.compile(made)
+    world.step(3)
+    world.optimizer.add_param_group({"params": world.params[2:]})
+    world.step(3)
+    world.optimizer.state.clear()
+    world.step(3)
+
+
+@case
 def records_of_a_log_are_counted(world: World) -> None:
     class Counts(logging.Handler):
         seen = 0

@@ -294,3 +294,52 @@ def test_a_step_counts_once(kind: str, place: str, monkeypatch: pytest.MonkeyPat
         p.grad = torch.ones_like(p)
         optimizer.step()
         assert read(held) == t
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("place", ["attribute", "closure", "global"])
+def test_a_tensor_that_a_step_adds_to_is_there_after_each(place: str, shape: tuple[int, ...]) -> None:
+    """In a dry run it meets values that wait for good."""
+    HELD["it"] = held = torch.zeros(shape)
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        places: dict[str, Callable[[], Any]] = {
+            "attribute": lambda: o.held, "closure": lambda: held, "global": lambda: HELD["it"],
+        }  # fmt: skip
+        places[place]().add_(g.norm())
+        p.sub_(g, alpha=lr)
+
+    optimizer: Any = Stepping([p := Parameter(torch.ones(4))], update)
+    optimizer.held = held
+    optimizer = collage_neuron.compile(optimizer, verbose=False)
+    for t in range(4):
+        assert held.sum() == 2 * t
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_step_of_torch_that_somebody_wraps_is_counted_once(
+    is_before: bool, steps_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As profilers do; torch's own functions write nothing, and are not looked into."""
+    times: list[int] = []
+    step = torch.optim.SGD.step
+
+    def counted(self: Any, closure: Any = None) -> Any:
+        times.append(1)
+        return step(self, closure)
+
+    optimizer: Any = torch.optim.SGD([p := Parameter(torch.ones(3))], 0.125)
+    if is_before:
+        monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    optimizer = collage_neuron.compile(optimizer, verbose=False)
+    for t in range(steps_before + 3):
+        if t == steps_before:
+            times.clear()
+            monkeypatch.setattr(torch.optim.SGD, "step", counted)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert len(times) == 3
