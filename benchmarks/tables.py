@@ -206,16 +206,6 @@ def _ours(block: Block, other: Row) -> list[str]:
     ]
 
 
-def growth() -> str:
-    """Nanoseconds a parameter, by size."""
-    content = stored("growth")
-    head = ["parameters", *content["names"]]
-    lines = [
-        [f"{size:,}", *(f"{row[n]:.3f}" if n in row else "" for n in content["names"])] for size, row in content["rows"]
-    ]
-    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
-
-
 def host() -> str:
     """A step over tensors of almost nothing, by their number; and over many groups."""
     content = stored("host_time")
@@ -228,16 +218,6 @@ def host() -> str:
         cells = [f"{found[n].median:.2f}" if n in found else "" for n in counts]
         lines.append([f"`{r.case}`", *cells, f"{max(t.worst for t in r.times):.0f}", r.slope])
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
-
-
-def calls() -> str:
-    """What the host must do for each tensor, and that over a step of torch's fused fp32 AdamW."""
-    content = stored("host_calls")
-    found, fused = content["calls"], content["fused"]
-    lines = [
-        [name, f"{ms:.2f}", f"{ms / fused:.2f}"] for name, ms in (found | {"together": sum(found.values())}).items()
-    ]
-    return f"{markdown(['148 tensors', 'ms', 'x fused fp32'], lines)}\n\n{wrapped(machine(content))}"
 
 
 def xla() -> str:
@@ -305,9 +285,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "step times, full": ("benchmarks/README.md", full),
     "step times, narrow": ("benchmarks/README.md", narrow),
     "step times, others": ("benchmarks/README.md", peers),
-    "growth": ("benchmarks/README.md", growth),
     "host": ("benchmarks/README.md", host),
-    "host calls": ("benchmarks/README.md", calls),
     "xla native": ("benchmarks/README.md", xla),
     "xla exchange": ("benchmarks/README.md", exchanged),
     "monitoring": ("benchmarks/README.md", monitoring),
