@@ -69,6 +69,11 @@ def _text(picture: Figure, names: Sequence[Sequence[Name]], line: Sequence[Point
     picture.set_layout_engine("none")
     for axes, of_panel in zip(picture.axes, names, strict=True):
         place(axes, of_panel, line)
+    return svg(picture)
+
+
+def svg(picture: Figure) -> str:
+    """A figure as SVG text; it is closed."""
     text = StringIO()
     picture.savefig(text, format="svg", metadata={"Date": None})
     plt.close(picture)
