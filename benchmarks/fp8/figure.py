@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accuracy.figure import SETTINGS, svg
+from accuracy.figure import svg
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from study.figures import SETTINGS
 from study.jobs import Record
 
 from fp8.readings import PARTS, Part, above, chosen, losses, spread
