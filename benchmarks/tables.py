@@ -107,14 +107,10 @@ def all_strategies() -> str:
 
 def strategies() -> str:
     """Bytes and step times of all optimizers that are on every machine."""
-    return _to_fused(_is_short)
-
-
-def _to_fused(is_shown: Callable[[str], bool]) -> str:
     content = stored("step_time")
     found = blocks(content)
     head = ["optimizer", "bytes per parameter", *(b.title for b in found)]
-    names = dict.fromkeys(r.name for r in found[0].rows if is_shown(r.name))
+    names = dict.fromkeys(r.name for r in found[0].rows if _is_short(r.name))
     lines = [[_code(n), *_cells(found, n)] for n in names]
     return f"{markdown(head, lines)}\n\n{wrapped(_sizes(found) + ' ' + machine(content))}"
 
@@ -257,16 +253,8 @@ def monitoring() -> str:
 def stages() -> str:
     """Updates with reductions, over the time that the bytes of their passes take at the rate of AdamW."""
     content = stored("stage_cost")
-    head = [
-        "optimizer",
-        "threads",
-        "ms",
-        "bytes per parameter",
-        "ratio (quartiles)",
-        "machine code alone",
-        "in cache",
-        "`step()`",
-    ]
+    head = ["optimizer", "threads", "ms", "bytes per parameter", "ratio (quartiles)"]
+    head += ["machine code alone", "in cache", "`step()`"]
     elements = int(content["settings"]["elements"])
     lines = [
         [r["optimizer"], str(r["threads"]), f"{r['ms']:.1f}", f"{r['bytes'] / elements:.0f}", str(Spread(**r["ratio"])),
