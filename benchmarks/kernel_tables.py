@@ -103,7 +103,7 @@ LONG, TURN = 4096, 16
 def looped(kernel: Kernel) -> float:
     """The calibrated time of long tensors in a loop of the newer dialect, over their DMAs' at documented bandwidth."""
     columns, total = kernel.tiling.columns, LONG * PARTITIONS * kernel.tiling.columns
-    cut = Cut(columns, kernel.tiling.chunk, columns if kernel.has_blocks else 0)
+    cut = Cut(columns, kernel.tiling.chunk, columns if kernel.plan.has_blocks else 0)
     work = Work(kernel.in_dialect("nki"), total, cut, TURN)
     return time_of(work) / (LONG * columns * kernel.cost.memory)
 
