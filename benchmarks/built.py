@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
-from contenders import DTYPES, TORCH, Contender, optimizer_of, words
+from contenders import DTYPES, TORCH, Contender, opened, optimizer_of, words
 from torch.nn import Parameter
 from workloads import Shape
 
@@ -77,10 +77,9 @@ def build(contender: Contender, shapes: Sequence[Shape]) -> Built:
     torch.manual_seed(0)
     if contender.kind == "copy":
         return _build_copy(shapes)
-    device, finish = _device(contender)
-    dtype = DTYPES[contender.numbers] if contender.kind == TORCH else torch.bfloat16
-    params = [Parameter(_numbers(s, 0.02, dtype).to(device)) for s in shapes]
-    grads = [_numbers(s, 1e-3, dtype).to(device) for s in shapes]
+    device, finish = opened(contender.device)
+    params = parameters(shapes, device, DTYPES[contender.numbers] if contender.kind == TORCH else torch.bfloat16)
+    grads = [p.grad for p in params if p.grad is not None]
     optimizer = optimizer_of(contender, params)
     kernel = Kernel()
     if contender.is_compiled:
@@ -101,25 +100,22 @@ def build(contender: Contender, shapes: Sequence[Shape]) -> Built:
     return Built(optimizer.step, finish, grad + rest, moved, prepare, kernel, contender.device == "cpu")
 
 
+def parameters(
+    shapes: Iterable[Shape], device: torch.device | None = None, dtype: torch.dtype = torch.bfloat16
+) -> list[Parameter]:
+    """Parameters of these shapes with gradients, normally distributed."""
+    params = [Parameter(_numbers(s, 0.02, dtype).to(device)) for s in shapes]
+    for p in params:
+        p.grad = _numbers(p.shape, 1e-3, dtype).to(device)
+    return params
+
+
 def _numbers(shape: Shape, size: float, dtype: torch.dtype) -> torch.Tensor:
     """Normally distributed; a piece at a time, since an fp32 copy of the largest tensor would not fit beside it."""
     made = torch.empty(shape, dtype=dtype)
     for piece in made.view(-1).split(1 << 22):
         piece.copy_(torch.randn(piece.shape) * size)
     return made
-
-
-def _device(contender: Contender) -> tuple[torch.device, Callable[[], None]]:
-    if contender.device == "cpu":
-        return torch.device("cpu"), lambda: None
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    def finish() -> None:
-        torch_xla.sync()
-        xm.wait_device_ops()  # sync(wait=True) may return before the last graph has run
-
-    return torch_xla.device(), finish
 
 
 def _build_copy(shapes: Sequence[Shape]) -> Built:

@@ -76,6 +76,20 @@ def backends() -> list[str]:
     return [*(["native"] if native else []), *(["xla"] if _has("torch_xla") else []), "reference"]
 
 
+def opened(kind: str) -> tuple[torch.device, Callable[[], None]]:
+    """The device of XLA, if it is that kind, or the CPU; and what waits for it."""
+    if kind != "xla":
+        return torch.device("cpu"), lambda: None
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    def finish() -> None:
+        torch_xla.sync()
+        xm.wait_device_ops()  # sync(wait=True) may return before the last graph has run
+
+    return torch_xla.device(), finish
+
+
 def contenders(peers: bool = False) -> list[Contender]:
     """All that can take part on this machine."""
     found = [*BASELINES, FUSED["bf16"], *(Contender(TORCH, n, "foreach") for n in DTYPES)]

@@ -2,9 +2,8 @@
 
 With tensors this small a step is all bookkeeping. `nothing` is a backend that takes launches and computes nothing, so
 that only the host's part is left; 148 tensors are those of GPT-2 small. `groups` has 200 groups of one parameter, each
-with another learning rate, and `torch groups` torch's own AdamW with the same. `LAMB` is one as people write it,
-compiled, and `torch LAMB` the same as it is; `Muon` runs as written, and `torch Muon` as it is; `loop` and
-`schedule-free` are written by hand. Checkouts are compared interleaved, each in processes of its own, and the ratio is
+with another learning rate, and `torch groups` torch's own AdamW with the same. Steps that are traced or run as
+written are those of traced_steps.py. Checkouts are compared interleaved, each in processes of its own, and the ratio is
 taken within a round, since a machine is not the same from one minute to the next::
 
     python benchmarks/host_time.py                                      # the table in README.md: two minutes
@@ -25,32 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import process_time
-from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+from typing import NamedTuple
 
 import torch
-from as_written import Muon
-from foreign import ScheduleFreeAdamW, TransformersAdamW
 from report import machine, save, settings_of
-from staged import Lamb
 from workloads import gpt2_small
 
 HERE = Path(__file__).resolve()
 WARM_UP, STEPS = 34, 31
 """Between steps 34 and 63 no step is validated: those are 1, 2, 4, 8, ...; step 64 is."""
 Params = list[torch.nn.Parameter]
-
-
-class Counting(torch.optim.SGD):
-    """A class that counts its parameters."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for _, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"])
 
 
 def _one_group(params: Params) -> torch.optim.Optimizer:
@@ -67,10 +50,6 @@ def _decayed(params: Params) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-3
     )
-
-
-def _counting(params: Params) -> torch.optim.Optimizer:
-    return Counting(params, lr=1e-3)
 
 
 def _clamp(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -113,17 +92,8 @@ CASES = {
     "decay": Case("nothing", _decayed),
     "native": Case("native"),
     "torch": Case(None, _fused),
-    "aware": Case("native", _counting, (37, 148)),
     "groups": Case("native", _grouped, (200,)),
     "torch groups": Case(None, _grouped, (200,)),
-    "LAMB": Case("native", Lamb, (37, 148)),
-    "torch LAMB": Case(None, Lamb, (37, 148)),
-    "Muon": Case("auto", Muon, (37, 148)),
-    "torch Muon": Case(None, Muon, (37, 148)),
-    "loop": Case("native", TransformersAdamW, (148,)),
-    "torch loop": Case(None, TransformersAdamW, (148,)),
-    "schedule-free": Case("native", ScheduleFreeAdamW, (148,)),
-    "torch schedule-free": Case(None, ScheduleFreeAdamW, (148,)),
     "clamped": Case("native", tensors=(37, 148), between=_clamp),
     "numbered": Case("native", tensors=(37, 148), between=_number),
     "counts": Case("native", tensors=(200,), between=_count_apart),
@@ -132,7 +102,7 @@ CASES = {
 }
 """By name, in the order in which they are printed."""
 
-APART = ("decay", "reference", "xla", "loop", "torch loop", "schedule-free", "torch schedule-free")
+APART = ("decay", "reference", "xla")
 SHOWN = tuple(name for name in CASES if name not in APART)
 """The cases without --cases."""
 

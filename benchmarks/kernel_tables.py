@@ -1,10 +1,9 @@
-"""Estimates what kernels cost on Trainium, by the cost model: the tables of docs/kernels.md, and sizes for a model.
+"""Estimates what kernels cost on Trainium, by the cost model: the tables of docs/kernels.md.
 
     python benchmarks/kernel_tables.py                     # prints all tables, in a minute or two
     python benchmarks/kernel_tables.py --write             # puts them into docs/kernels.md
     python benchmarks/kernel_tables.py --summary           # AdamW's step by strategy, beside that of fp32 masters
-    python benchmarks/kernel_tables.py --model llama-7b    # the instructions and lines of a model's kernel
-    python benchmarks/kernel_tables.py --model 4096x4096,4096 --strategy plus
+    python -m collage_neuron kernels --model llama-7b      # the time of a step on a model of yours
 
 No number is a measurement.
 """
@@ -25,7 +24,6 @@ import torch.fx as fx
 from torch.optim import SGD
 
 from collage_neuron.cli.kernels import (
-    FOLDERS,
     MODELS,
     Entry,
     Shapes,
@@ -33,16 +31,15 @@ from collage_neuron.cli.kernels import (
     adamw_kernel,
     adamw_update,
     job_of,
-    shapes_of,
     works_of,
 )
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BUILT_IN
-from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
+from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.numerics.threefry import Words, threefry
 from collage_neuron.passes.backends.nki.bodies import Count, calibrated, count_as, time_of, with_bodies
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED
-from collage_neuron.passes.backends.nki.emit import Work, step_text
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16
+from collage_neuron.passes.backends.nki.emit import Work
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
 from collage_neuron.passes.backends.nki.tiling import Cut
@@ -106,7 +103,7 @@ LONG, TURN = 4096, 16
 def looped(kernel: Kernel) -> float:
     """The calibrated time of long tensors in a loop of the newer dialect, over their DMAs' at documented bandwidth."""
     columns, total = kernel.tiling.columns, LONG * PARTITIONS * kernel.tiling.columns
-    cut = Cut(columns, kernel.tiling.chunk, columns if kernel.has_blocks else 0)
+    cut = Cut(columns, kernel.tiling.chunk, columns if kernel.plan.has_blocks else 0)
     work = Work(kernel.in_dialect("nki"), total, cut, TURN)
     return time_of(work) / (LONG * columns * kernel.cost.memory)
 
@@ -218,9 +215,6 @@ def _operations() -> Iterator[tuple[str, int]]:
 
 # A step on a model ----------------------------------------------------------------------------------------------------
 
-SHARES = (1, 8, 32)
-"""Cores among which each parameter is divided, along its first dimension."""
-
 
 def divided(shapes: Shapes, cores: int) -> Shapes:
     """What one core has of parameters that are divided along their first dimension, as ZeRO does."""
@@ -231,9 +225,6 @@ class Size(NamedTuple):
     """The kernel of a step on parameters of some shapes."""
 
     instructions: Count
-    lines: int
-    tiles: int
-    """The most tiles that are updated in a turn of a loop."""
     time: float
     """Nanoseconds, by the calibrated figures."""
     bound: float
@@ -241,62 +232,16 @@ class Size(NamedTuple):
 
 
 def size_of(kernel: Kernel, shapes: Shapes, cores: int = 1) -> Size:
-    """The instructions of one step's kernel for parameters of these shapes, its lines of source, and its time.
+    """The instructions of one step's kernel for parameters of these shapes, and its time.
 
     With two physical cores in a logical one instructions are those of the core with more of them.
     """
     numbers = Count(1, 1) if kernel.columns else Count(0, 0)
     works = with_bodies(works_of(kernel, shapes))
     count = reduce(Count.plus, (count_as(kernel, work.total, work.cut, cores) for work in works), numbers)
-    lines = len(step_text("collage_step", works).splitlines())
     bound = calibrated(kernel).transfer * sum(work.total for work in works) / PARTITIONS / cores
     time = sum(time_of(work, cores=cores) for work in works)
-    return Size(count, lines, max(w.cut.tiles * w.beside for w in works), time, bound)
-
-
-SIZE_TITLES = (
-    "kernel", "target", "dialect", "cores", "parameters", "tensors", "traced", "unrolled", "lines", "tiles", "ms",
-    "ratio",
-)  # fmt: skip
-
-
-def size_rows(kernels: Sequence[Kernel], shapes: Shapes, shares: Sequence[int] = SHARES) -> list[tuple[str, ...]]:
-    """A row for each kernel and number of cores."""
-    found = []
-    for kernel in kernels:
-        for cores in shares:
-            mine = divided(shapes, cores)
-            size = size_of(kernel, mine)
-            elements = sum(map(math.prod, mine))
-            numbers = (cores, elements, len(mine), *size.instructions, size.lines, size.tiles)
-            times = (f"{size.time / 1e6:.2f}", f"{size.time / size.bound:.2f}")
-            found.append((kernel.name, kernel.target, kernel.dialect, *(f"{n:,}" for n in numbers), *times))
-    return found
-
-
-SIZES = f"""\
-Each row is what one core does in a step, where so many cores share every tensor.
-parameters, tensors: what that core has. lines: those of the kernel's source.
-traced: the instructions of the kernel that a compiler reads; unrolled: those that the core executes. In the dialect nki
-the device runs loops, so that no more than {TARGETS["trn1"].instructions:,} are traced; in beta1 compilers unroll them.
-tiles: a tile is up to 128 lines of a tensor; so many at most are updated in one turn of a loop.
-ms: the estimated time, with {CALIBRATED.barrier / 1e3:.0f} us for each turn, no overlap between turns, and \
-{CALIBRATED.start:.0f} ns to begin each transfer (DMA).
-ratio: that time over the time of the transfers alone; at 1.00 memory would be the limit.
-"""
-
-
-def sizes(model: str, strategy: str = DEFAULT) -> str:
-    """The instructions and lines of a step's kernel of AdamW for the parameters of a model, as a table."""
-    found = size_rows([adamw_kernel(strategy, t).in_dialect(d) for t, d in FOLDERS.values()], shapes_of(model))
-    return f"{SIZES}\n" + "\n".join(_aligned([SIZE_TITLES, *found]))
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: int = 3) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        yield "  ".join(cells).rstrip()
+    return Size(count, time, bound)
 
 
 MODEL, CORES = "llama-7b", 8
@@ -375,14 +320,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put all tables into docs/kernels.md")
     parser.add_argument("--summary", action="store_true", help="print AdamW's step by strategy alone")
-    parser.add_argument("--model", metavar="MODEL", help=f"{', '.join(MODELS)}, or shapes such as 4096x4096,4096")
-    parser.add_argument("--strategy", choices=list(STRATEGIES), default=DEFAULT, metavar="NAME", help="with --model")
     options = parser.parse_args(arguments)
     if options.summary:
         for line in summary():
             print(line, flush=True)
-    elif options.model is not None:
-        print(sizes(options.model, options.strategy))
     else:
         print(put_into(PAGE, costs()) if options.write else costs())
     return 0

@@ -29,7 +29,8 @@ if importlib.util.find_spec("libneuronxla") is None:
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import torch
-from contenders import backends
+from built import parameters
+from contenders import backends, opened
 from gpt import GPT, Shape
 from report import Spread, machine, save, settings_of
 from torch import Tensor
@@ -46,31 +47,10 @@ class Twin(NamedTuple):
     read: Callable[[], object]
 
 
-def devices() -> dict[str, tuple[torch.device, Callable[[], None]]]:
-    """The device of each backend that runs here, and how to wait for it."""
-    here = backends()
-    found: dict[str, tuple[torch.device, Callable[[], None]]] = {
-        name: (torch.device("cpu"), lambda: None) for name in here if name != "xla"
-    }
-    if "xla" in here:
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-
-        def finish() -> None:
-            torch_xla.sync()
-            xm.wait_device_ops()
-
-        found["xla"] = torch_xla.device(), finish
-    return found
-
-
 def stepping(workload: Workload, strategy: str, backend: str, monitored: bool) -> Twin:
-    device, finish = devices()[backend]
+    device, finish = opened(backend)
     torch.manual_seed(0)
-    params = [torch.nn.Parameter((torch.randn(s) * 0.02).bfloat16().to(device)) for s in workload.shapes]
-    for p in params:
-        p.grad = (torch.randn(p.shape) * 1e-3).bfloat16().to(device)
-    optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(parameters(workload.shapes, device), lr=1e-4, weight_decay=0.1)
     collage_neuron.compile(optimizer, strategy=strategy, backend=backend)
 
     def step() -> None:
@@ -81,7 +61,7 @@ def stepping(workload: Workload, strategy: str, backend: str, monitored: bool) -
 
 
 def training(strategy: str, backend: str, monitored: bool) -> Twin:
-    device, finish = devices()[backend]
+    device, finish = opened(backend)
     torch.manual_seed(0)
     shape = Shape()
     model: torch.nn.Module = GPT(shape).to(device)
@@ -150,7 +130,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--strategies", nargs="+", choices=collage_neuron.STRATEGIES, default=["bf16", "light", "plus", "fp32"]
     )
-    parser.add_argument("--backends", nargs="+", choices=list(devices()), default=list(devices()))
+    parser.add_argument("--backends", nargs="+", choices=backends(), default=backends())
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--size", type=int, default=1 << 24, help="elements of the one tensor (default 2**24)")
@@ -160,6 +140,8 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     given = options(argv)
+    for backend in given.backends:
+        opened(backend)  # torch_xla aborts if its device is opened after a first backward pass
     print(", ".join(f"{k} {v}" for k, v in machine().items()))
     print(f"\n{'what':<56}{'ms':>10}{'monitored':>12}{'ratio (quartiles)':>20}{'read ms':>10}")
     workloads = (one_tensor(given.size), gpt2_small(0.25))

@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from built import parameters
 
 import collage_neuron
 from collage_neuron.passes.backends import registry
@@ -68,11 +69,8 @@ def launched(strategy: str, elements: int, monitored: bool) -> tuple[Profiled, L
     registry.register(backend)
     try:
         torch.manual_seed(0)
-        param = torch.nn.Parameter((torch.randn(elements // 1024, 1024) * 0.02).bfloat16())
-        param.grad = (torch.randn(param.shape) * 1e-3).bfloat16()
-        optimizer = collage_neuron.compile(
-            torch.optim.AdamW([param], lr=1e-3), strategy=strategy, backend="profiled", validate="off"
-        )
+        made = torch.optim.AdamW(parameters([(elements // 1024, 1024)]), lr=1e-3)
+        optimizer = collage_neuron.compile(made, strategy=strategy, backend="profiled", validate="off")
         if monitored:
             collage_neuron.monitor(optimizer)
         for _ in range(3):

@@ -88,22 +88,14 @@ def _row(c: Contender, workload: Workload, laps: Laps, ready: Mapping[Contender,
         traffic=own.traffic / n,
         rounds=len(every),
         milliseconds=Spread.of([1e3 * lap.total for lap in every]),
-        to_fused=_ratio(laps[c], fused, 1.0, _total),
-        kernel=None if every[0].kernel is None else _ratio(laps[c], fused, 1.0, _kernel),
+        to_fused=_ratio(laps[c], fused, 1.0, lambda lap: lap.total),
+        kernel=None if every[0].kernel is None else _ratio(laps[c], fused, 1.0, lambda lap: lap.kernel or 0.0),
         bound=None if copies is None else 1e3 * by_bytes * median(lap.total for process in copies for lap in process),
-        to_copy=_ratio(laps[c], copies, by_bytes, _total),
+        to_copy=_ratio(laps[c], copies, by_bytes, lambda lap: lap.total),
         host=Spread.of([1e3 * lap.host for lap in every]),
         compile_seconds=own.compile_seconds,
         compilations=own.compilations,
     )
-
-
-def _total(lap: Lap) -> float:
-    return lap.total
-
-
-def _kernel(lap: Lap) -> float:
-    return lap.kernel or 0.0
 
 
 def _ratio(

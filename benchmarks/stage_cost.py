@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import torch
+from built import parameters
 from report import Spread, machine, save, settings_of
 from rowed import Came
 from staged import Lamb, Lars, Novograd, StableAdamW
@@ -106,11 +107,8 @@ def bytes_of(launch: Launch) -> int:
 def stepped(make: Make, shapes: Shapes, **settings: Any) -> Optimizer:
     """A compiled optimizer after a few steps."""
     torch.manual_seed(0)
-    params = [Parameter((torch.randn(shape) * 0.02).bfloat16()) for shape in shapes]
-    optimizer = make(params)
+    optimizer = make(parameters(shapes))
     collage_neuron.compile(optimizer, verbose=False, validate="off", **settings)
-    for p in params:
-        p.grad = (torch.randn(p.shape) * 1e-3).bfloat16()
     for _ in range(WARM_UP):
         optimizer.step()
     return optimizer

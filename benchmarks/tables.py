@@ -107,14 +107,10 @@ def all_strategies() -> str:
 
 def strategies() -> str:
     """Bytes and step times of all optimizers that are on every machine."""
-    return _to_fused(_is_short)
-
-
-def _to_fused(is_shown: Callable[[str], bool]) -> str:
     content = stored("step_time")
     found = blocks(content)
     head = ["optimizer", "bytes per parameter", *(b.title for b in found)]
-    names = dict.fromkeys(r.name for r in found[0].rows if is_shown(r.name))
+    names = dict.fromkeys(r.name for r in found[0].rows if _is_short(r.name))
     lines = [[_code(n), *_cells(found, n)] for n in names]
     return f"{markdown(head, lines)}\n\n{wrapped(_sizes(found) + ' ' + machine(content))}"
 
@@ -206,16 +202,6 @@ def _ours(block: Block, other: Row) -> list[str]:
     ]
 
 
-def growth() -> str:
-    """Nanoseconds a parameter, by size."""
-    content = stored("growth")
-    head = ["parameters", *content["names"]]
-    lines = [
-        [f"{size:,}", *(f"{row[n]:.3f}" if n in row else "" for n in content["names"])] for size, row in content["rows"]
-    ]
-    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
-
-
 def host() -> str:
     """A step over tensors of almost nothing, by their number; and over many groups."""
     content = stored("host_time")
@@ -228,16 +214,6 @@ def host() -> str:
         cells = [f"{found[n].median:.2f}" if n in found else "" for n in counts]
         lines.append([f"`{r.case}`", *cells, f"{max(t.worst for t in r.times):.0f}", r.slope])
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
-
-
-def calls() -> str:
-    """What the host must do for each tensor, and that over a step of torch's fused fp32 AdamW."""
-    content = stored("host_calls")
-    found, fused = content["calls"], content["fused"]
-    lines = [
-        [name, f"{ms:.2f}", f"{ms / fused:.2f}"] for name, ms in (found | {"together": sum(found.values())}).items()
-    ]
-    return f"{markdown(['148 tensors', 'ms', 'x fused fp32'], lines)}\n\n{wrapped(machine(content))}"
 
 
 def xla() -> str:
@@ -277,16 +253,8 @@ def monitoring() -> str:
 def stages() -> str:
     """Updates with reductions, over the time that the bytes of their passes take at the rate of AdamW."""
     content = stored("stage_cost")
-    head = [
-        "optimizer",
-        "threads",
-        "ms",
-        "bytes per parameter",
-        "ratio (quartiles)",
-        "machine code alone",
-        "in cache",
-        "`step()`",
-    ]
+    head = ["optimizer", "threads", "ms", "bytes per parameter", "ratio (quartiles)"]
+    head += ["machine code alone", "in cache", "`step()`"]
     elements = int(content["settings"]["elements"])
     lines = [
         [r["optimizer"], str(r["threads"]), f"{r['ms']:.1f}", f"{r['bytes'] / elements:.0f}", str(Spread(**r["ratio"])),
@@ -305,9 +273,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "step times, full": ("benchmarks/README.md", full),
     "step times, narrow": ("benchmarks/README.md", narrow),
     "step times, others": ("benchmarks/README.md", peers),
-    "growth": ("benchmarks/README.md", growth),
     "host": ("benchmarks/README.md", host),
-    "host calls": ("benchmarks/README.md", calls),
     "xla native": ("benchmarks/README.md", xla),
     "xla exchange": ("benchmarks/README.md", exchanged),
     "monitoring": ("benchmarks/README.md", monitoring),

@@ -16,7 +16,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from monitor_cost import devices
+from built import parameters
+from contenders import backends, opened
 from workloads import gpt2_small
 
 import collage_neuron
@@ -38,11 +39,9 @@ def timed(check: Any, into: list[float]) -> Any:
 
 def measure(backend: str, strategy: str, scale: float, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of each step without its validation, and seconds of the validation in each."""
-    device, finish = devices()[backend]
+    device, finish = opened(backend)
     torch.manual_seed(0)
-    params = [torch.nn.Parameter((torch.randn(s) * 0.02).bfloat16().to(device)) for s in gpt2_small(scale).shapes]
-    for p in params:
-        p.grad = (torch.randn(p.shape) * 1e-3).bfloat16().to(device)
+    params = parameters(gpt2_small(scale).shapes, device)
     optimizer = collage_neuron.compile(torch.optim.AdamW(params, lr=1e-4), strategy=strategy, backend=backend)
     finish()
     checks: list[float] = []
@@ -69,7 +68,7 @@ def report(plain: Sequence[float], checks: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", nargs="+", choices=list(devices()), default=list(devices()))
+    parser.add_argument("--backends", nargs="+", choices=backends(), default=backends())
     parser.add_argument("--strategies", nargs="+", choices=collage_neuron.STRATEGIES, default=["plus"])
     parser.add_argument("--scale", type=float, default=1.0, help="of the width and the rows of GPT-2 small")
     parser.add_argument("--steps", type=int, default=5, help="at least 3")

@@ -106,7 +106,8 @@ def classes(module: str) -> dict[str, type[Optimizer]]:
     """The optimizers that a module exports, by name."""
     found = importlib.import_module(module)
     if module == "heavyball":  # eager: the same operations, without a compiler that may skip roundings
-        importlib.import_module("heavyball.utils").compile_mode = None  # type: ignore[attr-defined]
+        utils: Any = importlib.import_module("heavyball.utils")
+        utils.compile_mode = None
     exported = vars(found).items()
     return {k: v for k, v in sorted(exported) if inspect.isclass(v) and issubclass(v, Optimizer) and v is not Optimizer}
 

@@ -63,7 +63,7 @@ def _sync(device: torch.device) -> None:
 
 
 def aliasing(machine: Runs, folder: Path) -> Answer:
-    """A kernel that stores into its input and returns it: what the caller sees."""
+    """What does a caller see of a kernel that stores into its input?"""
     kernel = load(in_place(machine.dialect), folder / "in_place.py")
     expected = torch.add(*_inputs(torch.device("cpu"))[:2])
     x, y, s = _inputs(machine.device)
@@ -80,7 +80,7 @@ def aliasing(machine: Runs, folder: Path) -> Answer:
 
 
 def indirect_dim(machine: Runs, folder: Path) -> Answer:
-    """Where a register leads to in a reshaped view: kernels with loops count on lines of the view."""
+    """Whose dimension does indirect_dim of a reshaped view mean? Kernels with loops count on lines of the view."""
     if machine.dialect != "nki":
         return NO_LOOP, {}
     found = machine.run(load(LOOPED, folder / "looped.py"), torch.arange(1536, dtype=torch.float32).reshape(1536, 1))
@@ -92,7 +92,7 @@ def indirect_dim(machine: Runs, folder: Path) -> Answer:
 
 
 def logical_cores(machine: Runs, _: Path) -> Answer:
-    """For how many physical cores kernels are called, by all that says so."""
+    """How many physical cores has a logical core?"""
     if machine.device.type == "cpu":
         return NOT_HERE
     try:
@@ -103,7 +103,7 @@ def logical_cores(machine: Runs, _: Path) -> Answer:
 
 
 def integer_sums(machine: Runs, _: Path) -> Answer:
-    """How a graph adds 32-bit integers: the random bits of backend `xla` are such sums."""
+    """How does a graph add 32-bit integers? The random bits of backend `xla` are such sums."""
     if machine.device.type == "cpu":
         return NOT_HERE
     x = torch.arange(2**24 - 1024, 2**24 + 1024, dtype=torch.int32)
@@ -112,7 +112,7 @@ def integer_sums(machine: Runs, _: Path) -> Answer:
 
 
 def training_graph(machine: Runs, folder: Path) -> Answer:
-    """Forward, backward and one kernel on the flat parameter, compiled as one graph."""
+    """Does one kernel inside forward, backward and update compile?"""
     if machine.evidence != "device":
         return NOT_HERE
     kernel = load(in_place(machine.dialect), folder / "in_graph.py")
@@ -128,7 +128,7 @@ def training_graph(machine: Runs, folder: Path) -> Answer:
 
 
 def two_kernels(machine: Runs, folder: Path) -> Answer:
-    """Two kernels in one lazily built graph, which the verifier for trn1 was seen to reject."""
+    """Do two kernels in one graph compile? The verifier for trn1 was seen to reject them."""
     if machine.evidence != "device":
         return NOT_HERE
     kernel = load(in_place(machine.dialect), folder / "twice.py")
@@ -140,7 +140,7 @@ def two_kernels(machine: Runs, folder: Path) -> Answer:
 
 
 def plain_roundings(machine: Runs, _: Path) -> Answer:
-    """Whether bf16 results between plain PyTorch operations are rounded, as PyTorch's are on the CPU."""
+    """Does neuronx-cc round bf16 between plain operations?"""
     if machine.evidence != "device":
         return NOT_HERE
     g = torch.Generator().manual_seed(0)
@@ -164,12 +164,12 @@ def _same_on(device: torch.device, chain: Callable[[Tensor, Tensor], Tensor], a:
 
 
 def reduce_precision(machine: Runs, _: Path) -> Answer:
-    """Whether neuronx-cc takes `reduce-precision` and rounds by it: the probe of collage_neuron."""
+    """Does neuronx-cc round by reduce-precision?"""
     return _probed_on_xla("XLA", machine)
 
 
 def rounding_by_bits(machine: Runs, _: Path) -> Answer:
-    """The same without it, and with sums of integers in halves of 16 bits."""
+    """Does neuronx-cc keep roundings by bits?"""
     return _probed_on_xla("NEURON", machine)
 
 
@@ -185,7 +185,7 @@ def _probed_on_xla(compiler: str, machine: Runs) -> Answer:
 
 
 def generated_roundings(machine: Runs, _: Path) -> Answer:
-    """Whether a generated kernel compiles, keeps the roundings of error-free transforms, and adds every number."""
+    """Does a generated kernel compile, and keep every rounding?"""
     from collage_neuron.passes.backends.registry import get
 
     return _probed(get("nki"), machine)
@@ -199,7 +199,7 @@ def _probed(backend: Any, machine: Runs) -> Answer:
 
 
 def generated_adamw(machine: Runs, _: Path) -> Answer:
-    """AdamW in compensated bf16 as one kernel a step, beside the reference backend on the CPU.
+    """How far is AdamW as one kernel from the reference?
 
     The moments need no function that the device only approximates: their bits must be the same.
     """
@@ -208,7 +208,7 @@ def generated_adamw(machine: Runs, _: Path) -> Answer:
 
 
 def wide_types(machine: Runs, _: Path) -> Answer:
-    """Whether float64 and int64 on the device are what they are on the host: the reference form needs them."""
+    """Are float64 and int64 on the device what they say? The reference form needs them."""
     if machine.device.type == "cpu":
         return NOT_HERE
     x = torch.tensor([1 + 2.0**-40, 3.0], dtype=torch.float64).to(machine.device)
@@ -222,7 +222,7 @@ def wide_types(machine: Runs, _: Path) -> Answer:
 
 
 def torch_neuron_names(_: Runs, __: Path) -> Answer:
-    """Which names of TorchNeuron this installation has."""
+    """Which names does TorchNeuron have?"""
     if importlib.util.find_spec("torch_neuronx") is None:
         return "torch_neuronx is not installed", {}
     names = {
@@ -242,7 +242,7 @@ def _has(module: str, name: str) -> bool:
 
 
 def titan_optimizer(_: Runs, __: Path) -> Answer:
-    """What TorchTitan builds optimizers from, where it is installed."""
+    """What does TorchTitan build optimizers from?"""
     if importlib.util.find_spec("torchtitan") is None:
         return "torchtitan is not installed", {}
     container = importlib.import_module("torchtitan.components.optimizer")
@@ -250,34 +250,22 @@ def titan_optimizer(_: Runs, __: Path) -> Answer:
     return ", ".join(names), {"names": names}
 
 
-QUESTIONS: dict[str, list[TorchQuestion]] = {
-    "aliasing": [TorchQuestion("aliasing", "What does a caller see of a kernel that stores into its input?", aliasing)],
-    "loops": [
-        TorchQuestion("indirect_dim", "Whose dimension does indirect_dim of a reshaped view mean?", indirect_dim)
-    ],
-    "cores": [TorchQuestion("logical_cores", "How many physical cores has a logical core?", logical_cores)],
-    "training_graph": [
-        TorchQuestion("training_graph", "Does one kernel inside forward, backward and update compile?", training_graph)
-    ],
-    "two_kernels": [TorchQuestion("two_kernels", "Do two kernels in one graph compile?", two_kernels)],
-    "graph_roundings": [
-        TorchQuestion("plain_roundings", "Does neuronx-cc round bf16 between plain operations?", plain_roundings),
-        TorchQuestion("reduce_precision", "Does neuronx-cc round by reduce-precision?", reduce_precision),
-        TorchQuestion("rounding_by_bits", "Does neuronx-cc keep roundings by bits?", rounding_by_bits),
-    ],
-    "generated": [
-        TorchQuestion(
-            "generated_roundings", "Does a generated kernel compile, and keep every rounding?", generated_roundings
-        ),
-        TorchQuestion("generated_adamw", "How far is AdamW as one kernel from the reference?", generated_adamw),
-    ],
-    "types": [
-        TorchQuestion("wide_types", "Are float64 and int64 on the device what they say?", wide_types),
-        TorchQuestion("integer_sums", "How does a graph add 32-bit integers?", integer_sums),
-    ],
-    "names": [
-        TorchQuestion("torch_neuron_names", "Which names does TorchNeuron have?", torch_neuron_names),
-        TorchQuestion("titan_optimizer", "What does TorchTitan build optimizers from?", titan_optimizer),
-    ],
+GROUPS = {
+    "aliasing": (aliasing,),
+    "loops": (indirect_dim,),
+    "cores": (logical_cores,),
+    "training_graph": (training_graph,),
+    "two_kernels": (two_kernels,),
+    "graph_roundings": (plain_roundings, reduce_precision, rounding_by_bits),
+    "generated": (generated_roundings, generated_adamw),
+    "types": (wide_types, integer_sums),
+    "names": (torch_neuron_names, titan_optimizer),
 }
-"""Questions of graphs, by group."""
+"""What answers the questions of graphs, by group; a question is the first sentence of a docstring."""
+
+QUESTIONS: dict[str, list[TorchQuestion]] = {
+    group: [
+        TorchQuestion(answer.__name__, f"{(answer.__doc__ or '').partition('?')[0]}?", answer) for answer in answers
+    ]
+    for group, answers in GROUPS.items()
+}

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from study.jobs import ROOT, Record, workers
+from study.jobs import ROOT, Record, Store, workers
 
 from accuracy import contenders, jobs, language, page, peers, table
 from accuracy.conditions import CONDITIONS
 from accuracy.contenders import Contender
-from accuracy.jobs import Store
 
 DOCS = ROOT / "docs"
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from io import StringIO
-from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from study.figures import SETTINGS
 
 from accuracy.labels import Name, place
 from accuracy.table import Row
@@ -28,18 +25,12 @@ BEST = {
 
 Point = tuple[float, float]
 SPLIT, PEER = palette.colour("split433"), "#737373"
-SETTINGS: Any = {
-    "svg.hashsalt": "accuracy",
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-}
+SALT = {"svg.hashsalt": "accuracy"}
 
 
 def draw(found: Sequence[Row]) -> str:
     """The figure as SVG text; equal rows give equal text."""
-    with plt.rc_context(SETTINGS):
+    with plt.rc_context(SETTINGS | SALT):
         picture, panels = plt.subplots(1, len(SHOWN), figsize=(12, 4.4), layout="constrained", sharex=True)
         names = []
         for axes, (condition, title) in zip(panels, SHOWN.items(), strict=True):
@@ -52,7 +43,7 @@ def draw(found: Sequence[Row]) -> str:
 def draw_recipe(found: Sequence[Row]) -> str:
     """The first panel alone, for README.md: so few points and pixels that its names can be read on a telephone."""
     rows = [row for row in found if "recipe" in row.errors and row.name in BEST]
-    with plt.rc_context(SETTINGS | {"font.size": 11}):
+    with plt.rc_context(SETTINGS | SALT | {"font.size": 11}):
         picture, axes = plt.subplots(figsize=(5.8, 3.8), layout="constrained")
         names = _panel(axes, rows, "recipe", 11)
         axes.set(
@@ -69,6 +60,11 @@ def _text(picture: Figure, names: Sequence[Sequence[Name]], line: Sequence[Point
     picture.set_layout_engine("none")
     for axes, of_panel in zip(picture.axes, names, strict=True):
         place(axes, of_panel, line)
+    return svg(picture)
+
+
+def svg(picture: Figure) -> str:
+    """A figure as SVG text; it is closed."""
     text = StringIO()
     picture.savefig(text, format="svg", metadata={"Date": None})
     plt.close(picture)

@@ -5,10 +5,8 @@ A job whose record has the same settings, code and versions is not run again, so
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
@@ -17,9 +15,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from study.jobs import ROOT, Record, in_file, published, rounded, standing, versions, write_whole
+from study.jobs import Record, Store, as_done, digest, rounded, versions
 from torch import Tensor
-from tqdm import tqdm
 
 from accuracy import contenders, language, peers
 from accuracy.conditions import CONDITIONS, REPORTED, TUNING, Stream
@@ -49,57 +46,20 @@ class Job:
 
     @property
     def path(self) -> Path:
-        return _place(self.condition, self.contender)
-
-
-@dataclass(frozen=True)
-class Store:
-    """The folder of the records; `any_code` accepts records of the same job that other sources measured."""
-
-    folder: Path
-    any_code: bool = False
-    published: Path | None = None
-    """The records beside the page: they stand for those that the folder lacks, or that no longer stand there."""
-
-    def read(self, job: Job) -> Record | None:
-        """The record of an earlier run of the job, if it is still valid."""
-        found = in_file(self.folder / job.path), _beside(self.published).get(job.path)
-        return standing(found, identity(job), self.any_code)
-
-    def write(self, job: Job, record: Record) -> None:
-        write_whole(self.folder / job.path, json.dumps(record) + "\n")
-
-
-@cache
-def _beside(page: Path | None) -> dict[Path, Record]:
-    """The records of a page, by the paths that they would have in a folder."""
-    return {_place(r["condition"], r["contender"]): r for r in published(page)}
-
-
-def _place(condition: str, contender: str) -> Path:
-    return Path(condition) / f"{contender.replace(' ', '_')}.json"
+        return Path(self.condition) / f"{self.contender.replace(' ', '_')}.json"
 
 
 def there(jobs: Sequence[Job], store: Store) -> list[Record]:
     """The records of the jobs that need not be run."""
-    return [record for record in map(store.read, jobs) if record is not None]
+    return [record for job in jobs if (record := store.read(job.path, identity(job))) is not None]
 
 
 def run_all(jobs: Sequence[Job], store: Store, pool: Executor) -> list[Record]:
     """The records of the jobs, in their order; runs those that are not in the store."""
-    found = {job: store.read(job) for job in jobs}
-    missing = [job for job, record in found.items() if record is None]
-    waiting = {pool.submit(run, job): job for job in missing}
-    with tqdm(as_completed(waiting), total=len(missing), unit="job", disable=None) as bar:
-        try:
-            for done in bar:
-                job = waiting[done]
-                found[job] = record = done.result()
-                store.write(job, record)
-                bar.set_postfix_str(f"{job.condition}: {job.contender}")
-        except BaseException:  # an interrupt too
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    found = {job: store.read(job.path, identity(job)) for job in jobs}
+    for job, done in as_done(run, [job for job, record in found.items() if record is None], pool, "accuracy"):
+        found[job] = done
+        store.write(job.path, done)
     return [record for record in found.values() if record is not None]
 
 
@@ -158,12 +118,8 @@ def identity(job: Job) -> Record:
 def code(source: str, condition: str) -> str:
     """A digest of the files that the numbers of a contender from `source` depend on."""
     own = {"collage_neuron": PACKAGE, "torch": ()}
-    digest = hashlib.sha256()
     text = LANGUAGE if condition == language.NAME else ()
-    for pattern in (*HARNESS, *own.get(source, PEERS), *text):
-        for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest((*HARNESS, *own.get(source, PEERS), *text))
 
 
 def plan(quick: bool, tuning: bool, only: Sequence[str], what: Sequence[Contender]) -> Iterator[Job]:

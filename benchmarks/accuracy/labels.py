@@ -96,7 +96,8 @@ def _shared(a: Boxes, b: Boxes) -> Boxes:
     """The area that each of [n, 4] boxes shares with each of [m, 4] boxes, in pixels squared: [n, m]."""
     low = np.maximum(a[:, None, :2], b[None, :, :2])
     high = np.minimum(a[:, None, 2:], b[None, :, 2:])
-    return np.clip(high - low, 0, None).prod(2)  # type: ignore[no-any-return]  # an array
+    area: Boxes = np.clip(high - low, 0, None).prod(2)
+    return area
 
 
 def _write(axes: Axes, name: Name, box: Boxes, leads: bool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from study.jobs import Record, versions, write_whole
+from study.jobs import Record, versions, write_records, write_whole
 from study.page import table as markdown
 
 from accuracy import figure, front
@@ -27,7 +27,7 @@ def write(
 ) -> None:
     """`accuracy.md` in the folder, and the figures and the records in `accuracy/` beside it."""
     found = rows(records)
-    write_whole(folder / "accuracy" / "records.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    write_records(folder / "accuracy" / "records.json", records)
     draw(folder)
     write_whole(folder / "accuracy.md", page(records, found, missing, older, missing_jobs))
 

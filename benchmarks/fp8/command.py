@@ -12,11 +12,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from study.jobs import ROOT
+from study.jobs import ROOT, Store
 
 from fp8 import jobs, moments, page
 from fp8.check_torchao import differences_from_torchao
-from fp8.jobs import Store
 from fp8.trainium import gains
 
 DOCS = ROOT / "docs" / "development"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import StringIO
-from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
+from accuracy.figure import svg
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from study.figures import SETTINGS
 from study.jobs import Record
 
 from fp8.readings import PARTS, Part, above, chosen, losses, spread
@@ -23,13 +20,12 @@ COLOURS = {
     "unscaled": "#D55E00",
     "frozen": "#CC79A7",
 }
-SETTINGS: Any = {"svg.hashsalt": "fp8", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 
 
 def draw(records: Sequence[Record]) -> str:
     """The figure as SVG text; equal records give equal text."""
     shown = [part for part in PARTS if any(part.has(r) for r in records)]
-    with plt.rc_context(SETTINGS):
+    with plt.rc_context(SETTINGS | {"svg.hashsalt": "fp8"}):
         picture, panels = plt.subplots(
             1, len(shown), figsize=(3.6 * len(shown), 3.6), layout="constrained", squeeze=False
         )
@@ -38,10 +34,7 @@ def draw(records: Sequence[Record]) -> str:
         panels[0][0].set_ylabel("validation loss above bf16's of the same seed")
         handles = [Line2D([], [], color=c, marker="o", linestyle="", label=way) for way, c in COLOURS.items()]
         picture.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-        text = StringIO()
-        picture.savefig(text, format="svg", metadata={"Date": None})
-        plt.close(picture)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+        return svg(picture)
 
 
 def _panel(axes: Axes, part: Part, records: Sequence[Record]) -> None:

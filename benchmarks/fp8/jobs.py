@@ -6,17 +6,15 @@ A run whose record has the same settings, sources and version of torch is not ru
 from __future__ import annotations
 
 import ast
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 import torch
-from study.jobs import ROOT, Record, in_file, published, rounded, standing, versions, write_whole
+from study.jobs import Record, Store, digest, rounded, versions
 from tqdm import tqdm
 
 from fp8.training import PACKAGE, Run, train
@@ -67,54 +65,29 @@ def _controls(seed: int) -> Iterator[Run]:
     yield Run("frozen", seed=seed)
 
 
-@dataclass(frozen=True)
-class Store:
-    """The folder of the records; `any_code` accepts records of the same run that other sources made."""
-
-    folder: Path
-    any_code: bool = False
-    published: Path | None = None
-    """The records beside the page: they stand for those that the folder lacks, or that no longer stand there."""
-
-    def path(self, run: Run) -> Path:
-        """The file of a run, named after what differs from the usual one."""
-        usual = Run(run.way)
-        told = [f"{k}={v:g}" for k, v in asdict(run).items() if k != "way" and v != getattr(usual, k)]
-        return self.folder / f"{'_'.join([run.way, *told])}.json"
-
-    def read(self, run: Run) -> Record | None:
-        """The record of an earlier run, if it still stands for this one."""
-        found = in_file(self.path(run)), _beside(self.published).get(run)
-        return standing(found, identity(run), self.any_code)
-
-
-@cache
-def _beside(page: Path | None) -> dict[Run, Record]:
-    """The records of a page, by what they are of."""
-    return {run_of(record): record for record in published(page)}
-
-
-def run_of(record: Record) -> Run:
-    """What a record is of."""
-    return Run(**{field.name: record[field.name] for field in fields(Run) if field.name in record})
+def path_of(run: Run) -> Path:
+    """The file of a run, named after what differs from the usual one."""
+    usual = Run(run.way)
+    told = [f"{k}={v:g}" for k, v in asdict(run).items() if k != "way" and v != getattr(usual, k)]
+    return Path(f"{'_'.join([run.way, *told])}.json")
 
 
 def there(runs: Sequence[Run], store: Store) -> list[Record]:
     """The records of the runs that need not run."""
-    return [record for record in map(store.read, runs) if record is not None]
+    return [record for run in runs if (record := store.read(path_of(run), identity(run))) is not None]
 
 
 def run_all(runs: Sequence[Run], store: Store) -> None:
     """Runs what is missing, in order, on one thread; several processes may share a folder."""
     torch.set_num_threads(1)
     for run in tqdm(runs, unit="run", disable=None):
-        if store.read(run) is not None:
+        if there([run], store):
             continue
         began = process_time()
         found = train(run)
         torch.compiler.reset()
         record = {**identity(run), **rounded({**found, "cpu_seconds": process_time() - began})}
-        write_whole(store.path(run), json.dumps(record) + "\n")
+        store.write(path_of(run), record)
 
 
 def identity(run: Run) -> dict[str, Any]:
@@ -125,11 +98,10 @@ def identity(run: Run) -> dict[str, Any]:
 @cache
 def code(of_package: bool) -> str:
     """A digest of what the files compute that the numbers of a way depend on: comments and types do not count."""
-    digest = hashlib.sha256()
-    for pattern in (*SOURCES, *(PACKAGE_SOURCES if of_package else ())):
-        for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.name.encode() + b"\0" + ast.dump(Bare().visit(ast.parse(path.read_text()))).encode())
-    return digest.hexdigest()[:16]
+    return digest(
+        (*SOURCES, *(PACKAGE_SOURCES if of_package else ())),
+        lambda path: ast.dump(Bare().visit(ast.parse(path.read_text()))).encode(),
+    )
 
 
 class Bare(ast.NodeTransformer):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
-from study.jobs import Record, write_whole
+from study.jobs import Record, write_records, write_whole
 from study.page import table
 
 from fp8 import figure, jobs
@@ -104,7 +103,7 @@ def _drift(records: Sequence[Record]) -> str:
 
 def write(records: Sequence[Record], text: str, folder: Path) -> None:
     """Replaces the tables in `fp8.md` of the folder; writes the figure and the records beside it."""
-    write_whole(folder / "fp8" / "records.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    write_records(folder / "fp8" / "records.json", records)
     write_whole(folder / "fp8" / "losses.svg", figure.draw(records))
     put(folder, BEGIN, f"{text}\n\n")
     put(folder, GAINS, f"{gains()}\n")

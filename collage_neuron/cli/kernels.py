@@ -37,7 +37,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes none
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]

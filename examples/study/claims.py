@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 from study.jobs import Results
@@ -120,20 +121,14 @@ def _quadratic_bf16(r: Results) -> Finding:
     ) < 0.2, f"`bf16` {a:.2e}, `fp32_states` {d:.2e}, `light` {light:.2e}"
 
 
-def quadratic_like_fp32(r: Results, name: str) -> Finding:
+def quadratic_like_fp32(name: str, r: Results) -> Finding:
     """Whether the mean excess loss is within 1 % of fp32's at every decay."""
     ratios = [excess(r, name, beta2) / excess(r, "fp32", beta2) - 1 for beta2 in ("0.95", "0.99", "0.999")]
     return max(map(abs, ratios)) < 0.01, "above fp32: " + ", ".join(map(percent, ratios))
 
 
-@claim("On a quadratic, `plus` ends where fp32 does, at every beta2", PAPER)
-def _quadratic_plus(r: Results) -> Finding:
-    return quadratic_like_fp32(r, "plus")
-
-
-@claim("On a quadratic, `split433` ends where fp32 does, at every beta2", OURS)
-def _quadratic_split433(r: Results) -> Finding:
-    return quadratic_like_fp32(r, "split433")
+for name, source in (("plus", PAPER), ("split433", OURS)):
+    claim(f"On a quadratic, `{name}` ends where fp32 does, at every beta2", source)(partial(quadratic_like_fp32, name))
 
 
 @claim("On a quadratic, `light` is worse than `plus` at beta2 = 0.999 only", PAPER)
@@ -162,20 +157,14 @@ def beside_noise(found: dict[str, list[float]], noise: dict[str, float]) -> str:
     return f"nats above fp32 at {nats(found)}; fp32's seeds deviate by {deviations}"
 
 
-def language_like_fp32(r: Results, name: str) -> Finding:
+def language_like_fp32(name: str, r: Results) -> Finding:
     """Whether the mean difference from fp32 is below what fp32's seeds deviate by, at every decay."""
     found, noise = differences(r, name), between_seeds(r)
     return all(abs(fmean(d)) < noise[b] for b, d in found.items()), beside_noise(found, noise)
 
 
-@claim("A language model under `plus` ends where fp32 does", PAPER)
-def _language_plus(r: Results) -> Finding:
-    return language_like_fp32(r, "plus")
-
-
-@claim("A language model under `split433` ends where fp32 does", OURS)
-def _language_split433(r: Results) -> Finding:
-    return language_like_fp32(r, "split433")
+for name, source in (("plus", PAPER), ("split433", OURS)):
+    claim(f"A language model under `{name}` ends where fp32 does", source)(partial(language_like_fp32, name))
 
 
 @claim("Plain bf16 ends far above fp32, and fp32 moments alone do not help it", PAPER)

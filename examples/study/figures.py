@@ -1,8 +1,8 @@
 """The figures of the page, each an SVG file drawn from the records."""
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,18 +15,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from collage_neuron.cli import palette
-from study.jobs import Record, Results
+from study.jobs import Record, Results, write_whole
 from study.readings import TOLERANCE, best, decays, final, language, over_run, result
-from study.variants import RELEASED
+from study.variants import RELEASED, TRAINED
 
 VARIANTS = {"plus bf16-arithmetic": "other", RELEASED: "uncompiled"}
 """What the palette calls the colours of what is no strategy."""
 
-SHOWN = (
-    "bf16", "fp32_states", "stochastic", "light", "plus", "plus bf16-arithmetic", "split433", "fp32", RELEASED,
-)  # fmt: skip
-COLOURS = {name: palette.colour(VARIANTS.get(name, name)) for name in SHOWN}
+COLOURS = {name: palette.colour(VARIANTS.get(name, name)) for name in TRAINED}
 MANTISSA_COLOURS = {7: "#000000", 6: "#0072B2", 5: "#009E73", 4: "#E69F00", 3: "#D55E00"}
+
+SETTINGS: Any = {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+"""What all figures in SVG have in common; with a salt of their own, equal results give equal text."""
 
 Draw = Callable[[Results], Figure]
 
@@ -41,24 +41,13 @@ def figure(draw: Draw) -> Draw:
 
 def save_all(results: Results, folder: Path) -> list[str]:
     """Draws what can be drawn from the results; returns the names of the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    settings: Any = {
-        "svg.hashsalt": "study",
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.grid": True,
-        "grid.alpha": 0.3,
-    }
-    drawn = []
-    with plt.rc_context(settings):
+    with plt.rc_context(SETTINGS | {"svg.hashsalt": "study"}):
         for name, draw in FIGURES.items():
-            picture = draw(results)
-            half = folder / f"{name}.{os.getpid()}.tmp"
-            picture.savefig(half, format="svg", metadata={"Date": None})  # equal results, equal files
+            picture, text = draw(results), StringIO()
+            picture.savefig(text, format="svg", metadata={"Date": None})  # equal results, equal files
             plt.close(picture)
-            os.replace(half, folder / name)
-            drawn.append(name)
-    return drawn
+            write_whole(folder / name, text.getvalue())
+    return list(FIGURES)
 
 
 def style(name: str) -> dict[str, Any]:

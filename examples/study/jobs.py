@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -17,7 +17,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -45,6 +45,8 @@ Record = dict[str, Any]
 
 Results = dict[str, dict[str, Record]]
 """Records by part and job."""
+
+J = TypeVar("J")
 
 
 @dataclass(frozen=True)
@@ -85,26 +87,18 @@ class Store:
 
     folder: Path
     any_code: bool = False
+    page: Path | None = None
+    """The records beside a page: they stand for those that the folder lacks, or that no longer stand there."""
 
-    def read(self, job: Job) -> Record | None:
-        """The record of an earlier run, if it stands for this one."""
-        return standing([in_file(self.folder / job.path)], identity(job), self.any_code)
+    def read(self, path: Path, wanted: Record) -> Record | None:
+        """The first record that has everything that is wanted: that of an earlier run at the path, or of the page."""
+        file = self.folder / path
+        found = [*([json.loads(file.read_text())] if file.exists() else []), *published(self.page)]
+        needed = {key: value for key, value in wanted.items() if key != "code" or not self.any_code}
+        return next((r for r in found if all(r.get(key) == value for key, value in needed.items())), None)
 
-    def write(self, job: Job, record: Record) -> None:
-        write_whole(self.folder / job.path, json.dumps(record) + "\n")
-
-
-def in_file(path: Path) -> Record | None:
-    """The record in a file, if there is one."""
-    record: Record | None = json.loads(path.read_text()) if path.exists() else None
-    return record
-
-
-def standing(found: Iterable[Record | None], wanted: Record, any_code: bool) -> Record | None:
-    """The first record that has everything that is wanted; with `any_code`, whatever sources measured it."""
-    needed = {key: value for key, value in wanted.items() if key != "code" or not any_code}
-    there = (record for record in found if record is not None)
-    return next((r for r in there if all(r.get(key) == value for key, value in needed.items())), None)
+    def write(self, path: Path, record: Record) -> None:
+        write_whole(self.folder / path, json.dumps(record) + "\n")
 
 
 @cache
@@ -116,21 +110,21 @@ def published(path: Path | None) -> tuple[Record, ...]:
 def run_all(jobs: Iterable[Job], store: Store, pool: Executor, command: str) -> dict[str, Record]:
     """The record of each job, by name, in the order of the jobs; runs those that are not in the store."""
     jobs = list(jobs)
-    found = {job.name: store.read(job) for job in jobs}
+    found = {job.name: store.read(job.path, identity(job)) for job in jobs}
     missing = [job for job in jobs if found[job.name] is None]
-    for job, record in _run_missing(missing, pool):
+    for job, record in as_done(run, missing, pool, f"{jobs[0].part:>14}" if jobs else ""):
         record["command"] = f"{command} --only {job.path.with_suffix('')}"
-        store.write(job, record)
+        store.write(job.path, record)
         found[job.name] = record
     return {name: record for name, record in found.items() if record is not None}
 
 
-def _run_missing(jobs: Sequence[Job], pool: Executor) -> Iterator[tuple[Job, Record]]:
+def as_done(run: Callable[[J], Record], jobs: Sequence[J], pool: Executor, title: str) -> Iterator[tuple[J, Record]]:
     """Jobs and their records as they are done, with a bar; what fails ends the study, and the rest is not begun."""
     if not jobs:
         return
     waiting = {pool.submit(run, job): job for job in jobs}
-    with tqdm(as_completed(waiting), total=len(jobs), desc=f"{jobs[0].part:>14}", unit="job") as bar:
+    with tqdm(as_completed(waiting), total=len(jobs), desc=title, unit="job", disable=None) as bar:
         try:
             for done in bar:
                 yield waiting[done], done.result()
@@ -144,7 +138,7 @@ def already_run(jobs: Iterator[Job], store: Store) -> dict[str, Record]:
     found = {}
     with suppress(MissingResult):
         for job in jobs:
-            record = store.read(job)
+            record = store.read(job.path, identity(job))
             if record is not None:
                 found[job.name] = record
     return found
@@ -179,11 +173,16 @@ def versions() -> dict[str, str]:
 @cache
 def code(part: str) -> str:
     """A digest of the sources that a part's numbers depend on."""
-    digest = hashlib.sha256()
-    for pattern in (*SHARED, f"examples/study/{part}.py"):
+    return digest((*SHARED, f"examples/study/{part}.py"))
+
+
+def digest(patterns: Iterable[str], content: Callable[[Path], bytes] = Path.read_bytes) -> str:
+    """A digest of files, or of what `content` takes from them."""
+    made = hashlib.sha256()
+    for pattern in patterns:
         for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+            made.update(path.name.encode() + b"\0" + content(path))
+    return made.hexdigest()[:16]
 
 
 def rounded(value: Any) -> Any:
@@ -193,6 +192,11 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(v) for key, v in value.items()}
     return [rounded(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Writes a JSON list with one record per line."""
+    write_whole(path, "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -67,7 +67,3 @@ def diverged(record: Record) -> int:
     """How many runs end worse than a model that knows the frequency of each byte and nothing else, or with a NaN."""
     entropy = result(record)["entropy"]
     return sum(not loss <= entropy for losses in result(record)["training"] for loss in losses)
-
-
-def finite(values: Sequence[float]) -> list[float]:
-    return [x for x in values if math.isfinite(x)]

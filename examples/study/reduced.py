@@ -71,7 +71,7 @@ class _Reduce(torch.autograd.Function):
 
 
 def _reduced(x: Tensor, mantissa: int, rounding: str, where: str) -> Tensor:
-    result: Tensor = _Reduce.apply(x, mantissa, rounding, where)  # type: ignore[no-untyped-call]
+    result: Tensor = _Reduce.apply(x, mantissa, rounding, where)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
@@ -93,4 +93,4 @@ def reduce_linears(model: nn.Module, mantissa: int, rounding: str) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.__class__ = ReducedLinear
-            module.format = (mantissa, rounding)  # type: ignore[assignment]
+            module.format = (mantissa, rounding)  # type: ignore[assignment]  # of the new class

@@ -15,8 +15,9 @@ from accuracy.conditions import CONDITIONS, FINE_TUNING, ROWS, TUNING, Condition
 from accuracy.exact import exact
 from accuracy.flash_adamw import decode_first, decode_second, decode_weight, encode_first, encode_second, encode_weight
 from accuracy.goals import GOALS
-from accuracy.jobs import Job, Store
+from accuracy.jobs import Job
 from gpt import Shape
+from study.jobs import Store
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -75,15 +76,19 @@ def job(name: str = "plus", source: str = "collage_neuron") -> Job:
     return Job("recipe", name, source, 3, (0,))
 
 
+def kept(store: Store, job: Job) -> Any:
+    return store.read(job.path, jobs.identity(job))
+
+
 def test_a_record_stands_for_its_job_alone(tmp_path: Path) -> None:
     store, record = Store(tmp_path), jobs.run(job())
-    store.write(job(), record)
-    assert store.read(job()) == record
-    assert store.read(Job("recipe", "plus", "collage_neuron", 4, (0,))) is None
-    assert store.read(Job("recipe", "plus", "collage_neuron", 3, (1,))) is None
-    store.write(job(), record | {"code": "other"})
-    assert store.read(job()) is None
-    assert Store(tmp_path, any_code=True).read(job()) is not None
+    store.write(job().path, record)
+    assert kept(store, job()) == record
+    assert kept(store, Job("recipe", "plus", "collage_neuron", 4, (0,))) is None
+    assert kept(store, Job("recipe", "plus", "collage_neuron", 3, (1,))) is None
+    store.write(job().path, record | {"code": "other"})
+    assert kept(store, job()) is None
+    assert kept(Store(tmp_path, any_code=True), job()) is not None
 
 
 def test_the_language_model_learns_and_bf16_learns_less() -> None:

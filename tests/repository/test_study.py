@@ -97,10 +97,10 @@ def test_a_job_of_another_study_does_not_count(
 ) -> None:
     path = tmp_path / JOB.path
     jobs.write_whole(path, json.dumps({**jobs.identity(JOB), "result": 1}))
-    assert Store(tmp_path).read(JOB) is not None
+    assert Store(tmp_path).read(JOB.path, jobs.identity(JOB)) is not None
     jobs.write_whole(path, json.dumps({**jobs.identity(JOB), "result": 1, key: value}))
-    assert Store(tmp_path).read(JOB) is None
-    assert (Store(tmp_path, any_code=True).read(JOB) is None) == (key != "code")
+    assert Store(tmp_path).read(JOB.path, jobs.identity(JOB)) is None
+    assert (Store(tmp_path, any_code=True).read(JOB.path, jobs.identity(JOB)) is None) == (key != "code")
 
 
 def test_a_part_that_needs_another_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def function(key: str) -> Callable[..., Any]:
     """The kernel function, imported when it first runs."""
     program = _programs[key]
     loaded: Any = getattr(load(program.name, program.source), program.name)
-    return loaded if program.cores == 1 else loaded[program.cores]  # type: ignore[no-any-return]
+    return loaded if program.cores == 1 else loaded[program.cores]  # type: ignore[no-any-return]  # NKI's
 
 
 def _results(returned: Any) -> list[Tensor]:

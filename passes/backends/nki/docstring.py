@@ -46,7 +46,7 @@ def names_of(plan: Plan) -> dict[Value, str]:
         names.setdefault(tile_of(value), f"{key}_out")
     for value, _ in plan.steps:
         if _is_pair(value):
-            names.setdefault(value, f"old_{value.args[0].name}")  # type: ignore[union-attr]
+            names.setdefault(value, f"old_{value.args[0].name}")  # type: ignore[union-attr]  # two tiles
     for key, value in plan.program.stores.items():
         if value.op == "copy" and isinstance(value.args[0], Value):
             names.setdefault(tile_of(value.args[0]), f"new_{key}")

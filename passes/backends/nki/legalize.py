@@ -193,13 +193,13 @@ class Builder:
         """What an operation stands for."""
         args: list[Any] = [self._operand(a, node) for a in node.args]
         if is_drawn(*args):
-            return self._drawn(node, args)  # type: ignore[no-any-return]
+            return self._drawn(node, args)  # type: ignore[no-any-return]  # or INDEX
         if node.target in (round_to, narrow):
             return self._rounded(args[0], storage_named(args[1]).nki, node.name)
         if not any(isinstance(a, (Value, View)) for a in args):
             return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
         if node.target is widen:
-            return args[0]  # type: ignore[no-any-return]
+            return args[0]  # type: ignore[no-any-return]  # an operand
         if node.target is block_max:
             return largest_power(self.new, args, node)
         if node.target is power_of_two and is_block_max(node.args[0]):
@@ -377,7 +377,7 @@ def _negation(x: Operand) -> Value | None:
 
 
 def _minus(x: Operand) -> Operand:
-    return Column(target=operator.neg, args=(x,)) if isinstance(x, Column) else -x  # type: ignore[operator]
+    return Column(target=operator.neg, args=(x,)) if isinstance(x, Column) else -x  # type: ignore[operator]  # a float
 
 
 def needed_for(results: Iterable[Any]) -> set[fx.Node]:

@@ -47,8 +47,8 @@ class Kernel(Design):
     updated in place and returned, in this order. `scalars` comes after them, and only if there are `columns`:
     `scalar_input` makes it from the update's scalar vector. `seed` is [1, cores] int32, and only there if the plan
     `draws`: `words.seed_of` makes it. The last arguments are ints: the number of elements, and how they are cut
-    into lines. If `has_blocks`, arguments of blocks have one element for each block of each row. In the newer dialect
-    `module.<name>[2](...)` runs it on the two cores of a logical one.
+    into lines. If the plan `has_blocks`, arguments of blocks have one element for each block of each row. In the newer
+    dialect `module.<name>[2](...)` runs it on the two cores of a logical one.
     """
 
     @cached_property
@@ -67,16 +67,6 @@ class Kernel(Design):
         return self.plan.columns
 
     @property
-    def nonnegative(self) -> frozenset[int]:
-        """Entries of the scalar vector that must not be negative."""
-        return self.plan.program.nonnegative
-
-    @property
-    def has_blocks(self) -> bool:
-        """Returns True if it takes the length of a row, since blocks of elements of a row share words."""
-        return self.plan.has_blocks
-
-    @property
     def finds(self) -> bool:
         """Returns True if it reads numbers that earlier stages find: its scalar input is one for each parameter."""
         return any(c.is_found for c in self.columns)
@@ -88,7 +78,7 @@ class Kernel(Design):
 
     def cut(self, shape: Sequence[int]) -> Cut:
         """How to cut the tensors of a parameter of this shape, which has elements: the arguments at the end."""
-        return cut_of(math.prod(shape), self.tiling, shape[-1] if self.has_blocks else 0, self.cost.ratio)
+        return cut_of(math.prod(shape), self.tiling, shape[-1] if self.plan.has_blocks else 0, self.cost.ratio)
 
     def cut_arguments(self, total: int, cut: Cut) -> tuple[int, ...]:
         """The last arguments, for tensors of `total` elements."""
@@ -128,7 +118,7 @@ class Kernel(Design):
             ValueError: a number is negative although the kernel relies on its sign.
         """
         entries = vector.detach().to("cpu", torch.float32).unbind()
-        negative = [i for i in sorted(self.nonnegative) if float(entries[i]) < 0]
+        negative = [i for i in sorted(self.plan.program.nonnegative) if float(entries[i]) < 0]
         if negative:
             raise ValueError(
                 f"scalar c{negative[0]} is {float(entries[negative[0]])}, but the kernel {self.name} divides by a "

@@ -127,7 +127,7 @@ def divided_by_scalar_sum() -> Update:
 
 def test_a_divisor_that_a_scalar_makes_negative_is_refused_before_anything_runs() -> None:
     kernel = lower_to_nki(divided_by_scalar_sum(), components={"x": "fp32"})
-    assert kernel.nonnegative == {0}
+    assert kernel.plan.program.nonnegative == {0}
     x, zero = torch.tensor([4.0]), torch.tensor([0.0])
     assert torch.equal(run(kernel, {"x": x}, zero).results["out0"], torch.tensor([2.0]))
     with pytest.raises(ValueError, match=r"scalar c0 is -0\.5, but the kernel.*positive divisors; use backend='xla'"):

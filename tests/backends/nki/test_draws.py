@@ -85,7 +85,7 @@ def step(case: str, strategy: str) -> Step:
 
 def is_right(case: str, strategy: str, kernel: Kernel, source: str | None = None, cores: int = 1) -> bool:
     s = step(case, strategy)
-    cut = Cut(256, 256, 256 if kernel.has_blocks else 0)
+    cut = Cut(256, 256, 256 if kernel.plan.has_blocks else 0)
     found = run(kernel, s.components, s.vector, INFINITY, source, cut, cores=cores)
     return not differing(found.results, wanted(s, kernel, found))
 

@@ -10,14 +10,12 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
-import kernel_tables
 import pytest
 from kernel_tables import divided, size_of
 from nki_runs import Step, count_of, differing, run, step_of
 from torch import Tensor
 from torch_cases import CASES
 
-from collage_neuron.cli import kernels
 from collage_neuron.cli.kernels import llama_7b
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
@@ -188,19 +186,3 @@ def test_what_is_traced_grows_with_tensors_not_with_parameters(dialect: str) -> 
     assert max(counts) <= 1.35 * min(counts)  # a length may divide into whole tiles, or leave some lines
     most = 500 if dialect == "beta1" else 2_500  # of up to 16 tiles in a turn
     assert all(traced(dialect, [(n,)]) <= most for n in (10**9, 10**9 + 7, 2**30, 2**30 - 1))
-
-
-@pytest.mark.parametrize("strategy", ["plus", "split412"])
-def test_the_sizes_of_a_model(
-    strategy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One strategy has an entry in the list of kernels."""
-    monkeypatch.setattr(kernel_tables, "FOLDERS", {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1")})
-    monkeypatch.setattr(kernels, "kernel", kernels.kernel.__wrapped__)  # its cache outlives the search
-    assert kernel_tables.main(["--model", "256x128,128", "--strategy", strategy]) == 0
-    out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if line.startswith(f"adamw_{strategy}")]
-    assert [row[1:6] for row in rows[:3]] == [
-        ["trn1", "nki", cores, n, "2"] for cores, n in (("1", "32,896"), ("8", "4,112"), ("32", "1,028"))
-    ]
-    assert [row[2] for row in rows] == ["nki"] * 3 + ["beta1"] * 3

@@ -63,8 +63,8 @@ TILE = 128 * 6
 def cuts_of(k: Kernel) -> list[tuple[tuple[int, ...], Cut]]:
     """Shapes and cuts: loops on both cores, loops of one turn that are copies, odd lines, tiles of no core but one."""
     if k.plan.draws:  # in one tile of one chunk, in which the order of draws is known
-        return [((101, 256), Cut(256, 256, 256 if k.has_blocks else 0))]
-    if k.has_blocks:
+        return [((101, 256), Cut(256, 256, 256 if k.plan.has_blocks else 0))]
+    if k.plan.has_blocks:
         shapes = [(1, 5), (5, 256), (2, 130), (261, 130), (257, 256), (3, 1030)]
         return [(shape, narrowed(k, shape, 2 * BLOCK, BLOCK)) for shape in shapes]
     sizes = (1, 4 * TILE, 5 * TILE + 6 * 51 + 5, 9 * TILE + 6 * 3, 129 * 12)
