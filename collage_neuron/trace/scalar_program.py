@@ -246,6 +246,7 @@ def _touches_waiting(x: Any) -> bool:
 
 
 _MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor)
+"""What the tape follows where it gets a number that is on it, and no tensor."""
 
 _QUERIES = frozenset(
     getattr(torch.Tensor, name).__get__
