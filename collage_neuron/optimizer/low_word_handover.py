@@ -36,9 +36,6 @@ from collage_neuron.states.write_detection import Mark, Marks, mark_of
 LEFT = "_collage_left"
 """An attribute of parameters whose compiled optimizer is gone: a `Left`."""
 
-HAD = "_collage_had"
-"""An attribute of parameters that a compiled optimizer has or had: True. Without it, no other one is looked for."""
-
 
 class Left(NamedTuple):
     """The further words of a parameter."""
@@ -72,12 +69,11 @@ def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> N
 @torch.no_grad()
 def continue_from_others(optimizer: Optimizer) -> None:
     """Gives bf16 parameters of `optimizer` without low words those that another compiled one keeps of them, or left."""
-    params = params_of(optimizer)
-    bookkeeping(optimizer).sharing = []
-    if any(HAD in vars(p) for p in params):
-        _take(optimizer, _meet_others(optimizer), _without_words(optimizer))
-    for p in params:
-        setattr(p, HAD, True)
+    params = _without_words(optimizer)
+    if params:
+        _take(optimizer, _meet_others(optimizer), params)
+    else:  # they were fp32 until now, and no other one has them: to look takes long
+        bookkeeping(optimizer).sharing = bookkeeping(optimizer).sharing or []
 
 
 @torch.no_grad()
