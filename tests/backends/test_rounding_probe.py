@@ -41,16 +41,6 @@ def is_sum(node: fx.Node) -> bool:
     return isinstance(value, fx.Node) and value.target is operator.add
 
 
-def where_a_sum_meets_a_product(node: fx.Node) -> list[fx.Node]:
-    """What XLA does to `(a + b) * c` in bf16: the sum stays fp32 on its way into the product, which is rounded."""
-    return [m for m in users(node, operator.mul) if is_sum(node) and users(m, round_to)]
-
-
-def where_a_sum_is_widened(node: fx.Node) -> list[fx.Node]:
-    """`(a + b).float() * c`: down to bf16 and up again is taken for nothing."""
-    return [m for m in users(node, operator.mul) if is_sum(node) and not users(m, round_to)]
-
-
 def where_an_fp32_value_is_split(node: fx.Node) -> list[fx.Node]:
     """`x - x.bfloat16().float()` becomes `x - x`."""
     value = node.args[0]
@@ -64,15 +54,13 @@ def where_a_product_is_split(node: fx.Node) -> list[fx.Node]:
     return users(node, capped) if isinstance(value, fx.Node) and value.target is operator.mul else []
 
 
-def where_a_sum_has_an_error(node: fx.Node) -> list[fx.Node]:
-    """The error of a sum, taken from the sum itself, is 0."""
-    return users(node, operator.sub) if is_sum(node) else []
-
-
 LOST: dict[str, Lost] = {
-    "two_sum": where_a_sum_has_an_error,
-    "sum meets product": where_a_sum_meets_a_product,
-    "sum is widened": where_a_sum_is_widened,
+    # The error of a sum, taken from the sum itself, is 0.
+    "two_sum": lambda node: users(node, operator.sub) if is_sum(node) else [],
+    # What XLA does to `(a + b) * c` in bf16: the sum stays fp32 on its way into the product, which is rounded.
+    "sum meets product": lambda node: [m for m in users(node, operator.mul) if is_sum(node) and users(m, round_to)],
+    # `(a + b).float() * c`: down to bf16 and up again is taken for nothing.
+    "sum is widened": lambda node: [m for m in users(node, operator.mul) if is_sum(node) and not users(m, round_to)],
     "split of an fp32 value": where_an_fp32_value_is_split,
     "two_prod": where_a_product_is_split,
 }

@@ -13,6 +13,7 @@ from typing import Any
 import foreign
 import pytest
 import torch
+from as_written import Written
 from planned import plan_update
 
 import collage_neuron
@@ -261,20 +262,14 @@ def test_a_fallback_to_the_cpu_would_be_counted(xla: torch.device) -> None:
     assert [name for name in met.counter_names() if name.startswith("aten::")] != []
 
 
-class ProductThenSum(torch.optim.Optimizer):
+class ProductThenSum(Written):
     """param <- param * grad + grad."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
 
     def left(self, p: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         return g
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.copy_(p * self.left(p, p.grad) + p.grad)
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.copy_(p * self.left(p, g) + g)
 
 
 class SquareThenSum(ProductThenSum):

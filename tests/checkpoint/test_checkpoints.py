@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints_of_both import AFTER, BEFORE, STORED, adamw, bound, farthest, in_ours, in_torch, saved_from
+from exact import rounded
 from models import differences, first, mlp, parameters, set_gradients, snapshot, train
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -23,12 +24,6 @@ from collage_neuron.checkpoint.fp32 import get_fp32_state_dict, set_fp32_state_d
 UNIT = {"bf16": 2**-8, "bf16x2": 2**-17, "fp32": 0.0, "bf16+fp32": 0.0}
 
 """What storing an fp32 number in each format may change of it."""
-
-
-def rounded(x: Tensor, bits: int) -> Tensor:
-    """float64 `x` rounded to so many significant bits, to nearest even: by its digits, with no cast to bf16."""
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp(torch.round(torch.ldexp(mantissa, torch.tensor(bits))), exponent - bits)
 
 
 def fits_in_a_pair(x: Tensor) -> Tensor:

@@ -31,12 +31,11 @@ def test_an_optimizer_that_is_not_compiled_is_refused() -> None:
             call()
 
 
-def without(key: str) -> Callable[[Any, Any], None]:
-    return lambda weights, states: weights.pop(key)
-
-
 MODELS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "missing weight": (without("2.weight"), r"model's state was not loaded, and nothing was changed: it has no '2.wei"),
+    "missing weight": (
+        (lambda weights, states: weights.pop("2.weight")),
+        r"model's state was not loaded, and nothing was changed: it has no '2.wei",
+    ),
     "extra weight": (lambda w, s: w.update(extra=torch.ones(1)), r"the model has no 'extra'"),
     "shape": (lambda w, s: w.update({"0.bias": torch.ones(3)}), r"'0.bias' has shape \[3\] and in the model \[16\]"),
     "no tensor": (lambda w, s: w.update({"0.bias": "x"}), r"'0.bias' is a str and in the model a tensor"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import differences, snapshot
+from models import differences, follow, snapshot
 from sampling import part
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -72,16 +72,6 @@ def run_of(strategy: str, kind: Callable[..., Optimizer] = AdamW, **settings: An
     return collage_neuron.compile(kind(params, **arguments), strategy=strategy)
 
 
-def steps(optimizer: Optimizer, which: range) -> Optimizer:
-    for step in which:
-        g = torch.Generator().manual_seed(step)
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
-        optimizer.step()
-    return optimizer
-
-
 def exact(optimizer: Optimizer) -> list[dict[str, torch.Tensor]]:
     """The fp32 values of parameters and states, and the step counts."""
     found = []
@@ -108,7 +98,7 @@ def changed(optimizer: Optimizer, strategy: str) -> list[str]:
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_a_run_moves_to_every_other_strategy_and_says_what_it_loses(source: str) -> None:
     """The number in the warning is that of the values, and silence means that none changed."""
-    trained = steps(run_of(source), range(2))
+    trained = follow(run_of(source), range(2))
     for target in part(STRATEGIES, 3, source):
         optimizer = copy.deepcopy(trained)
         before = exact(optimizer)
@@ -122,16 +112,16 @@ def test_a_run_moves_to_every_other_strategy_and_says_what_it_loses(source: str)
             told = float(number[1]) if number and f"{name} in" in number[0] else 0.0
             assert told == pytest.approx(error / size, rel=0.06)
         if target in (source, "plus", "split311"):
-            steps(optimizer, range(2, 4))
+            follow(optimizer, range(2, 4))
 
 
 @pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 def test_a_copy_goes_on_bit_for_bit(strategy: str, copied: Any) -> None:
-    optimizer = steps(run_of(strategy), range(2))
+    optimizer = follow(run_of(strategy), range(2))
     other = copied(optimizer)
-    assert differences(snapshot(steps(other, range(2, 4))), snapshot(steps(optimizer, range(2, 4)))) == []
+    assert differences(snapshot(follow(other, range(2, 4))), snapshot(follow(optimizer, range(2, 4)))) == []
 
 
 @pytest.mark.sampled(of=6)
@@ -139,7 +129,7 @@ def test_a_copy_goes_on_bit_for_bit(strategy: str, copied: Any) -> None:
 @pytest.mark.parametrize("way", ["direct", "file", "tensors"])
 def test_a_state_dict_goes_on_bit_for_bit(strategy: str, way: str, tmp_path: Path) -> None:
     """Its tensors are shaped like the parameter, and floating-point or low words."""
-    optimizer = steps(run_of(strategy), range(2))
+    optimizer = follow(run_of(strategy), range(2))
     saved = optimizer.state_dict()
     for p, state in zip(optimizer.param_groups[0]["params"], saved["state"].values(), strict=True):
         tensors = [v for k, v in state.items() if isinstance(v, torch.Tensor) and k != "step"]
@@ -154,7 +144,7 @@ def test_a_state_dict_goes_on_bit_for_bit(strategy: str, way: str, tmp_path: Pat
     elif way == "tensors":
         saved = checkpoint.from_tensors(*checkpoint.to_tensors(saved))
     other.load_state_dict(copy.deepcopy(saved))  # as in torch, what is loaded is not copied
-    assert differences(snapshot(steps(other, range(2, 4))), snapshot(steps(optimizer, range(2, 4)))) == []
+    assert differences(snapshot(follow(other, range(2, 4))), snapshot(follow(optimizer, range(2, 4)))) == []
 
 
 def test_a_strategy_that_is_written_into_a_group_says_what_it_loses() -> None:
@@ -172,7 +162,7 @@ def test_a_strategy_that_is_written_into_a_group_says_what_it_loses() -> None:
 def test_only_formats_of_blocks_are_saved_as_values() -> None:
     """Others as the words they are; the live state is not touched by saving it."""
     for strategy in STRATEGIES:
-        optimizer = steps(run_of(strategy), range(1))
+        optimizer = follow(run_of(strategy), range(1))
         before = snapshot(copy.deepcopy(optimizer))
         saved, p = optimizer.state_dict()["state"][0], optimizer.param_groups[0]["params"][0]
         record = record_of(optimizer, p)
@@ -192,7 +182,7 @@ def test_only_formats_of_blocks_are_saved_as_values() -> None:
 def test_a_torch_checkpoint_comes_in_and_goes_out(strategy: str) -> None:
     """Loaded, it holds each state as its format encodes it; exported, torch reads what is there."""
     model = nn.Linear(130, 3)
-    plain = steps(AdamW(model.parameters(), lr=1e-2), range(2))
+    plain = follow(AdamW(model.parameters(), lr=1e-2), range(2))
     weights, states = copy.deepcopy((model.state_dict(), plain.state_dict()))
     model = nn.Linear(130, 3)
     model, optimizer = collage_neuron.compile(model, AdamW(model.parameters(), lr=1e-2), strategy=strategy)
@@ -212,21 +202,21 @@ def test_a_torch_checkpoint_comes_in_and_goes_out(strategy: str) -> None:
     for p, values in zip(other.parameters(), before, strict=True):
         assert torch.equal(p.detach(), values["param"])
         assert all(torch.equal(torchs.state[p][name], values[name]) for name in ("exp_avg", "exp_avg_sq"))
-    steps(torchs, range(2, 3))
-    steps(optimizer, range(2, 3))
+    follow(torchs, range(2, 3))
+    follow(optimizer, range(2, 3))
 
 
 @pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_with_momentum_alone_is_kept_too(strategy: str) -> None:
     settings = {"lr": 1e-2, "momentum": 0.9}
-    optimizer = steps(run_of(strategy, SGD, **settings), range(2))
+    optimizer = follow(run_of(strategy, SGD, **settings), range(2))
     other = run_of(strategy, SGD, **settings)
     with torch.no_grad():
         for p, q in zip(other.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
             p.copy_(q)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as in torch, what is loaded is not copied
-    assert differences(snapshot(steps(other, range(2, 4))), snapshot(steps(optimizer, range(2, 4)))) == []
+    assert differences(snapshot(follow(other, range(2, 4))), snapshot(follow(optimizer, range(2, 4)))) == []
 
 
 def test_codes_without_a_record_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

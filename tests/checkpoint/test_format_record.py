@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import gradients, initial
+from agreement import initial, stepped
 from integer_words import BF16_INT8
 from models import differences, snapshot
 from torch import nn
@@ -51,15 +51,6 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(strategy: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[Optimizer, nn.Parameter]:
     p = nn.Parameter(initial().to(dtype))
     return collage_neuron.compile(AdamW([p], lr=1e-2), strategy=strategy), p
-
-
-def stepped(optimizer: Optimizer, steps: int = 2) -> Optimizer:
-    for gradient in gradients(steps):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = gradient.to(p.dtype)
-        optimizer.step()
-    return optimizer
 
 
 def recorded(optimizer: Optimizer) -> Any:

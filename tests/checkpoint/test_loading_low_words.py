@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -71,14 +72,19 @@ def test_with_the_model_alone_a_state_beside_the_weights_of_another_run_is_notic
         assert torch.equal(exact_value(optimizer, p).bfloat16(), w)
 
 
+def loaded_by_torch(weights: Any, states: Any, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Optimizer]:
+    model: nn.Module = mlp(1).to(dtype)
+    optimizer = adamw(model)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    return model, optimizer
+
+
 @pytest.mark.parametrize("strategy", ["plus", "full", "fp32"])
 def test_what_torch_trained_on_from_a_checkpoint_of_ours_is_what_is_compiled(strategy: str) -> None:
     """Low words that an optimizer which was not compiled carried along are those of older weights."""
     model, optimizer = compiled(strategy)
-    other = mlp(1)
-    torchs = adamw(other)
-    other.load_state_dict(model.state_dict())
-    torchs.load_state_dict(optimizer.state_dict())
+    other, torchs = loaded_by_torch(model.state_dict(), optimizer.state_dict())
     train(other, torchs, range(2, 4))
     weights = [p.detach().clone() for p in other.parameters()]
     with pytest.warns(UserWarning, match="loaded the checkpoint of a compiled run and was not compiled: torch trained"):
@@ -95,10 +101,7 @@ def test_loading_before_the_line_and_after_it_is_the_same_to_the_last_bit(strate
     optimizer.zero_grad()
     weights, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(2, 5))
-    other: nn.Module = mlp(1).to(dtype)
-    torchs = adamw(other)
-    other.load_state_dict(weights)
-    torchs.load_state_dict(states)
+    other, torchs = loaded_by_torch(weights, states, dtype)
     if is_saved_wide(strategy) and dtype == torch.bfloat16:
         with pytest.raises(ValueError, match=r"was saved in (fp32|int16), and torch cast it to bf16"):
             collage_neuron.compile(other, torchs, strategy=strategy)
@@ -117,10 +120,7 @@ def is_saved_wide(strategy: str) -> bool:
 
 def test_a_strategy_that_a_checkpoint_brought_before_the_line_is_told() -> None:
     model, optimizer = compiled("plus")
-    other = mlp(1)
-    torchs = adamw(other)
-    other.load_state_dict(model.state_dict())
-    torchs.load_state_dict(optimizer.state_dict())
+    other, torchs = loaded_by_torch(model.state_dict(), optimizer.state_dict())
     with pytest.warns(UserWarning, match=r"param_groups\[0\] was compiled for strategy 'full', .* of the checkpoint"):
         collage_neuron.compile(other, torchs, strategy="full")
     assert torchs.param_groups[0]["collage_strategy"] == "plus"
@@ -128,10 +128,7 @@ def test_a_strategy_that_a_checkpoint_brought_before_the_line_is_told() -> None:
 
 def test_a_checkpoint_of_ours_that_torch_loaded_is_compiled_with_its_low_words() -> None:
     model, optimizer = compiled()
-    other = mlp(1)
-    torchs = adamw(other)
-    other.load_state_dict(model.state_dict())
-    torchs.load_state_dict(optimizer.state_dict())
+    other, torchs = loaded_by_torch(model.state_dict(), optimizer.state_dict())
     collage_neuron.compile(other, torchs)
     for p, q in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(exact_value(torchs, p), exact_value(optimizer, q))

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import follow
+from nki_standin import load
 from torch import nn
 
 import collage_neuron
@@ -13,6 +15,7 @@ from collage_neuron.optimizer import Compiled, compiled_class
 from collage_neuron.settings import Settings
 
 FOLDER = Path(__file__).parents[1] / "golden" / "pickles"
+words = load(FOLDER / "make.py").words
 RUNS = [(f, r) for f in ("before_bookkeeping.pt", "flat.pt") for r in ("plus in fp32", "plus in bf16", "fp32 in fp32")]
 RUNS += [("old_default.pt", "plus in fp32")]  # compiled without a strategy, when that was `plus`
 
@@ -28,21 +31,6 @@ def later(file: str, run: str) -> list[torch.Tensor]:
     return list(torch.load(FOLDER / "before_bookkeeping_later.pt", weights_only=True)[run])
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    g = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
-    optimizer.step()
-
-
-def words(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for p in model.parameters():
-        state = optimizer.state[p]
-        found += [p.detach().clone(), *(state[k].clone() for k in sorted(state) if isinstance(state[k], torch.Tensor))]
-    return found
-
-
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     alike = len(one) == len(other) and all(a.dtype == b.dtype for a, b in zip(one, other, strict=True))
     return alike and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -55,8 +43,7 @@ def test_a_run_goes_on_with_the_bits_that_it_would_have_had(file: str, run: str,
     model, optimizer = found[kind]
     assert isinstance(optimizer, Compiled)
     assert same(words(model, optimizer), found["now"])
-    for seed in (3, 4):
-        step(model, optimizer, seed)
+    follow(optimizer, (3, 4))
     assert same(words(model, optimizer), later(file, run))
 
 
@@ -81,8 +68,7 @@ def test_a_checkpoint_of_the_old_default_resumes_under_it(form: str) -> None:
     with pytest.warns(UserWarning, match=r"compiled for strategy 'split433'.* goes on with those of .*, 'plus'"):
         optimizer.load_state_dict(state)
     assert same(words(model, optimizer), saved["now"])
-    for seed in (3, 4):
-        step(model, optimizer, seed)
+    follow(optimizer, (3, 4))
     assert same(words(model, optimizer), saved["later"])
     assert optimizer.param_groups[0]["collage_strategy"] == "plus"
 

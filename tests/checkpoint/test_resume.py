@@ -41,27 +41,17 @@ def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, amsgrad=True)
 
 
-def momentum(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw": adamw,
+    "momentum": lambda model: SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+    "nadam": lambda model: NAdam(model.parameters(), lr=1e-2),  # has a second number beside `step`, an fp32 tensor
+}
 
 
-def nadam(model: nn.Module) -> Optimizer:
-    """Has a second number beside `step`: an fp32 tensor without dimensions."""
-    return NAdam(model.parameters(), lr=1e-2)
-
-
-MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {"adamw": adamw, "momentum": momentum, "nadam": nadam}
-
-
-def both(model: nn.Module, optimizer: Optimizer, **settings: Any) -> None:
-    collage_neuron.compile(model, optimizer, **settings)
-
-
-def alone(model: nn.Module, optimizer: Optimizer, **settings: Any) -> None:
-    collage_neuron.compile(model, **settings)
-
-
-FORM = {"(model, optimizer)": both, "(model)": alone}
+FORM: dict[str, Callable[..., Any]] = {
+    "(model, optimizer)": collage_neuron.compile,
+    "(model)": lambda model, optimizer, **settings: collage_neuron.compile(model, **settings),
+}
 
 
 def start(case: dict[str, Any], seed: int) -> tuple[nn.Module, Optimizer, Any]:

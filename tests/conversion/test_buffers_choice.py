@@ -29,11 +29,20 @@ def test_buffers_may_all_stay_or_all_be_cast() -> None:
 
 
 @pytest.mark.parametrize("form", ["pair", "model"])
-def test_an_unknown_choice_changes_nothing(form: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"buffers": "all"}, ValueError, "unknown buffers 'all'; choose one of auto, keep, cast"),
+        ({}, RoundedBuffers, "Pass buffers='keep' to leave every buffer in fp32"),
+    ],
+)
+def test_an_unknown_choice_and_a_warning_made_an_error_change_nothing(
+    settings: dict[str, Any], error: Any, message: str, form: str
+) -> None:
     model = sinusoidal()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="unknown buffers 'all'; choose one of auto, keep, cast"):
-        compiled(model, form, buffers="all")
+    with pytest.raises(error, match=message):
+        compiled(model, form, **settings)
     assert equal_states(model.state_dict(), before)
 
 
@@ -41,15 +50,6 @@ def test_an_unknown_choice_changes_nothing(form: str) -> None:
 def test_the_choice_needs_a_model(target: Any) -> None:
     with pytest.raises(ValueError, match="buffers='keep' needs the model, and without it no buffer is changed"):
         collage_neuron.compile(target, buffers="keep")
-
-
-@pytest.mark.parametrize("form", ["pair", "model"])
-def test_a_warning_that_is_made_an_error_leaves_the_model_as_it_was(form: str) -> None:
-    model = sinusoidal()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RoundedBuffers, match="Pass buffers='keep' to leave every buffer in fp32"):
-        compiled(model, form)
-    assert equal_states(model.state_dict(), before)
 
 
 def test_one_warning_names_all_and_points_at_the_caller() -> None:

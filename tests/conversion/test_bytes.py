@@ -174,17 +174,6 @@ def test_what_is_not_a_whole_number_is_rejected(wrong: Any) -> None:
         compiled("AdamW", bytes=wrong)
 
 
-def test_it_replaces_a_strategy() -> None:
-    with pytest.raises(ValueError, match=r"bytes=12 chooses the strategy, and strategy='plus' names one"):
-        compiled("AdamW", bytes=12, strategy="plus")
-
-
-def test_a_class_does_not_tell_its_states() -> None:
-    factory: Any = collage_neuron.compile
-    with pytest.raises(ValueError, match=r"bytes=12 depends on the states .*compile the optimizer, or name a strategy"):
-        factory(AdamW, bytes=12)
-
-
 def test_an_optimizer_that_is_rejected_stays_as_it_was() -> None:
     optimizer = AdamW(mlp().parameters())
     with pytest.raises(ValueError, match="less than any strategy needs"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compile_forms import FORMS, adamw, by_both, states
-from models import differences, mlp, parameters, run_script, snapshot, train
+from models import differences, mlp, parameters, run_script, snapshot, through_torch_save, train
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -99,17 +98,6 @@ def test_compiling_again_with_the_same_strategy_changes_nothing() -> None:
     assert differences(snapshot(optimizer), before) == []
 
 
-def through_pickle(x: Any) -> Any:
-    return pickle.loads(pickle.dumps(x))
-
-
-def through_torch_save(x: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_torch_save])
 @pytest.mark.parametrize("form", ["(model, optimizer)", "(optimizer)"])
 def test_a_copy_made_before_the_first_step_trains_like_the_original(form: str, duplicate: Callable[[Any], Any]) -> None:
@@ -123,7 +111,9 @@ def test_a_copy_made_before_the_first_step_trains_like_the_original(form: str, d
     assert differences(snapshot(optimizer), snapshot(other)) == []
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, through_pickle, through_torch_save])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x)), through_torch_save]
+)
 def test_a_copy_of_the_class_is_the_class(duplicate: Callable[[Any], Any]) -> None:
     compiled = collage_neuron.compile(AdamW, strategy={"param": "bf16x2"})
     assert duplicate(compiled) is compiled

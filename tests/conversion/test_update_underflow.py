@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import mlp
+from models import mlp, step_with
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, StepLR
@@ -43,10 +43,7 @@ def adamw(size: float, weight_decay: float = 0.0, betas: tuple[float, float] = (
 
 def take(optimizer: Optimizer, steps: int = 1, scheduler: Any = None) -> None:
     for _ in range(steps):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.full_like(p, 1e-3)
-        optimizer.step()
+        step_with(optimizer, lambda p: torch.full_like(p, 1e-3))
         if scheduler is not None:
             scheduler.step()
 

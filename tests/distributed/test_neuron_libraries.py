@@ -61,10 +61,6 @@ def nxdt(zero: bool) -> Callable[[nn.Module], Optimizer]:
     return lambda model: nl.configure_optimizers(config, "collage_adamw", groups_of(model), **SETTINGS)
 
 
-def optimum_by_class(model: nn.Module) -> Any:
-    return nl.prepare_optimizer_for_zero_1(nl.create_optimizer(model, full(), SETTINGS))
-
-
 def optimum_by_object(model: nn.Module) -> Any:
     optimizer = nl.create_optimizer(model, AdamW, SETTINGS)
     return nl.prepare_optimizer_for_zero_1(collage_neuron.compile(optimizer, strategy="full"))
@@ -75,7 +71,9 @@ ROUTES: dict[str, Callable[[nn.Module], Optimizer]] = {
     "neuronx_distributed, ZeRO-1": nxd(zero=True),
     "NxDT": nxdt(zero=False),
     "NxDT, ZeRO-1": nxdt(zero=True),
-    "optimum-neuron, optimizer_cls_and_kwargs": optimum_by_class,
+    "optimum-neuron, optimizer_cls_and_kwargs": lambda model: nl.prepare_optimizer_for_zero_1(
+        nl.create_optimizer(model, full(), SETTINGS)
+    ),
     "optimum-neuron, optimizers=": optimum_by_object,
 }
 

@@ -8,26 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_models import compiled, forward, gradients, graph
+from fp8_models import batch, compiled, error, forward, gradients, graph, small
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import collage_neuron
 from collage_neuron.matmuls.forward import MANY
-
-
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 8)).bfloat16()
-
-
-def batch(rows: int = 32, seed: int = 0) -> Tensor:
-    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-@torch.no_grad()
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 class Tied(nn.Module):
@@ -60,7 +46,7 @@ def test_a_batch_of_another_shape_leaves_the_scales_of_inputs_alone() -> None:
     def step(rows: int, seed: int, factor: float) -> float:
         for m in (model, plain):
             m.zero_grad()
-            m(batch(rows, seed) * factor).float().square().sum().backward()
+            m(batch(seed, rows) * factor).float().square().sum().backward()
         return error(gradients(model)["0.weight"], gradients(plain)["0.weight"])
 
     for seed in range(20):
@@ -76,12 +62,12 @@ def test_a_batch_of_another_shape_leaves_the_scales_of_inputs_alone() -> None:
 def test_weights_that_one_graph_finds_changed_are_measured_by_the_other() -> None:
     model = compiled(small(), rescale=50)
     for seed in range(20):
-        model(batch(32, seed)).float().sum().backward()
+        model(batch(seed)).float().sum().backward()
     with torch.no_grad():
         model.get_parameter("0.weight").mul_(2.0**9)
     for _ in range(2):
-        model(batch(16)).float().sum().backward()  # a new graph, which measures
-    model(batch(32)).float().sum().backward()
+        model(batch(rows=16)).float().sum().backward()  # a new graph, which measures
+    model(batch()).float().sum().backward()
     assert [half.recalibration.history[-1] for half in graph(model).halves] == [21, 21]
 
 
@@ -112,7 +98,7 @@ def test_a_graph_with_other_sites_has_scales_of_its_own(kind: type[Sites], resca
     model = compiled(kind().bfloat16(), rescale=rescale)
     plain = kind().bfloat16()
     for seed in range(3):
-        model(batch(seed=seed)).float().sum().backward()
+        model(batch(seed)).float().sum().backward()
     with torch.no_grad():
         assert error(model(batch(), False), plain(batch(), False)) < 0.1
     assert error(model(batch(), False), plain(batch(), False)) < 0.1
@@ -123,7 +109,7 @@ def test_a_graph_without_gradients_that_came_first_takes_the_scales_of_training(
     with torch.no_grad():
         model(batch())
     for seed in range(3):
-        model(batch(seed=seed)).float().sum().backward()
+        model(batch(seed)).float().sum().backward()
     with torch.no_grad():
         before = model(batch())
     assert torch.equal(model(batch()), before)
@@ -132,7 +118,7 @@ def test_a_graph_without_gradients_that_came_first_takes_the_scales_of_training(
 def test_validation_on_larger_values_leaves_training_alone() -> None:
     model, plain = compiled(small(), rescale=50), small()
     for seed in range(3):
-        model(batch(seed=seed)).float().sum().backward()
+        model(batch(seed)).float().sum().backward()
     before = forward(model).backend.scales.exponents()
     with torch.no_grad():
         assert error(model(batch() * 2.0**12), plain(batch() * 2.0**12)) < 0.1
@@ -208,11 +194,11 @@ def graphs(model: nn.Module) -> list[Any]:
 def test_many_shapes_are_warned_of_once() -> None:
     model = compiled(nn.Linear(64, 8).bfloat16(), keep=())
     for rows in range(2, MANY + 2):
-        model(batch(rows))
+        model(batch(rows=rows))
     with pytest.warns(UserWarning, match="captured this Linear 9 times.*Pad batches to a few shapes"):
-        model(batch(MANY + 2))
+        model(batch(rows=MANY + 2))
     for rows in range(2, MANY + 5):
-        model(batch(rows))
+        model(batch(rows=rows))
     assert len(graphs(model)) == MANY + 3
 
 
@@ -220,7 +206,7 @@ def trained(model: nn.Module, sizes: Iterable[int], modes: Iterable[bool] = (Tru
     for rows in sizes:
         for mode in modes:
             model.train(mode)
-            model(batch(rows)).float().sum().backward()
+            model(batch(rows=rows)).float().sum().backward()
 
 
 @pytest.mark.slow

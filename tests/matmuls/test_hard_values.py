@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from fp8_models import compiled, gradients, graph
+from fp8_models import batch, compiled, error, gradients, graph, pair, small
 from torch import Tensor, nn
 
 import collage_neuron
 from collage_neuron.matmuls.scales import finite_part, size_of
-
-
-def small(width: int = 64) -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Linear(width, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 8)
-    return nn.Sequential(*layers).bfloat16()
-
-
-def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A model in fp8 that measures, and one in bf16."""
-    return compiled(copy.deepcopy(model), rescale=50, **options), model
-
-
-def batch(seed: int = 0, rows: int = 32, width: int = 64) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-@torch.no_grad()
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def gradient_error(models: tuple[nn.Module, nn.Module], x: Tensor, factor: float, name: str = "0.weight") -> float:

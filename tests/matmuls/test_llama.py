@@ -6,9 +6,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import fp8_models
 import pytest
 import torch
-from fp8_models import by_layer, compiled, dots, gradients, graph, hlo, largest_difference, reference, tokens
+from fp8_models import by_layer, compiled, dots, graph, hlo, largest_difference, reference, tokens
 from sampling import WHOLE
 from torch import nn
 
@@ -40,10 +41,7 @@ def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def trained(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
-    return loss.detach(), gradients(model)
+    return fp8_models.trained(model, batch, loss_of)  # type: ignore[no-any-return]
 
 
 def test_every_linear_layer_but_the_head_and_no_reduction() -> None:

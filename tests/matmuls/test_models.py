@@ -21,6 +21,7 @@ from fp8_models import (
     small_gpt,
     small_llama,
     tokens,
+    trained,
 )
 from torch import nn
 
@@ -34,13 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 LANGUAGE = {"gpt": small_gpt, "llama": small_llama}
 LAYERS = {"gpt": 4, "llama": 7}
-
-
-def trained(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
-    return loss.detach(), gradients(model)
 
 
 def as_captured(model: nn.Module) -> nn.Module:

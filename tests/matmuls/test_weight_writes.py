@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_models import compiled, gradients, graph
+from fp8_models import batch, compiled, error, gradients, graph, pair, small
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -18,25 +18,6 @@ from collage_neuron.matmuls.weight_writes import FIRST, MOST, WeightWrites
 
 FP8 = 0.2
 """A relative error in norm that gradients of three layers in fp8 have at most; of a scale that is far off it is 1."""
-
-
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 8)).bfloat16()
-
-
-def pair() -> tuple[nn.Module, nn.Module]:
-    model = small()
-    return compiled(copy.deepcopy(model), rescale=50), model
-
-
-def batch(seed: int = 0) -> Tensor:
-    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-@torch.no_grad()
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def trained(models: Iterable[nn.Module], loss: Callable[[nn.Module], Tensor]) -> float:
@@ -182,14 +163,10 @@ def test_a_first_call_looks_until_the_last_layer_fits(trains: bool) -> None:
     assert error(found, wanted) < 0.25  # 1 if a layer gives zeros; twelve layers round in turn
 
 
-def alternating(models: tuple[nn.Module, nn.Module], calls: int) -> list[float]:
-    return [trained(models, mean_square(batch(i) * (2.0**14 if i % 2 else 1))) for i in range(calls)]
-
-
 @pytest.mark.filterwarnings("ignore:matmul='fp8'.*its scale was off")
 def test_batches_of_two_magnitudes_take_their_largest_one() -> None:
     models = pair()
-    errors = alternating(models, 12)
+    errors = [trained(models, mean_square(batch(i) * (2.0**14 if i % 2 else 1))) for i in range(12)]
     assert errors[1] > 0.9
     assert max(errors[4:]) < FP8
     text = collage_neuron.explain(models[0])

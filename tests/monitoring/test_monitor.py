@@ -38,16 +38,6 @@ def last(monitor: Monitor) -> Record:
 # What is measured ----------------------------------------------------------------------------------------------------
 
 
-def by_hand(
-    before: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
-    """The effective update of each parameter in float64, from what the optimizer kept before and keeps now."""
-    return {
-        name: collage_neuron.exact_value(optimizer, p).cpu().double() - before[name]
-        for name, p in model.named_parameters()
-    }
-
-
 @pytest.mark.parametrize(("strategy", "where"), [*((strategy, "cpu") for strategy in STRATEGIES), ("plus", "xla")])
 def test_a_record_has_the_effective_update_of_every_module(
     strategy: str, where: str, request: pytest.FixtureRequest
@@ -58,7 +48,11 @@ def test_a_record_has_the_effective_update_of_every_module(
     before = {n: collage_neuron.exact_value(optimizer, p).cpu().double() for n, p in model.named_parameters()}
     train(model, optimizer, [9])
     sync(device)
-    record, effects = last(monitor), by_hand(before, model, optimizer)
+    record, now = (
+        last(monitor),
+        {n: collage_neuron.exact_value(optimizer, p).cpu() for n, p in model.named_parameters()},
+    )
+    effects = {name: value.double() - before[name] for name, value in now.items()}
     for module in ("embedding", "norm", "qkv"):
         e = torch.cat([x.flatten() for name, x in effects.items() if name.rpartition(".")[0] == module])
         found = record.modules[module]

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from agreement import gradients, initial
+from agreement import initial, stepped
 from exact import update_of
 from integer_words import BF16_INT8
 from models import differences, snapshot
@@ -45,15 +44,6 @@ def adamw(device: str | torch.device = "cpu", **settings: Any) -> tuple[Optimize
     return collage_neuron.compile(AdamW([p], lr=1e-2, weight_decay=0.1), strategy=NAME, **settings), p
 
 
-def stepped(optimizer: Optimizer, steps: Sequence[torch.Tensor]) -> dict[str, Any]:
-    for gradient in steps:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = gradient.to(p.device, p.dtype)
-        optimizer.step()
-    return snapshot(optimizer)
-
-
 def stored(optimizer: Optimizer, p: nn.Parameter) -> dict[str, torch.dtype]:
     return {key: t.dtype for key, t in optimizer.state[p].items() if t.dim() > 0}
 
@@ -63,7 +53,7 @@ WORDS = {"param_lo": I8, "exp_avg": B, "exp_avg_lo": I8, "exp_avg_sq": B, "exp_a
 
 def test_it_is_an_entry_of_a_table() -> None:
     optimizer, p = adamw()
-    stepped(optimizer, gradients(3))
+    stepped(optimizer, 3)
     assert stored(optimizer, p) == WORDS
     assert collage_neuron.bytes_per_parameter(optimizer) == 2 + 3 * 3
     assert f"exp_avg            {NAME}" in collage_neuron.explain(optimizer)
@@ -77,7 +67,7 @@ def test_bf16_arithmetic_rejects_it() -> None:
 def test_a_run_goes_on_bit_for_bit_from_a_state_dict(tmp_path: Path) -> None:
     """Through a file; torch casts what it loads to the dtype of the parameter, integers too."""
     optimizer, p = adamw()
-    stepped(optimizer, gradients(3))
+    stepped(optimizer, 3)
     torch.save({"p": p.detach(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
     saved = torch.load(tmp_path / "run.pt", weights_only=True)
     other, q = adamw()
@@ -85,12 +75,12 @@ def test_a_run_goes_on_bit_for_bit_from_a_state_dict(tmp_path: Path) -> None:
         q.copy_(saved["p"])
     other.load_state_dict(saved["optimizer"])
     assert stored(other, q) == WORDS
-    assert differences(stepped(other, gradients(3, seed=1)), stepped(optimizer, gradients(3, seed=1))) == []
+    assert differences(snapshot(stepped(other, seed=1)), snapshot(stepped(optimizer, seed=1))) == []
 
 
 def test_an_integer_that_is_no_word_of_a_state_is_rejected() -> None:
     optimizer, _ = adamw()
-    stepped(optimizer, gradients(2))
+    stepped(optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].to(torch.int8)
     other, _ = adamw()

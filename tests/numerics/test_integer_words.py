@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from exact import on_reference, on_xla, update_of
+from exact import on_reference, on_xla, patterns, update_of
 from integer_words import decode
 from torch import Tensor
 
@@ -34,12 +34,6 @@ def bits(x: Tensor) -> Tensor:
 
 
 # --- the operations -------------------------------------------------------------------------------------------------
-
-
-def patterns() -> Tensor:
-    """fp32 numbers with every sign, exponent and upper seven bits of the mantissa, and lower ones of several kinds."""
-    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
-    return torch.cat([upper | lower for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).view(torch.float32)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -79,10 +79,6 @@ def values(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=g) * torch.exp2(torch.randint(-40, 40, shape, generator=g))
 
 
-def in_fp32(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64).float()
-
-
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("extent", [ROW, COLUMN, MATRIX, NUMBER])
 def test_the_order_is_that_of_the_definition(view: tuple[int, int, int], extent: str) -> None:
@@ -97,7 +93,7 @@ def test_the_order_is_that_of_the_definition(view: tuple[int, int, int], extent:
     for function, numbers in wanted.items():
         found = of_elements(function, x, extent)
         assert found.shape == shape_of(extent, view)
-        assert torch.equal(found.reshape(-1), in_fp32(numbers))
+        assert torch.equal(found.reshape(-1), torch.tensor(numbers, dtype=torch.float64).float())
 
 
 @pytest.mark.parametrize("view", VIEWS[:4])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from as_written import Written
 from chances import MASK, hoeffding, threefry_of_integers
 from exact import edited, on_reference, on_xla
 from planned import capture
@@ -133,16 +134,11 @@ def test_infinities_and_nan_stay() -> None:
 def storing(draws: int = 1) -> Update:
     """An update that stores its fp32 gradient: as the parameter, and as states, each by its own random bits."""
 
-    class Storing(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for p in self.param_groups[0]["params"]:
-                for i in range(draws - 1):
-                    self.state[p][f"state{i}"] = p.grad.clone()
-                p.copy_(p.grad)
+    class Storing(Written):
+        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            for i in range(draws - 1):
+                state[f"state{i}"] = g.clone()
+            p.copy_(g)
 
     p = nn.Parameter(torch.zeros(2))
     captured = capture(Storing, Storing([p]), {"params": [p]}, p, {}).captured

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from chances import hoeffding
-from models import differences, gpt, mlp, parameters, set_gradients, snapshot, train
+from models import differences, gpt, mlp, parameters, set_gradients, snapshot, through_torch_save, train
 from planned import plan_update
 from torch import nn
 
@@ -128,16 +129,7 @@ def continued(optimizer: torch.optim.Optimizer, model: nn.Module, how: Callable[
     return other, fresh
 
 
-def through_a_file(state: Any) -> Any:
-    import io
-
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, through_a_file])
+@pytest.mark.parametrize("how", [copy.deepcopy, partial(through_torch_save, weights_only=True)])
 def test_a_resumed_run_goes_on_as_it_would_have(how: Callable[[Any], Any]) -> None:
     model: nn.Module = mlp()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -9,7 +9,8 @@ from typing import Any
 import bounds
 import pytest
 import torch
-from agreement import compare, gradients, initial
+from agreement import compare, initial, stepped
+from as_written import Written
 from foreign import TransformersAdamW
 
 import collage_neuron
@@ -17,15 +18,6 @@ from collage_neuron.numerics.eft import Value, bf16, narrow, widen
 from collage_neuron.numerics.formats import FORMATS, Component, Format
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
 from collage_neuron.states.store import read_exact
-
-
-def stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.optim.Optimizer:
-    for gradient in gradients(steps):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = gradient.to(p.device, p.dtype)
-        optimizer.step()
-    return optimizer
 
 
 def adamw(**settings: Any) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
@@ -90,30 +82,23 @@ def test_a_strategy_can_be_registered_by_name(monkeypatch: pytest.MonkeyPatch) -
     assert collage_neuron.explain(optimizer).startswith("param_groups[0]: strategy mine, arithmetic fp32")
 
 
-class NeverSeen(torch.optim.Optimizer):
+class NeverSeen(Written):
     """One state of each kind that a person would tell apart."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                s, g = self.state[p], p.grad
-                if not s:
-                    for name in ("drift", "spread", "energy", "total", "before"):
-                        s[name] = torch.zeros_like(p)
-                    s["anchor"], s["peak"] = p.clone(), torch.full_like(p, 0.5)
-                s["drift"].mul_(0.9).add_(g, alpha=0.1)  # an average of gradients
-                s["spread"] = 0.99 * s["spread"] + 0.01 * g * g  # an average of squares
-                s["energy"].addcmul_(g, g)  # a sum of squares
-                s["total"] += g  # a sum without decay
-                s["peak"] = torch.maximum(0.999 * s["peak"], g.abs())  # a maximum with decay
-                s["before"].copy_(g)  # the last gradient
-                p.addcdiv_(s["drift"], s["spread"].sqrt().add_(s["peak"]), value=-group["lr"])
-                p.sub_(s["total"] / (s["energy"] + 1.0), alpha=1e-3)
-                s["anchor"].lerp_(p, 0.01)  # an average of parameters
+    def update(self, p: torch.Tensor, g: torch.Tensor, s: dict[str, Any], group: dict[str, Any]) -> None:
+        if not s:
+            for name in ("drift", "spread", "energy", "total", "before"):
+                s[name] = torch.zeros_like(p)
+            s["anchor"], s["peak"] = p.clone(), torch.full_like(p, 0.5)
+        s["drift"].mul_(0.9).add_(g, alpha=0.1)  # an average of gradients
+        s["spread"] = 0.99 * s["spread"] + 0.01 * g * g  # an average of squares
+        s["energy"].addcmul_(g, g)  # a sum of squares
+        s["total"] += g  # a sum without decay
+        s["peak"] = torch.maximum(0.999 * s["peak"], g.abs())  # a maximum with decay
+        s["before"].copy_(g)  # the last gradient
+        p.addcdiv_(s["drift"], s["spread"].sqrt().add_(s["peak"]), value=-group["lr"])
+        p.sub_(s["total"] / (s["energy"] + 1.0), alpha=1e-3)
+        s["anchor"].lerp_(p, 0.01)  # an average of parameters
 
 
 SLOW = {"spread", "energy", "total", "anchor", "peak"}
@@ -152,21 +137,16 @@ def test_what_a_strategy_means_for_an_optimizer_never_seen_is_read_from_its_grap
     }
 
 
-class Averages(torch.optim.Optimizer):
+class Averages(Written):
     """A running average of what `of` makes of the gradient."""
 
     def __init__(self, params: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(params, {"lr": 1e-3})
+        super().__init__(params)
         self.of = of
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        (p,) = self.param_groups[0]["params"]
-        state = self.state[p]
-        if not state:
-            state["v"] = torch.zeros_like(p)
-        state["v"].mul_(0.999).add_(self.of(p.grad), alpha=0.001)
-        p.sub_(p.grad / (state["v"].abs().sqrt() + 1e-4), alpha=1e-3)
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("v", torch.zeros_like(p)).mul_(0.999).add_(self.of(g), alpha=0.001)
+        p.sub_(g / (state["v"].abs().sqrt() + 1e-4), alpha=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -89,22 +89,25 @@ def run(strategy: str, arithmetic: str, setting: Setting = ISSUE) -> Runs:
     return Runs(driver.value("param"), exact(setting))
 
 
-@pytest.mark.parametrize("stream", DRIFTING)
-@pytest.mark.parametrize("arithmetic", PLUS)
-def test_plus_follows_the_exact_weights(arithmetic: str, stream: str) -> None:
-    assert run("plus", arithmetic).error(stream) <= PLUS[arithmetic]
+BOUNDS: list[tuple[str, str, str, float, float]] = [
+    *(("plus", a, stream, 0.0, bound) for a, bound in PLUS.items() for stream in DRIFTING),
+    *(("full", "fp32", stream, 0.0, FULL) for stream in (*DRIFTING, "pure noise")),
+    ("full", "fp32", "pure drift", 0.0, PLUS["fp32"]),
+    # The bounds can fail.
+    *(("bf16", a, stream, 0.5, torch.inf) for a in PLUS for stream in DRIFT_STREAMS),
+    # The issue's bound cannot be met by a bf16 first moment that stops up to five ulps short of g, nor where there is
+    # noise alone: ten steps long, each half ulp of m is in the weights, whose steps otherwise cancel.
+    *(("plus", a, "pure drift", bound, 5 * 2**-7) for a, bound in PLUS.items()),
+    *(("plus", a, "pure noise", bound, 2**-7) for a, bound in PLUS.items()),
+]
 
 
-@pytest.mark.parametrize("stream", [*DRIFTING, "pure noise"])
-def test_full_follows_the_exact_weights(stream: str) -> None:
-    assert run("full", "fp32").error(stream) <= FULL
-
-
-@pytest.mark.parametrize("stream", DRIFT_STREAMS)
-@pytest.mark.parametrize("arithmetic", PLUS)
-def test_plain_bf16_does_not(arithmetic: str, stream: str) -> None:
-    """So the bounds can fail."""
-    assert run("bf16", arithmetic).error(stream) > 0.5
+@pytest.mark.whole
+@pytest.mark.parametrize(("strategy", "arithmetic", "stream", "above", "most"), BOUNDS)
+def test_the_error_of_the_weights(strategy: str, arithmetic: str, stream: str, above: float, most: float) -> None:
+    error = run(strategy, arithmetic).error(stream)
+    assert error <= most
+    assert error > above or above == 0.0
 
 
 @one_thread()
@@ -118,39 +121,20 @@ def test_the_compiled_optimizer_takes_the_same_steps() -> None:
     assert torch.equal(read_exact(p, optimizer.state[p], "param").double(), run("plus", "fp32").theta[0])
 
 
-@pytest.mark.parametrize("arithmetic", PLUS)
-def test_without_noise_the_first_moment_of_plus_stalls(arithmetic: str) -> None:
-    """The issue's bound on `plus` cannot be met here by a bf16 first moment, which stops up to five ulps short of g."""
-    assert PLUS[arithmetic] < run("plus", arithmetic).error("pure drift") <= 5 * 2**-7
+# With gradients of zero a step is about one unit of the low word, so that single weights are off by some tenths. In
+# plain bf16, whose terms are rounded apart, no decay arrives: the check can fail.
+DECAYS = [
+    *((s, "fp32", stream, 0.99, 1.01) for s in ("plus", "full") for stream in (*DRIFTING, "pure noise")),
+    ("plus", "fp32", "no gradient", 0.99, torch.inf),
+    *(("bf16", "bf16", stream, -torch.inf, 0.01) for stream in ("pure noise", "no gradient")),
+]
 
 
-@pytest.mark.parametrize("arithmetic", PLUS)
-def test_without_drift_the_first_moment_of_plus_is_the_error(arithmetic: str) -> None:
-    """Nor here: ten steps long, each half ulp of m is in the weights, whose steps otherwise cancel."""
-    assert PLUS[arithmetic] < run("plus", arithmetic).error("pure noise") <= 2**-7
-
-
-@pytest.mark.parametrize("stream", ["pure drift", "pure noise"])
-def test_a_wider_first_moment_brings_plus_within_its_bound(stream: str) -> None:
-    assert run("full", "fp32").error(stream) <= PLUS["fp32"]
-
-
-@pytest.mark.parametrize("stream", [*DRIFTING, "pure noise"])
-@pytest.mark.parametrize("strategy", ["plus", "full"])
-def test_weight_decay_is_realised_in_fp32_arithmetic(strategy: str, stream: str) -> None:
-    assert run(strategy, "fp32").realised_decay(stream) == pytest.approx(1, abs=0.01)
-
-
-def test_weight_decay_alone_is_realised_in_fp32_arithmetic() -> None:
-    """Gradients of zero: a step is about one unit of the low word, so that single weights are off by some tenths."""
-    assert run("plus", "fp32").realised_decay("no gradient") >= 0.99
-    assert run("plus", "fp32").error("no gradient") < 0.25
-
-
-def test_weight_decay_is_lost_where_its_terms_are_rounded_apart() -> None:
-    """So the check can fail: in plain bf16 none of it arrives."""
-    assert run("bf16", "bf16").realised_decay("pure noise") < 0.01
-    assert run("bf16", "bf16").realised_decay("no gradient") < 0.01
+@pytest.mark.whole
+@pytest.mark.parametrize(("strategy", "arithmetic", "stream", "least", "most"), DECAYS)
+def test_weight_decay_is_realised(strategy: str, arithmetic: str, stream: str, least: float, most: float) -> None:
+    assert least <= run(strategy, arithmetic).realised_decay(stream) <= most
+    assert run(strategy, arithmetic).error(stream) < 0.25 or strategy == "bf16"
 
 
 SMALL_STEPS: dict[str, tuple[float, float | None, float]] = {

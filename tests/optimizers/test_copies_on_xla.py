@@ -36,12 +36,8 @@ def _loaded(pair: Pair, device: torch.device, backend: str) -> Pair:
     return p, optimizer
 
 
-def _deepcopied(pair: Pair, device: torch.device, backend: str) -> Pair:
-    return copy.deepcopy(pair)
-
-
 @pytest.mark.parametrize("backend", ["xla", "xla_native"])
-@pytest.mark.parametrize("copied", [_loaded, _deepcopied])
+@pytest.mark.parametrize("copied", [_loaded, lambda pair, device, backend: copy.deepcopy(pair)])
 def test_the_copy_may_step_first(
     copied: Callable[[Pair, torch.device, str], Pair], backend: str, xla: torch.device
 ) -> None:

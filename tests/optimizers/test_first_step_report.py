@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import compile_forms
 import pytest
 import torch
-from models import backward, mlp
+from models import mlp, train
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
@@ -17,58 +18,28 @@ from collage_neuron.passes.backends import registry
 
 BACKEND = registry.choose("auto", torch.device("cpu")).name
 
-FORMS: dict[str, Callable[..., tuple[torch.nn.Module, Optimizer]]] = {}
+FORMS: dict[str, Callable[..., Optimizer]] = {
+    **compile_forms.FORMS,
+    "(class)": lambda model, **settings: collage_neuron.compile(AdamW, **settings)(model.bfloat16().parameters()),
+}
 
 
-def form(make: Callable[..., tuple[torch.nn.Module, Optimizer]]) -> Callable[..., tuple[torch.nn.Module, Optimizer]]:
-    FORMS[make.__name__] = make
-    return make
-
-
-@form
-def model_and_optimizer(**settings: Any) -> tuple[torch.nn.Module, Optimizer]:
+def made(form: str = "(model, optimizer)", **settings: Any) -> tuple[torch.nn.Module, Optimizer]:
     model = mlp(0)
-    return collage_neuron.compile(model, AdamW(model.parameters()), **settings)
-
-
-@form
-def model_alone(**settings: Any) -> tuple[torch.nn.Module, Optimizer]:
-    model = collage_neuron.compile(mlp(0), **settings)
-    return model, AdamW(model.parameters())
-
-
-@form
-def optimizer_alone(**settings: Any) -> tuple[torch.nn.Module, Optimizer]:
-    model = mlp(0)
-    return model, collage_neuron.compile(AdamW(model.parameters()), **settings)
-
-
-@form
-def optimizer_class(**settings: Any) -> tuple[torch.nn.Module, Optimizer]:
-    model = mlp(0).to(torch.bfloat16)
-    return model, collage_neuron.compile(AdamW, **settings)(model.parameters())
-
-
-def step(model: torch.nn.Module, optimizer: Optimizer, steps: int = 1) -> None:
-    for seed in range(steps):
-        optimizer.zero_grad()
-        backward(model, seed)
-        optimizer.step()
+    return model, FORMS[form](model, **settings)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
 
 
-@pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
-def test_every_form_says_it_once_and_a_word_silences_it(
-    make: Callable[..., tuple[torch.nn.Module, Optimizer]], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_says_it_once_and_a_word_silences_it(form: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "collage_neuron")
-    step(*make(verbose=False))
+    train(*made(form, verbose=False), [0])
     assert lines(caplog) == []
-    model, optimizer = make()
-    step(model, optimizer, 3)
+    model, optimizer = made(form)
+    train(model, optimizer, range(3))
     elements = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))
     (line,) = lines(caplog)
@@ -79,7 +50,7 @@ def test_every_form_says_it_once_and_a_word_silences_it(
     assert collage_neuron.explain(optimizer).splitlines()[-1] == line
     with pytest.warns(collage_neuron.StrategyChanged):
         collage_neuron.compile(optimizer, strategy="fp32")
-    step(model, optimizer)
+    train(model, optimizer, [0])
     assert "fp32, 16 B each" in lines(caplog)[1]
     assert "instead of" not in lines(caplog)[1]
 
@@ -105,7 +76,7 @@ def test_one_process_of_a_run_says_it(
 ) -> None:
     caplog.set_level(logging.INFO, "collage_neuron")
     monkeypatch.setenv("RANK", rank)
-    step(*model_and_optimizer())
+    train(*made(), [0])
     assert len(lines(caplog)) == said
 
 
@@ -115,18 +86,18 @@ def test_it_is_printed_where_logging_is_not_configured(
 ) -> None:
     monkeypatch.setattr(log, "hasHandlers", lambda: configured)
     monkeypatch.setattr(log, "level", level)
-    step(*model_and_optimizer())
+    train(*made(), [0])
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", said)
 
 
 def test_a_setting_that_is_none_is_rejected() -> None:
     with pytest.raises(ValueError, match="verbose is 'no'; give True or False"):
-        optimizer_class(verbose="no")
+        made("(class)", verbose="no")
 
 
 def test_graphs_are_shown_on_request() -> None:
-    _, optimizer = model_and_optimizer()
+    _, optimizer = made()
     table, whole = collage_neuron.explain(optimizer), collage_neuron.explain(optimizer, graphs=True)
     assert "captured update" not in table
     assert "captured update" in whole
@@ -143,6 +114,6 @@ def test_a_missing_compiler_is_said_where_auto_falls_back(
     monkeypatch.setattr(type(native), "missing", lambda self: "llvmlite is not installed: pip install it")
     monkeypatch.setattr(type(native), "suits", lambda self, device: False)
     caplog.set_level(logging.INFO, "collage_neuron")
-    step(*FORMS["optimizer_alone"]())
+    train(*made("(optimizer)"), [0])
     (line,) = lines(caplog)
     assert line.endswith("backend reference (not native, which is faster: llvmlite is not installed: pip install it)")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from language_cases import AS_WRITTEN, CASES, how, trained
+from nki_standin import load
 
 import collage_neuron
 
@@ -19,18 +17,8 @@ pytestmark = [
 ]
 
 
-def load(name: str) -> Any:
-    path = Path(__file__).parents[2] / "docs" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-measured = load("measure_optimizers")
+DOCS = Path(__file__).parents[2] / "docs"
+measured = load(DOCS / "measure_optimizers.py")
 RECORDS = measured.stored()
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from functools import partial
 from typing import Any
 
+import as_written
 import foreign
 import pytest
 import torch
 from agreement import compare
-from as_written import Written, equal, everything, values
+from as_written import Written, backends_agree, equal, run, values
 from staged import ONE_NUMBER, Novograd
 from torch import Tensor
 from torch.nn import Parameter
@@ -28,27 +27,11 @@ pytestmark = pytest.mark.usefixtures("rejecting")
 
 
 def parameters(dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
-    g = torch.Generator().manual_seed(3)
-    return [Parameter(torch.randn(shape, generator=g).bfloat16().to(dtype)) for shape in SHAPES]
-
-
-def run(optimizer: Any, steps: int, first: int = 0, scale: float = 0.1) -> None:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number in range(first, first + steps):
-        g = torch.Generator().manual_seed(number)
-        for p in params:
-            p.grad = (scale * torch.randn(p.shape, generator=g)).bfloat16().to(p.dtype)
-        optimizer.step()
+    return as_written.parameters(dtype, SHAPES)
 
 
 def compiled(make: Any = Novograd, strategy: Any = "full", **settings: Any) -> tuple[Any, list[Parameter]]:
-    params = parameters()
-    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **settings), params
-
-
-def bits(optimizer: Any) -> Any:
-    params, states, _ = everything(optimizer)
-    return params, [dict(sorted(state.items())) for state in states]
+    return as_written.compiled(make, strategy, SHAPES, verbose=False, **settings)
 
 
 @pytest.mark.parametrize("make", [*ONE_NUMBER, partial(foreign.PerTensorAdam, lr=1e-2)])
@@ -82,12 +65,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     [*((m, "full") for m in ONE_NUMBER), *((Novograd, s) for s in ("plus", "split311", "stochastic"))],
 )
 def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
-    found = []
-    for backend, validate in (("reference", "on"), ("native", "off")):
-        optimizer, _ = compiled(make, strategy, backend=backend, validate=validate)
-        run(optimizer, 7)
-        found.append(bits(optimizer))
-    assert found[0] == found[1]
+    assert backends_agree(7, make, strategy, SHAPES)
 
 
 def test_fp32_parameters_have_them_too() -> None:
@@ -98,42 +76,6 @@ def test_fp32_parameters_have_them_too() -> None:
     run(Novograd(plain), 3)
     for ours, theirs in zip(params, plain, strict=True):
         assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
-
-
-def test_a_checkpoint_resumes_bit_for_bit() -> None:
-    optimizer, params = compiled()
-    run(optimizer, 3)
-    file = io.BytesIO()
-    torch.save([optimizer.state_dict(), [p.detach() for p in params]], file)
-    file.seek(0)
-    saved, weights = torch.load(file)
-    for known in (True, False):
-        other, others = compiled()
-        if not known:  # as an optimizer that was pickled before there were such states
-            bookkeeping(other).small.clear()
-        with torch.no_grad():
-            for p, q in zip(weights, others, strict=True):
-                q.copy_(p)
-        other.load_state_dict(copy.deepcopy(saved))
-        run(other, 2, first=3)
-        again = copy.deepcopy(optimizer)
-        run(again, 2, first=3)
-        assert bits(again) == bits(other)
-
-
-def test_it_is_explained_measured_and_counted() -> None:
-    optimizer, params = compiled()
-    monitor = collage_neuron.monitor(optimizer, every=1)
-    run(optimizer, 2)
-    assert monitor.latest() is not None
-    text = collage_neuron.explain(optimizer, graphs=True)
-    assert "v                  one fp32" in text
-    assert "stage 1, numbers: v, reduced0 -> number0, number1" in text
-    assert "state v = number0" in text
-    elements = sum(p.numel() for p in params)
-    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx(10 + 4 * len(params) / elements)
-    chosen = collage_neuron.compile(Novograd(parameters()), bytes=10, verbose=False)
-    assert "chosen by bytes=10" in collage_neuron.explain(chosen)
 
 
 def test_a_nan_reaches_the_number() -> None:
@@ -200,11 +142,6 @@ def test_that_of_a_parameter_without_dimensions_is_in_words() -> None:
     run(optimizer, 3)
     run(Novograd(exact := [Parameter(torch.tensor(1.0))]), 3)
     assert torch.allclose(collage_neuron.exact_value(optimizer, params[0]), exact[0], rtol=2**-18)
-
-
-def test_bf16_arithmetic_has_none() -> None:
-    with pytest.raises(UnsupportedUpdate, match="arithmetic='bf16' does not define"):
-        compiled(arithmetic="bf16")
 
 
 def test_a_number_that_two_parameters_share_is_rejected() -> None:

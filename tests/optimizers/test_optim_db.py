@@ -7,7 +7,6 @@ tensors and peak memory, which need CUDA or 64 GB.
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import through_torch_save
 from sampling import part
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -96,12 +96,10 @@ def state_dict_round_trip(name: str, options: Options) -> None:
     problem, other = Problem(), Problem()
     optimizer, fresh = problem.compiled(name, options), other.compiled(name, options)
     problem.train(optimizer, 5)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
+    saved = through_torch_save(optimizer.state_dict(), weights_only=True)
     for mine, theirs in zip(problem.params, other.params, strict=True):
         theirs.data = mine.detach().clone()
-    fresh.load_state_dict(torch.load(file, weights_only=True))
+    fresh.load_state_dict(saved)
     problem.train(optimizer, 5)
     other.train(fresh, 5)
     assert same(problem.values(optimizer), other.values(fresh))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import Agreement, compare, gradients, initial
+from agreement import Agreement, compare, initial, stepped
 from bounds import Unbounded
 from package_cases import COVERED, NOTES, STAGED
 from sampling import part
@@ -103,21 +103,12 @@ def test_each_agrees_in_the_papers_arithmetic_too(name: str) -> None:
     assert {o for o, found in outcomes.items() if isinstance(found, str)} == STAGED[name] & outcomes.keys()
 
 
-def run(optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
-    """Steps with the gradients of `agreement.gradients`, in the dtype of each parameter."""
-    for gradient in gradients(steps):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = gradient.to(p.dtype, copy=True)
-        optimizer.step()
-
-
 def test_a_state_that_is_a_deep_copy_of_the_parameter() -> None:
     cls = package("torch_optimizer").AccSGD
     p, exact = torch.nn.Parameter(initial()), torch.nn.Parameter(initial().double())
     optimizer = collage_neuron.compile(cls([p], lr=1e-3), strategy="full")
-    run(optimizer)
-    run(cls([exact], lr=1e-3))
+    stepped(optimizer)
+    stepped(cls([exact], lr=1e-3))
     # Three steps; each stores pairs (2**-17), and adds and takes away a momentum of at most 2**4 times the parameter.
     error = (collage_neuron.exact_value(optimizer, p).double() - exact.detach()).abs().max()
     assert error <= 3 * 2**4 * 2**-17 * exact.detach().abs().max()
@@ -140,8 +131,8 @@ def test_a_list_with_an_entry_for_each_group_is_read_at_the_groups_place() -> No
         return cls(groups, final_lr=0.5, gamma=0.1)  # type: ignore[no-any-return]
 
     optimizer, exact = collage_neuron.compile(made(torch.bfloat16), strategy="full"), made(torch.float64)
-    run(optimizer)
-    run(exact)
+    stepped(optimizer)
+    stepped(exact)
     for group, group64 in zip(optimizer.param_groups, exact.param_groups, strict=True):
         value = collage_neuron.exact_value(optimizer, group["params"][0]).double()
         moved = (group64["params"][0].detach() - initial().double()).abs().max()
@@ -159,7 +150,7 @@ def test_schedule_free_goes_to_evaluation_and_back_as_in_float64() -> None:
     optimizer = collage_neuron.compile(optimizer, strategy="full")
     for _ in range(4):
         for o in (optimizer, reference):
-            run(o, steps=3)
+            stepped(o)
             o.eval()
         assert_within(p, optimizer, exact)
         for o in (optimizer, reference):

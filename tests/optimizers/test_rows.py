@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import as_written
 import pytest
 import torch
-from as_written import Written, equal, everything, on_both_backends, run, values
+from as_written import LAYOUTS, Written, assert_near, backends_agree, equal, large, parameters, run, with_threads
+from as_written import but_for_backends as bits
 from pytorch_optimizer import CAME
 from rowed import ALL, ByNeuron, Came, Factored, Products
 from torch import Tensor
@@ -25,33 +28,19 @@ BACKENDS = ("reference", "native")
 SHAPES = ((40, 40), (24, 70), (130, 33), (1, 48), (48, 1), (3, 5, 37), (2, 3, 4, 36), (17,), (0, 36), (36, 0))
 LONG = ((130, 260), (3, 66, 33), (32, 32), (1, 129), (65, 64))
 """Rows that machine code takes."""
+LARGE = ((150, 300), (3, 70, 40))
 
 pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
 
 
-def published(params: Any) -> Any:
-    return CAME(params, lr=0.02, weight_decay=0.01)
-
-
-EVERY: tuple[Any, ...] = (*ALL, published)
-
-
-def parameters(dtype: torch.dtype = torch.bfloat16, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
-    g = torch.Generator().manual_seed(0)
-    return [Parameter((0.3 * torch.randn(shape, generator=g)).bfloat16().to(dtype)) for shape in shapes]
+EVERY: tuple[Any, ...] = (*ALL, partial(CAME, lr=0.02, weight_decay=0.01))
 
 
 def compiled(
     make: Any = Came, strategy: str = "full", shapes: Sequence[tuple[int, ...]] = SHAPES, **settings: Any
 ) -> tuple[Any, list[Parameter]]:
-    params = parameters(shapes=shapes)
-    settings = {"validate": "off", **settings}  # two thirds of the time; on in `on_both_backends`
-    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **settings), params
-
-
-def bits(optimizer: Any) -> Any:
-    params, states, groups = everything(optimizer)
-    return params, states, [{k: v for k, v in group.items() if k != "collage_backend"} for group in groups]
+    # Validation is two thirds of the time; it is on in `backends_agree`.
+    return as_written.compiled(make, strategy, shapes, verbose=False, **{"validate": "off", **settings})
 
 
 @pytest.mark.sampled(of=2)
@@ -65,10 +54,8 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     exact = parameters(torch.float64, shapes)
     plain = make(exact)
     run(plain, 10)
-    for p, q, before in zip(params, exact, parameters(shapes=shapes), strict=True):
-        ours, theirs, start = collage_neuron.exact_value(optimizer, p), q.detach(), before.detach().double()
-        stores = 10 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
-        assert ((ours - theirs).abs() <= 2**-18 * (theirs - start).abs().max() + 1.1 * stores).all()
+    assert_near(optimizer, params, exact, parameters(torch.float64, shapes), 10)
+    for p, q in zip(params, exact, strict=True):
         for name, value in optimizer.state[p].items():
             if name in bookkeeping(optimizer).small:
                 wanted = plain.state[q][name]
@@ -82,13 +69,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     [*((m, "full") for m in EVERY), (Factored, "plus"), (Came, "split433"), (Factored, "stochastic")],
 )
 def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
-    def two_steps(**settings: Any) -> Any:
-        optimizer, _ = compiled(make, strategy, **settings)
-        run(optimizer, 2)
-        return optimizer
-
-    reference, native = on_both_backends(two_steps)
-    assert native == reference
+    assert backends_agree(2, make, strategy, SHAPES)
 
 
 @pytest.mark.sampled(of=2)
@@ -131,43 +112,19 @@ def test_the_second_moment_of_one_row_or_column_is_that_of_its_elements(shape: t
     assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), exact, rtol=0, atol=2**-14)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda t: torch.empty_like(t.mT.contiguous()).mT.copy_(t),
-    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 1],
-}
-
-
-def large(backend: str, layout: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    torch.manual_seed(0)
-    params = [Parameter(layout(torch.randn(shape).bfloat16())) for shape in ((150, 300), (3, 70, 40))]
-    optimizer = collage_neuron.compile(Came(params), strategy="full", backend=backend)
-    for _ in range(3):
-        for p in params:
-            p.grad = layout(torch.randn(p.shape).bfloat16())
-        optimizer.step()
-    return values(optimizer, params)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_order_does_not_matter(backend: str, layout: str) -> None:
-    assert equal(large(backend, LAYOUTS[layout]), large("reference", torch.Tensor.contiguous))
+    assert equal(large(Came, LARGE, backend, LAYOUTS[layout]), large(Came, LARGE, "reference"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_and_pieces_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            found.append(large(backend, torch.Tensor.contiguous))
-    finally:
-        torch.set_num_threads(threads)
+    one, three = with_threads(partial(large, Came, LARGE, backend))
     monkeypatch.setattr("collage_neuron.passes.backends.reference.CHUNK", 1 << 10)
     monkeypatch.setattr(REFERENCE, "_lowered", {})
-    found.append(large(backend, torch.Tensor.contiguous))
-    assert equal(found[0], found[1])
-    assert equal(found[0], found[2])
+    assert equal(one, three)
+    assert equal(one, large(Came, LARGE, backend))
 
 
 def test_a_checkpoint_of_another_model_is_rejected() -> None:
@@ -176,24 +133,6 @@ def test_a_checkpoint_of_another_model_is_rejected() -> None:
     other, _ = compiled(shapes=((40, 32),))
     with pytest.raises(ValueError, match=r"has shape \[24\] and the parameter \[40, 32\]|has shape \[40, 24\]"):
         other.load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("strategy", ["full", "split433"])
-def test_it_is_explained_measured_and_counted(strategy: str) -> None:
-    optimizer, _ = compiled(Factored, strategy, ((40, 24), (16,)))
-    monitor = collage_neuron.monitor(optimizer, every=1)
-    run(optimizer, 2)
-    assert monitor.latest() is not None
-    text = collage_neuron.explain(optimizer, graphs=True)
-    assert "row                fp32 by row" in text
-    assert "stage 0, reduction: grad -> reduced0, reduced1" in text
-    assert "mean_to(" in text
-    assert "state row = number0" in text
-    each = {"full": 10, "split433": 10}[strategy]
-    wanted = (960 * each + 4 * (40 + 24) + 16 * {"full": 14, "split433": 12}[strategy]) / 976
-    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx(wanted)
-    chosen = collage_neuron.compile(Came(parameters(shapes=((40, 24),))), bytes=10, verbose=False)
-    assert "chosen by bytes=10" in collage_neuron.explain(chosen)
 
 
 def test_a_nan_reaches_its_row_and_its_column() -> None:
@@ -295,11 +234,9 @@ def test_what_is_not_understood_is_rejected(make: type[Written]) -> None:
         collage_neuron.compile(make([Parameter(torch.ones(REJECTED[make]).bfloat16())]), verbose=False)
 
 
-def test_words_of_blocks_and_bf16_arithmetic_are_rejected() -> None:
+def test_words_of_blocks_are_rejected() -> None:
     with pytest.raises(UnsupportedUpdate, match=r"words of blocks beside sums of rows or columns"):
         compiled(ByNeuron, "split311", ((40, 24),))
-    with pytest.raises(UnsupportedUpdate, match=r"arithmetic='bf16' does not define"):
-        compiled(Came, "full", ((40, 24),), arithmetic="bf16")
 
 
 def test_a_reduction_that_reads_no_component() -> None:

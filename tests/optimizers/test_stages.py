@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from agreement import compare
-from as_written import Written, compiled, equal, in_fp32, on_both_backends, parameters, run, values
+from as_written import (
+    LAYOUTS,
+    SHAPES,
+    Written,
+    backends_agree,
+    compiled,
+    equal,
+    in_fp32,
+    large,
+    parameters,
+    run,
+    values,
+    with_threads,
+)
+from headed import Mini
+from rowed import Came, Factored
 from running import as_written_too
-from staged import ALL, Lamb, Lars, StableAdamW
+from staged import ALL, Lamb, Lars, Novograd, StableAdamW
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -21,6 +36,7 @@ from collage_neuron.numerics import tensor_sums
 from collage_neuron.states.bookkeeping import bookkeeping
 
 BACKENDS = ("reference", "native")
+LARGE = ((300, 517), (3, 20, 9, 7))
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -49,51 +65,18 @@ def test_parameters_of_all_shapes_are_as_near_to_fp32_as_roundings_are(make: Any
     ("make", "strategy"), [*((make, "full") for make in ALL), (Lamb, "split311"), (Lars, "stochastic")]
 )
 def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
-    def four_steps(**settings: Any) -> Any:
-        optimizer, _ = compiled(make, strategy, **settings)
-        run(optimizer, 4)
-        return optimizer
-
-    reference, native = on_both_backends(four_steps)
-    assert native == reference
-
-
-def large(make: Any, backend: str, layout: Callable[[Tensor], Tensor]) -> tuple[Any, list[Parameter]]:
-    torch.manual_seed(0)
-    weights = [torch.randn(300, 517).bfloat16(), torch.randn(3, 20, 9, 7).bfloat16()]
-    params = [Parameter(layout(w)) for w in weights]
-    optimizer = collage_neuron.compile(make(params), strategy="full", backend=backend)
-    for _ in range(3):
-        for p in params:
-            p.grad = layout(torch.randn(p.shape).bfloat16())
-        optimizer.step()
-    return optimizer, params
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda t: torch.empty_like(t.mT.contiguous()).mT.copy_(t),
-    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 1],
-}
+    assert backends_agree(4, make, strategy)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_order_does_not_matter(backend: str, layout: str) -> None:
-    other, params = large(Lamb, backend, LAYOUTS[layout])
-    assert not params[0].is_contiguous()
-    assert equal(values(other, params), values(*large(Lamb, "reference", torch.Tensor.contiguous)))
+    assert equal(large(Lamb, LARGE, backend, LAYOUTS[layout]), large(Lamb, LARGE, "reference"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_do_not_matter(backend: str) -> None:
-    found, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            found.append(values(*large(Lamb, backend, torch.Tensor.contiguous)))
-    finally:
-        torch.set_num_threads(threads)
-    assert equal(*found)
+    assert equal(*with_threads(partial(large, Lamb, LARGE, backend)))
 
 
 def test_each_parameter_has_numbers_of_its_own() -> None:
@@ -131,16 +114,42 @@ def test_extreme_gradients_and_zero_norms(gradient: float, backend: str) -> None
             assert torch.allclose(ours.double(), theirs, rtol=2**-20, atol=0)
 
 
-def test_it_is_explained_measured_and_counted() -> None:
-    optimizer, _ = compiled(Lamb, "full")
+FACTORED = ["row                fp32 by row", "stage 0, reduction: grad -> reduced0, reduced1", "mean_to(",
+            "state row = number0"]  # fmt: skip
+NUMBER = ["v                  one fp32", "stage 1, numbers: v, reduced0 -> number0, number1", "state v = number0"]
+EXPLAINED: list[tuple[Any, str, Any, list[str], float]] = [
+    (
+        Lamb,
+        "full",
+        SHAPES,
+        ["stage 0, reduction: param, param_lo, grad", "stage 1, numbers: reduced0, reduced1 -> num"],
+        14,
+    ),
+    (Factored, "full", ((40, 24), (16,)), FACTORED, (960 * 10 + 4 * (40 + 24) + 16 * 14) / 976),
+    (Factored, "split433", ((40, 24), (16,)), FACTORED, (960 * 10 + 4 * (40 + 24) + 16 * 12) / 976),
+    (Novograd, "full", ((24, 40), (16,), (0, 3)), NUMBER, 10 + 4 * 3 / 976),
+    (Mini, "split433", ((8, 80),), ["vmean              fp32 by row", "seen in the shape [4, 160]"], 9 + 4 * 4 / 640),
+]
+"""Optimizers, strategies, shapes, lines of `explain`, and bytes per parameter."""
+
+
+@pytest.mark.parametrize(("make", "strategy", "shapes", "said", "size"), EXPLAINED)
+def test_it_is_explained_measured_and_counted(
+    make: Any, strategy: str, shapes: Any, said: list[str], size: float
+) -> None:
+    optimizer, _ = compiled(make, strategy, shapes)
     monitor = collage_neuron.monitor(optimizer, every=1)
     run(optimizer, 2)
-    record = monitor.latest
-    assert record is not None
+    assert monitor.latest() is not None
     text = collage_neuron.explain(optimizer, graphs=True)
-    assert "stage 0, reduction: param, param_lo, grad" in text
-    assert "stage 1, numbers: reduced0, reduced1 -> number0" in text
-    assert collage_neuron.bytes_per_parameter(optimizer) == 14
+    assert [line for line in said if line not in text] == []
+    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx(size)
+
+
+@pytest.mark.parametrize("make", [Came, Novograd])
+def test_bytes_choose_a_strategy(make: Any) -> None:
+    optimizer = collage_neuron.compile(make(parameters(torch.bfloat16, ((40, 24),))), bytes=10, verbose=False)
+    assert "chosen by bytes=10" in collage_neuron.explain(optimizer)
 
 
 class PerStep(Written):
@@ -245,9 +254,15 @@ def test_dimensions_that_are_all_of_one_shape_are_not_all_of_another(shapes: tup
         assert torch.allclose(ours, theirs, rtol=2**-20, atol=0)
 
 
-def test_bf16_arithmetic_has_no_sums() -> None:
-    with pytest.raises(UnsupportedUpdate, match="adds up all elements of a tensor, which arithmetic='bf16'"):
-        compiled(Lamb, "full", arithmetic="bf16")
+@pytest.mark.parametrize("make", [Lamb, Came, Novograd])
+def test_bf16_arithmetic_has_no_sums(make: Any) -> None:
+    said = (
+        "adds up all elements of a tensor, which arithmetic='bf16'"
+        if make is Lamb
+        else "arithmetic='bf16' does not define"
+    )
+    with pytest.raises(UnsupportedUpdate, match=said):
+        compiled(make, "full", ((40, 24),), arithmetic="bf16")
 
 
 def test_validation_notices_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,12 +274,7 @@ def test_validation_notices_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None
         run(optimizer, 2)
 
 
-def test_neither_is_what_tensor_parallelism_or_zero_has_split() -> None:
-    optimizer, params = compiled(Lamb)
-    run(optimizer, 1)
-    vars(params[0])["tensor_model_parallel"] = True  # as Megatron and neuronx_distributed mark theirs
-    with pytest.raises(UnsupportedUpdate, match="this process has a part only"):
-        run(optimizer, 1)
+def test_what_zero_has_split_is_rejected() -> None:
     zero = pytest.importorskip("torch_xla.distributed.zero_redundancy_optimizer").ZeroRedundancyOptimizer
     optimizer, _ = compiled(Lamb)
     (held := zero.__new__(zero)).base_optimizer = optimizer  # it makes its optimizer itself, of parts

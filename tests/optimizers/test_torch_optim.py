@@ -6,10 +6,12 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch_cases
+from as_written import Written
 from oracles import one_thread
 from planned import plan_update
 from sampling import part
@@ -210,19 +212,16 @@ def test_each_strategy_is_at_least_as_good_as_the_cheaper_one(name: str) -> None
 # --- known defects -------------------------------------------------------------------------------------------------
 
 
-class DecaysByAProduct(Optimizer):
+class DecaysByAProduct(Written):
     """theta - lr * (weight_decay * theta), with the inner product written as one."""
 
     def __init__(self, params: list[torch.nn.Parameter], product: bool) -> None:
-        super().__init__(params, {"lr": 1.0, "weight_decay": 1e-3, "product": product})
+        super().__init__(params, lr=1.0, weight_decay=1e-3, product=product)
 
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        for p in group["params"]:
-            decay = group["weight_decay"]
-            gradient = p * decay if group["product"] else torch.zeros_like(p).add(p, alpha=decay)
-            p.add_(gradient, alpha=-group["lr"])
+    def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        decay = group["weight_decay"]
+        gradient = p * decay if group["product"] else torch.zeros_like(p).add(p, alpha=decay)
+        p.add_(gradient, alpha=-group["lr"])
 
 
 @pytest.mark.parametrize("product", [False, True])

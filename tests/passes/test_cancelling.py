@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from as_written import Written
 from torch import Tensor
-from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron.states.format_record import record_of
@@ -22,19 +22,16 @@ State = dict[str, Any]
 LR = 1e-3
 
 
-class Own(Optimizer):
+class Own(Written):
     """Calls a function with each parameter, its gradient and its state; `t` counts the steps."""
 
     def __init__(self, params: Any, update: Callable[[Tensor, Tensor, State], Any]) -> None:
-        super().__init__(params, {})
-        self.update = update
+        super().__init__(params)
+        self.of = update
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # torch's returns the loss of a closure
-        for p in self.param_groups[0]["params"]:
-            s = self.state[p]
-            s["t"] = s.get("t", 0) + 1
-            self.update(p, p.grad, s)
+    def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        self.of(p, g, state)
 
 
 def zero(s: State, p: Tensor, *names: str) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from as_written import Written
 from planned import capture
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -110,14 +111,9 @@ def test_recording_leaves_the_optimizer_alone() -> None:
     assert optimizer.param_groups[0]["params"] == [p]
 
 
-class Normed(Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad / p.grad.norm(p=4, dim=0))
+class Normed(Written):
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / g.norm(p=4, dim=0))
 
 
 def test_a_norm_of_another_order_of_columns_is_refused_by_name() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from as_written import Written
 from planned import plan
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,20 +35,15 @@ BOUND = {"fp32": 2.0**-20, "full": 2.0**-12}
 """Of ten steps with up to three roundings each, of 2**-24 and of a pair's 2**-16 or less."""
 
 
-class Scaled(Optimizer):
+class Scaled(Written):
     """Multiplies its parameters by a number that changes."""
 
     def __init__(self, params: Any, update: Update) -> None:
-        super().__init__(params, {"c": 1.0})
-        self.update = update
+        super().__init__(params, c=1.0)
+        self.of = update
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # torch's returns the loss of a closure
-        for group in self.param_groups:
-            for p in group["params"]:
-                if not self.state[p]:
-                    self.state[p]["kept"] = torch.full_like(p, 2.0**-17)
-                self.update(p, p.grad, self.state[p]["kept"], group["c"])
+    def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.of(p, g, state.setdefault("kept", torch.full_like(p, 2.0**-17)), group["c"])
 
 
 def gradient(step: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from as_written import Written
 from exact import hard, on_reference, on_xla
 from natively import different, results
 from one_operation import ONE_OP, SLOT, captured
@@ -52,27 +53,23 @@ def test_special_values_are_those_of_torch(name: str, backend: str) -> None:
     assert not wrong.any()
 
 
-class Curved(torch.optim.Optimizer):
+class Curved(Written):
     """An update of functions that have rules, as methods, with `out=` and in place."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr=lr)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
-                m, v = state["m"], state["v"]
-                g = torch.nan_to_num(p.grad, nan=0.0, posinf=1.0, neginf=-1.0)
-                m.lerp_(g.clone().sigmoid_(), 0.1)
-                v.mul_(0.9).addcmul_(g, g, value=0.1)
-                turned = torch.atan2(m, torch.sqrt(v))
-                torch.mul(turned, torch.nn.functional.softplus(v, beta=50), out=turned)
-                turned = torch.where(torch.isnan(turned) | torch.isinf(m), 0.0, turned)
-                p.sub_(turned, alpha=group["lr"])
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        m, v = state["m"], state["v"]
+        g = torch.nan_to_num(g, nan=0.0, posinf=1.0, neginf=-1.0)
+        m.lerp_(g.clone().sigmoid_(), 0.1)
+        v.mul_(0.9).addcmul_(g, g, value=0.1)
+        turned = torch.atan2(m, torch.sqrt(v))
+        torch.mul(turned, torch.nn.functional.softplus(v, beta=50), out=turned)
+        turned = torch.where(torch.isnan(turned) | torch.isinf(m), 0.0, turned)
+        p.sub_(turned, alpha=group["lr"])
 
 
 def trained(dtype: torch.dtype, *, compiled: bool) -> Tensor:

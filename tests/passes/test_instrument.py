@@ -14,6 +14,7 @@ import paper_adamw
 import pytest
 import torch
 import torch_cases
+from as_written import Written
 from exact import on_reference
 from instrumented import CASES, U, Updates, check_on_reference, hundredth_step, updates, updates_of
 from models import MODES, REPRESENTATIVE_MODES
@@ -106,15 +107,12 @@ def test_the_raw_update_in_bf16_arithmetic_is_what_the_paper_aggregates(strategy
 def test_an_update_that_replaces_the_parameter_wants_what_fp32_arithmetic_would_put_there() -> None:
     """`where` in place of a sum: the change that it makes is what is wanted."""
 
-    class Replacing(torch.optim.Optimizer):
+    class Replacing(Written):
         def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 1e-4})
+            super().__init__(params, lr=0.0001)
 
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.copy_(torch.where(p.grad > 0, p - group["lr"] * p.grad, p))
+        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.copy_(torch.where(g > 0, p - group["lr"] * g, p))
 
     p = torch.nn.Parameter(torch.zeros(2))
     optimizer = Replacing([p])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from as_written import Written
 from exact import on_xla
 from instrumented import U, hundredth_step, updates, updates_of
 from planned import capture
@@ -84,15 +85,10 @@ def test_without_a_monitor_the_graph_is_what_it_was() -> None:
 def test_an_old_value_that_no_update_reads_is_not_measured() -> None:
     """A first step that makes its state a copy of the parameter: there is nothing it was before."""
 
-    class Copying(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["anchor"] = p.clone()
-                p.sub_(p.grad)
+    class Copying(Written):
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            state["anchor"] = p.clone()
+            p.sub_(g)
 
     p = torch.nn.Parameter(torch.zeros(2))
     u = updates_of(capture(Copying, Copying([p]), {"params": [p]}, p, {}), "plus", "fp32")

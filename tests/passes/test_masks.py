@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from as_written import Written
 from running import compiled_only
 
 import collage_neuron
@@ -25,20 +26,17 @@ RULES: dict[str, Rule] = {
 }
 
 
-class Chosen(torch.optim.Optimizer):
+class Chosen(Written):
     """A momentum, and a step that `rule` makes of it and of the gradient."""
 
     def __init__(self, params: Iterator[torch.nn.Parameter] | list[torch.nn.Parameter], rule: Rule) -> None:
-        super().__init__(params, {"lr": 0.1})
+        super().__init__(params, lr=0.1)
         self.rule = rule
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                m.mul_(0.9).add_(p.grad, alpha=0.1)
-                p.add_(self.rule(p.grad, m, group["lr"]), alpha=-group["lr"])
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        m = state.setdefault("m", torch.zeros_like(p))
+        m.mul_(0.9).add_(g, alpha=0.1)
+        p.add_(self.rule(g, m, group["lr"]), alpha=-group["lr"])
 
 
 def trained(rule: Rule, **options: Any) -> torch.Tensor:

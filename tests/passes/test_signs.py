@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, of_v
+from as_written import Written
+from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, of_v, then
 from planned import capture, plan
 from running import as_written_too
 from slow_states import error, gradient, start, stepped
@@ -81,11 +82,7 @@ def test_what_may_become_negative_has_signs(name: str, strategy: str) -> None:
 
 
 def of_size(update: Callable[[Tensor, Tensor, float], Any]) -> Any:
-    def idiom(s: Any, g: Tensor, b: float, p: Tensor) -> Tensor:
-        update(s["v"], g, b)
-        return g.mul(s["v"].abs())
-
-    return idiom
+    return then(lambda s, g, b, p: update(s["v"], g, b), lambda s, g, b: g.mul(s["v"].abs()))
 
 
 def formats(optimizer: Any) -> dict[str, str]:
@@ -192,21 +189,19 @@ def random_update(seed: int) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor,
     return update
 
 
-class Random(torch.optim.Optimizer):
+class Random(Written):
     def __init__(self, params: Any, seed: int) -> None:
-        super().__init__(params, {})
-        self.update = random_update(seed)
+        super().__init__(params)
+        self.made = random_update(seed)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            s = self.state[p]
-            for name in ("v", "w"):
-                s.setdefault(name, torch.zeros_like(p))
-            v, w = self.update(s["v"], s["w"], p.grad)
-            s["v"].add_(v.square() + v)
-            s["w"].copy_(w)
-            p.sub_(v)
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        s = state
+        for name in ("v", "w"):
+            s.setdefault(name, torch.zeros_like(p))
+        v, w = self.made(s["v"], s["w"], g)
+        s["v"].add_(v.square() + v)
+        s["w"].copy_(w)
+        p.sub_(v)
 
 
 def test_random_updates_leave_nothing_negative_that_is_said_not_to_be() -> None:
@@ -220,7 +215,7 @@ def test_random_updates_leave_nothing_negative_that_is_said_not_to_be() -> None:
         optimizer = Random([p], seed)
         recording = capture(Random, optimizer, optimizer.param_groups[0], p, {})
         unsigned = {s for s, role in roles_of(recording.captured, recording.slots).items() if role in ("slow", "sum")}
-        changed, new = optimizer.update(v, w, g)
+        changed, new = optimizer.made(v, w, g)
         after = {"v": v + changed.square() + changed, "w": new}
         assumed = {s: (v, w)[s == "w"] for s in after}
         assert set(assumed) == set(after)
@@ -244,22 +239,18 @@ def test_a_format_without_signs_follows_float64() -> None:
     assert error(make, "split422", 100) <= 2e-3
 
 
-class NamedLikeSlots(torch.optim.Optimizer):
+class NamedLikeSlots(Written):
     """Adam without corrections, with states called `m1` and `v1`; the numbers of an update are called `s0`, `s1`."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "b": 0.9})
+        super().__init__(params, lr=0.1, b=0.9)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["m1"], state["v1"] = torch.zeros_like(p), torch.zeros_like(p)
-                state["m1"].lerp_(p.grad, 1 - group["b"])
-                state["v1"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
-                p.addcdiv_(state["m1"], state["v1"].sqrt().add(1e-8), value=-group["lr"])
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["m1"], state["v1"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["m1"].lerp_(g, 1 - group["b"])
+        state["v1"].mul_(0.99).addcmul_(g, g, value=0.01)
+        p.addcdiv_(state["m1"], state["v1"].sqrt().add(1e-8), value=-group["lr"])
 
 
 def test_a_state_that_is_named_like_a_number_is_a_state() -> None:

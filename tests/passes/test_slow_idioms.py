@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from idioms import Dividing, State
+from idioms import Dividing, Idiom, State, named, of_v, rooted, then
 from slow_states import error
 from torch import Tensor
 
@@ -24,22 +24,11 @@ FACTOR = 2
 """All that divides has two words, as under `full`; a copy of a gradient in one word is exact."""
 
 
-def view_of_itself(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].view_as(g).detach().mul_(b).add_(g.view_as(p) * g, alpha=1 - b)
-    return s["v"].sqrt()  # type: ignore[no-any-return]
-
-
 def alias_in_a_list(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
     kept = [s["m"], s["v"]]
     for i, power in enumerate((1, 2)):
         kept[i].lerp_(g**power, 1 - b if i else 0.1)
     return kept[-1].sqrt()  # type: ignore[no-any-return]
-
-
-def chain_of_wheres(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    x = torch.where(g > 1, g, torch.where(g < -1, -g, torch.where(g > 0, g, -g)))
-    s["v"].copy_(torch.where(x > 0, torch.where(x < 1e3, b * s["v"] + (1 - b) * x * x, s["v"]), b * s["v"]))
-    return s["v"].sqrt()  # type: ignore[no-any-return]
 
 
 def roles_exchanged(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
@@ -50,36 +39,11 @@ def roles_exchanged(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
     return v.sqrt()  # type: ignore[no-any-return]
 
 
-def kept_as_root(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].copy_(torch.sqrt(b * s["v"] ** 2 + (1 - b) * g * g))
-    return s["v"]  # type: ignore[no-any-return]
-
-
 def kept_as_reciprocal(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
     if "inverse" not in s:
         s["inverse"] = torch.full_like(p, 1e3)
     s["inverse"].copy_(1 / (b / s["inverse"] + (1 - b) * g * g))
     return s["inverse"].rsqrt()  # type: ignore[no-any-return]
-
-
-def kept_as_logarithm(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].copy_(torch.log(b * s["v"].exp() + (1 - b) * (g * g + 1e-4)))
-    return (s["v"] / 2).exp()  # type: ignore[no-any-return]
-
-
-def kept_less_something(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].copy_(b * (s["v"] + 0.25) + (1 - b) * g * g - 0.25)
-    return (s["v"] + 0.25).clamp(min=0).sqrt()  # type: ignore[no-any-return]
-
-
-def kept_scaled(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(b).addcmul_(g * 2.0**10, g * 2.0**10, value=1 - b)
-    return s["v"].sqrt() * 2.0**-10  # type: ignore[no-any-return]
-
-
-def kept_negated(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].lerp_(-g.square(), 1 - b)
-    return (-s["v"]).sqrt()  # type: ignore[no-any-return]
 
 
 def kept_less_the_last_square(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
@@ -95,70 +59,64 @@ def in_two_halves(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
     return (s["up"] + s["down"]).sqrt()  # type: ignore[no-any-return]
 
 
-def halves_of_the_gradient(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["up"].lerp_(g.clamp(min=0), 1 - b)
-    s["down"].lerp_(g.clamp(max=0), 1 - b)
-    return s["up"] - s["down"]  # type: ignore[no-any-return]
+def chosen(s: State, x: Tensor, b: float) -> Tensor:
+    return torch.where(x > 0, torch.where(x < 1e3, b * s["v"] + (1 - b) * x * x, s["v"]), b * s["v"])
 
 
-def difference_of_squares(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(b).add_((1 - b) * ((g + 1) * (g + 1) - (g - 1) * (g - 1)) * g / 4)
-    return s["v"].sqrt()  # type: ignore[no-any-return]
-
-
-def by_increments(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    change = (g - s["v"]) * (1 - b)
-    change = change + (g * g - g) * (1 - b)
-    s["v"] += change
-    return s["v"].sqrt()  # type: ignore[no-any-return]
-
-
-def through_two_states(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["square"].copy_(g * g)
-    s["v"].add_((s["square"] - s["v"]) * (1 - b))
-    return s["v"].sqrt()  # type: ignore[no-any-return]
-
-
-def sigmoid_of_the_gradient(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(b).add_(g * (2 * torch.sigmoid(g) - 1), alpha=1 - b)
-    return s["v"].sqrt()  # type: ignore[no-any-return]
-
-
-def odd_power_of_a_positive(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(b).add_(((g * g) ** 1.5) / (g.abs() + 1e-3), alpha=1 - b)
-    return s["v"].sqrt()  # type: ignore[no-any-return]
-
-
-def product_with_the_last_gradient(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(b).add_(g * s["last"], alpha=1 - b)
-    s["last"].copy_(g)
-    return s["v"].abs().sqrt() + 0.1  # type: ignore[no-any-return]
-
-
-HOSTILE: dict[str, tuple[Any, tuple[str, ...]]] = {
-    f.__name__: (f, zeros)
-    for f, zeros in (
-        (view_of_itself, ("v",)),
-        (alias_in_a_list, ("m", "v")),
-        (chain_of_wheres, ("v",)),
-        (roles_exchanged, ("a", "c")),
-        (kept_as_root, ("v",)),
-        (kept_as_reciprocal, ()),
-        (kept_as_logarithm, ("v",)),
-        (kept_less_something, ("v",)),
-        (kept_scaled, ("v",)),
-        (kept_negated, ("v",)),
-        (kept_less_the_last_square, ("v", "last")),
-        (in_two_halves, ("up", "down")),
-        (halves_of_the_gradient, ("up", "down")),
-        (difference_of_squares, ("v",)),
-        (by_increments, ("v",)),
-        (through_two_states, ("square", "v")),
-        (sigmoid_of_the_gradient, ("v",)),
-        (odd_power_of_a_positive, ("v",)),
-        (product_with_the_last_gradient, ("v", "last")),
-    )
-}
+HOSTILE: dict[str, tuple[Idiom, tuple[str, ...]]] = {
+    "view_of_itself": (
+        rooted("v", lambda s, g, b, p: s["v"].view_as(g).detach().mul_(b).add_(g.view_as(p) * g, alpha=1 - b)), ("v",),
+    ),
+    "alias_in_a_list": (alias_in_a_list, ("m", "v")),
+    "chain_of_wheres": (
+        rooted("v", lambda s, g, b, p: s["v"].copy_(
+            chosen(s, torch.where(g > 1, g, torch.where(g < -1, -g, torch.where(g > 0, g, -g))), b))), ("v",),
+    ),
+    "roles_exchanged": (roles_exchanged, ("a", "c")),
+    "kept_as_root": (
+        named("v", lambda s, g, b, p: s["v"].copy_(torch.sqrt(b * s["v"] ** 2 + (1 - b) * g * g))), ("v",),
+    ),
+    "kept_as_reciprocal": (kept_as_reciprocal, ()),
+    "kept_as_logarithm": (
+        then(lambda s, g, b, p: s["v"].copy_(torch.log(b * s["v"].exp() + (1 - b) * (g * g + 1e-4))),
+             lambda s, g, b: (s["v"] / 2).exp()), ("v",),
+    ),
+    "kept_less_something": (
+        then(lambda s, g, b, p: s["v"].copy_(b * (s["v"] + 0.25) + (1 - b) * g * g - 0.25),
+             lambda s, g, b: (s["v"] + 0.25).clamp(min=0).sqrt()), ("v",),
+    ),
+    "kept_scaled": (
+        then(lambda s, g, b, p: s["v"].mul_(b).addcmul_(g * 2.0**10, g * 2.0**10, value=1 - b),
+             lambda s, g, b: s["v"].sqrt() * 2.0**-10), ("v",),
+    ),
+    "kept_negated": (
+        then(lambda s, g, b, p: s["v"].lerp_(-g.square(), 1 - b), lambda s, g, b: (-s["v"]).sqrt()), ("v",),
+    ),
+    "kept_less_the_last_square": (kept_less_the_last_square, ("v", "last")),
+    "in_two_halves": (in_two_halves, ("up", "down")),
+    "halves_of_the_gradient": (
+        then(lambda s, g, b, p: (s["up"].lerp_(g.clamp(min=0), 1 - b), s["down"].lerp_(g.clamp(max=0), 1 - b)),
+             lambda s, g, b: s["up"] - s["down"]), ("up", "down"),
+    ),
+    "difference_of_squares": (
+        of_v(lambda v, g, b: v.mul_(b).add_((1 - b) * ((g + 1) * (g + 1) - (g - 1) * (g - 1)) * g / 4)), ("v",),
+    ),
+    "by_increments": (of_v(lambda v, g, b: v.add_((g - v) * (1 - b) + (g * g - g) * (1 - b))), ("v",)),
+    "through_two_states": (
+        rooted("v", lambda s, g, b, p: (s["square"].copy_(g * g), s["v"].add_((s["square"] - s["v"]) * (1 - b)))),
+        ("square", "v"),
+    ),
+    "sigmoid_of_the_gradient": (
+        of_v(lambda v, g, b: v.mul_(b).add_(g * (2 * torch.sigmoid(g) - 1), alpha=1 - b)), ("v",),
+    ),
+    "odd_power_of_a_positive": (
+        of_v(lambda v, g, b: v.mul_(b).add_(((g * g) ** 1.5) / (g.abs() + 1e-3), alpha=1 - b)), ("v",),
+    ),
+    "product_with_the_last_gradient": (
+        then(lambda s, g, b, p: (s["v"].mul_(b).add_(g * s["last"], alpha=1 - b), s["last"].copy_(g)),
+             lambda s, g, b: s["v"].abs().sqrt() + 0.1), ("v", "last"),
+    ),
+}  # fmt: skip
 
 WARNED = (
     "halves_of_the_gradient",

@@ -38,15 +38,11 @@ def stage(
     return Stage(kind, graph, tuple(inputs), tuple(outputs), tuple(reduced))
 
 
-def squares(grad: Value) -> Sequence[Value]:
-    return [total(widen(grad) * widen(grad))]
-
-
 def descend(param: Value, grad: Value, norm: Value) -> Sequence[Value]:
     return [narrow(round_to(widen(param) - widen(grad) / norm, "bf16"), "bf16")]
 
 
-NORM = stage(REDUCTION, ["grad"], [], squares, [Reduced("norm")])
+NORM = stage(REDUCTION, ["grad"], [], lambda grad: [total(widen(grad) * widen(grad))], [Reduced("norm")])
 DESCENT = stage(ELEMENTWISE, ["param", "grad", "norm"], ["param"], descend)
 
 

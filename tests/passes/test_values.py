@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from one_operation import ONE_OP, captured
-from updates import rewritten
+from one_operation import ONE_OP, expanded
 
-from collage_neuron.numerics.formats import Format, format_named
+from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.values import Fp32, Reader, Value
-from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.rewrite import expand, rules
 from collage_neuron.passes.rewrite.fp32_arithmetic import Fp32Arithmetic
 from collage_neuron.passes.rewrite.rules import RULES, elementwise
@@ -36,10 +34,7 @@ class Unknown(Fp32Arithmetic):
 
 
 def text(name: str, arithmetic: str, state: str) -> str:
-    formats = {"param": format_named("bf16"), "state": format_named(state)}
-    update = rewritten(captured(ONE_OP[name]), formats, arithmetic)
-    verify(update)
-    return format_graph(update.graph.graph)
+    return format_graph(expanded(name, arithmetic, state).graph.graph)
 
 
 @pytest.mark.parametrize("name", ONE_OP)

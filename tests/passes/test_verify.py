@@ -57,26 +57,25 @@ def test_dropping_any_rounding_in_fp32_arithmetic_is_caught_by_verify(strategy: 
             verify(without(update, i))
 
 
-def test_a_foreign_operation_is_caught() -> None:
-    update = adamw_update("plus", "fp32")
+def with_foreign_operation(update: Update) -> Update:
     broken = update.with_body(copy.deepcopy(update.graph).graph)
-    node = next(n for n in broken.graph.graph.nodes if n.target is sqrt)
-    node.target = torch.erfinv
-    with pytest.raises(VerificationError, match=r"sqrt: .*erfinv.* is not an operation of explicit-rounding form"):
-        verify(broken)
+    next(n for n in broken.graph.graph.nodes if n.target is sqrt).target = torch.erfinv
+    return broken
 
 
-def test_a_missing_component_is_caught() -> None:
-    update = adamw_update("plus", "fp32")
-    outputs = tuple(k if k != "param_lo" else "other" for k in update.outputs)
-    with pytest.raises(VerificationError, match="stores no param_lo, a component of param"):
-        verify(replace(update, outputs=outputs))
+BROKEN: dict[str, Callable[[Update], Update]] = {
+    r"sqrt: .*erfinv.* is not an operation of explicit-rounding form": with_foreign_operation,
+    "stores no param_lo, a component of param": lambda update: replace(
+        update, outputs=tuple(k if k != "param_lo" else "other" for k in update.outputs)
+    ),
+    "stored twice": lambda update: replace(update, outputs=(*update.outputs, "param")),
+}
 
 
-def test_a_component_stored_twice_is_caught() -> None:
-    update = adamw_update("plus", "fp32")
-    with pytest.raises(VerificationError, match="stored twice"):
-        verify(replace(update, outputs=(*update.outputs, "param")))
+@pytest.mark.parametrize("message", BROKEN)
+def test_what_is_not_explicit_rounding_form_is_caught(message: str) -> None:
+    with pytest.raises(VerificationError, match=message):
+        verify(BROKEN[message](adamw_update("plus", "fp32")))
 
 
 def test_narrow_stores_only_what_fits() -> None:
@@ -107,11 +106,11 @@ def test_bytes_per_parameter(strategy: str, size: int) -> None:
     assert collage_neuron.bytes_per_parameter(collage_neuron.compile(AdamW([p]), strategy=strategy)) == size
 
 
-def ask_exact_value(optimizer: Any) -> object:
-    return collage_neuron.exact_value(optimizer, optimizer.param_groups[0]["params"][0])
-
-
-QUESTIONS: list[Callable[[Any], object]] = [collage_neuron.explain, collage_neuron.bytes_per_parameter, ask_exact_value]
+QUESTIONS: list[Callable[[Any], object]] = [
+    collage_neuron.explain,
+    collage_neuron.bytes_per_parameter,
+    lambda optimizer: collage_neuron.exact_value(optimizer, optimizer.param_groups[0]["params"][0]),
+]
 
 
 @pytest.mark.parametrize("ask", QUESTIONS)

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from nki_standin import load
 from sampling import part
 from torch_cases import CASES, FORMAT_RATIO, REFUSED
 
 from collage_neuron.passes.rewrite.rules import RULES
 
-
-def load() -> ModuleType:
-    """Imports the script from its file, since docs/ is not a package."""
-    path = Path(__file__).parents[2] / "docs" / "make_coverage.py"
-    spec = importlib.util.spec_from_file_location("make_coverage", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-make_coverage = load()
+DOCS = Path(__file__).parents[2] / "docs"
+make_coverage = load(DOCS / "make_coverage.py")  # docs/ is not a package
 PAGE: str = make_coverage.PAGE.read_text()
 MEASURED = [name for name, case in CASES.items() if case.measured]
 

@@ -135,32 +135,28 @@ def test_perturbed_functions_are_seen(tmp_path: Path) -> None:
     assert all(1.5 < e <= 2.5 for e in errors), errors
 
 
-def test_flushed_subnormals_are_seen(tmp_path: Path) -> None:
-    found = words(asked(tmp_path, "subnormals", device=Device(subnormals="flush")))
-    assert set(found.values()) == {"flushed to zero"}
+OTHER_DEVICES: list[tuple[str, dict[str, Any], str]] = [
+    ("subnormals", {"subnormals": "flush"}, "flushed to zero"),
+    ("overflow", {"overflow": "infinity"}, "infinity"),
+    ("overflow", {"overflow": "saturate"}, "the largest bf16"),
+    (device_probe.STOCHASTIC, {"stochastic": True}, "to either neighbour: stochastic?"),
+]
 
 
-@pytest.mark.parametrize(("setting", "answer"), [("infinity", "infinity"), ("saturate", "the largest bf16")])
-def test_overflow_is_seen(setting: str, answer: str, tmp_path: Path) -> None:
-    assert set(words(asked(tmp_path, "overflow", device=Device(overflow=setting))).values()) == {answer}
-
-
-def test_stochastic_rounding_is_seen(tmp_path: Path) -> None:
-    found = words(asked(tmp_path, device_probe.STOCHASTIC, device=Device(stochastic=True)))
-    assert set(found.values()) == {"to either neighbour: stochastic?"}
-
-
-def _truncated(x: Any, device: Device) -> Any:
-    return (x.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def _away(x: Any, device: Device) -> Any:
-    return ((x.view(np.uint32) + np.uint32(0x8000)) >> 16).astype(np.uint16)
+@pytest.mark.parametrize(("group", "settings", "answer"), OTHER_DEVICES)
+def test_other_devices_are_seen(group: str, settings: dict[str, Any], answer: str, tmp_path: Path) -> None:
+    assert set(words(asked(tmp_path, group, device=Device(**settings))).values()) == {answer}
 
 
 @pytest.mark.parametrize(
     ("cast", "answer"),
-    [(_truncated, "toward zero"), (_away, "nearest, ties away from zero")],
+    [
+        (lambda x, device: (x.view(np.uint32) >> 16).astype(np.uint16), "toward zero"),
+        (
+            lambda x, device: ((x.view(np.uint32) + np.uint32(0x8000)) >> 16).astype(np.uint16),
+            "nearest, ties away from zero",
+        ),
+    ],
     ids=["truncated", "away"],
 )
 def test_other_roundings_are_seen(

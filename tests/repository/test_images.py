@@ -30,15 +30,13 @@ def linter(name: str) -> str:
     return found or pytest.skip(f"{name} is not installed")
 
 
-@pytest.mark.parametrize("name", [p.name for p in sorted((ROOT / "docker").glob("Dockerfile*"))])
-def test_hadolint(name: str) -> None:
-    done = subprocess.run([linter("hadolint"), ROOT / "docker" / name], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("", 0)
+LINTED = [("hadolint", f"docker/{p.name}") for p in sorted((ROOT / "docker").glob("Dockerfile*"))]
+LINTED += [("shellcheck", s) for s in ("examples/trn1_pretrain.sh", ".ci/run") if (ROOT / s).exists()]
 
 
-@pytest.mark.parametrize("script", [s for s in ("examples/trn1_pretrain.sh", ".ci/run") if (ROOT / s).exists()])
-def test_shellcheck(script: str) -> None:
-    done = subprocess.run([linter("shellcheck"), ROOT / script], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("name", "path"), LINTED)
+def test_linters(name: str, path: str) -> None:
+    done = subprocess.run([linter(name), ROOT / path], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("", 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 import torch
-from models import backward, differences, first, mlp, snapshot, train
+from models import backward, differences, first, mlp, snapshot, through_torch_save, train
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -34,13 +33,6 @@ Run = tuple[nn.Module, Optimizer]
 
 def through_pickle(x: Any) -> Any:
     return pickle.loads(pickle.dumps(x))
-
-
-def through_torch_save(x: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def new_run(strategy: str, seed: int = 0) -> Run:

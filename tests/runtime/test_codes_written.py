@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from models import through_torch_save
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
@@ -110,13 +110,6 @@ def test_integers_that_are_no_codes_are_rejected() -> None:
     optimizer.state[p]["exp_avg"] = torch.ones(4, 256, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"'exp_avg' is torch\.int32, and the format i16q8 keeps it as codes"):
         step(p, optimizer)
-
-
-def through_torch_save(x: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])

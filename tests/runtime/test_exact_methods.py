@@ -260,11 +260,8 @@ def test_the_step_calls_the_methods_of_the_class_as_it_is_recorded() -> None:
     assert error(optimizer, reference) <= 5 * (4 + 3) * 2**-17
 
 
-def fails_halfway(optimizer: Any) -> None:
-    optimizer.swap_weights([torch.ones(16, 8)])
-
-
 REJECTED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "raises half way": (lambda o: o.swap_weights([torch.ones(16, 8)]), "zip"),
     "buffers": (lambda o: o.buffers(), r"Busy.buffers\(\) returns memory of a parameter, gradient or state"),
     "weight": (lambda o: o.weight(), r"Busy.weight\(\) returns memory of a parameter, gradient or state"),
     "norm": (lambda o: o.norm_with_graph(), r"Busy.norm_with_graph\(\) returns a tensor with a graph"),
@@ -276,16 +273,8 @@ def test_what_refers_to_weights_afterwards_is_rejected_by_name_and_changes_nothi
     optimizer, _ = stepped()
     before = snapshot(optimizer)
     call, message = REJECTED[what]
-    with pytest.raises(UnsupportedUpdate, match=message):
+    with pytest.raises(ValueError if message == "zip" else UnsupportedUpdate, match=message):
         call(optimizer)
-    assert differences(snapshot(optimizer), before) == []
-
-
-def test_a_method_that_raises_changes_no_weight() -> None:
-    optimizer, _ = stepped()
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="zip"):
-        fails_halfway(optimizer)
     assert differences(snapshot(optimizer), before) == []
 
 

@@ -9,6 +9,7 @@ import pytest
 import pytorch_optimizer
 import schedulefree
 import torch
+from as_written import Written
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, Optimizer
 
@@ -17,21 +18,14 @@ import collage_neuron
 Make = Callable[[list[Parameter]], Optimizer]
 
 
-class Follows(Optimizer):
+class Follows(Written):
     """Its state begins as the parameter."""
 
-    def __init__(self, params: list[Parameter]) -> None:
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if "z" not in state:
-                    state["z"] = p.clone()
-                state["z"].sub_(p.grad, alpha=group["lr"])
-                p.lerp_(state["z"], 0.5)
+    def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "z" not in state:
+            state["z"] = p.clone()
+        state["z"].sub_(g, alpha=group["lr"])
+        p.lerp_(state["z"], 0.5)
 
 
 def training(make: Any, **settings: Any) -> Make:

@@ -25,7 +25,7 @@ def network() -> Any:
     return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 20))
 
 
-After = Callable[[nn.Module, nn.Module, int], None]
+After = Callable[[nn.Module, nn.Module, int], object]
 """What is done with a copy and the model after a step."""
 
 
@@ -44,19 +44,6 @@ def ema_through_data(mine: nn.Module, model: nn.Module, step: int) -> None:
     """As ema_pytorch writes it, which leaves the version of a tensor as it is."""
     for a, p in pairs(mine, model):
         a.data.lerp_(p, 0.1)
-
-
-def seldom(mine: nn.Module, model: nn.Module, step: int) -> None:
-    if step % 7 == 0:
-        ema(mine, model, step)
-
-
-def by_torch(mine: Any, model: nn.Module, step: int) -> None:
-    mine.update_parameters(model)
-
-
-def averaged_by_torch(model: nn.Module) -> nn.Module:
-    return torchs.AveragedModel(model, avg_fn=torchs.get_ema_avg_fn(0.999))
 
 
 def trained(make: Callable[[nn.Module], nn.Module], after: After, first: str, lr: float = 1e-3) -> list[Any]:
@@ -78,11 +65,14 @@ def trained(make: Callable[[nn.Module], nn.Module], after: After, first: str, lr
 
 
 AVERAGES: dict[str, tuple[Callable[[nn.Module], nn.Module], After]] = {
-    "torch's, and Lightning's callbacks": (averaged_by_torch, by_torch),
+    "torch's, and Lightning's callbacks": (
+        lambda model: torchs.AveragedModel(model, avg_fn=torchs.get_ema_avg_fn(0.999)),
+        lambda mine, model, step: mine.update_parameters(model),  # type: ignore[operator]
+    ),
     "timm's": (copy.deepcopy, ema),
     "through data": (copy.deepcopy, ema_through_data),
     "in fp32": (lambda model: copy.deepcopy(model).float(), ema),
-    "every seventh step": (copy.deepcopy, seldom),
+    "every seventh step": (copy.deepcopy, lambda mine, model, step: ema(mine, model, step) if step % 7 == 0 else None),
 }
 
 
@@ -101,21 +91,6 @@ def test_an_average_that_does_not_move_in_bf16_is_told_too() -> None:
     assert len(trained(copy.deepcopy, ema, "compiled", lr=1e-6)) == 1
 
 
-def hard_copy(mine: nn.Module, model: nn.Module, step: int) -> None:
-    """A target network, or the model of a worker that samples."""
-    if step % 3 == 0:
-        mine.load_state_dict(model.state_dict())
-
-
-def nothing(mine: nn.Module, model: nn.Module, step: int) -> None:
-    """A frozen reference."""
-
-
-def loaded_once(mine: nn.Module, model: nn.Module, step: int) -> None:
-    if step == 20:
-        mine.load_state_dict(network().state_dict())
-
-
 class Trained:
     """A second network of the same class that has an optimizer of its own."""
 
@@ -130,9 +105,10 @@ class Trained:
 
 
 OTHERS: dict[str, After] = {
-    "a target network": hard_copy,
-    "a frozen reference": nothing,
-    "weights of a file": loaded_once,
+    # Or the model of a worker that samples.
+    "a target network": lambda mine, model, step: step % 3 or mine.load_state_dict(model.state_dict()),
+    "a frozen reference": lambda mine, model, step: None,
+    "weights of a file": lambda mine, model, step: step == 20 and mine.load_state_dict(network().state_dict()),
     "a second network": Trained(),
 }
 

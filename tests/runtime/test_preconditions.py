@@ -150,24 +150,23 @@ def test_the_xla_backend_needs_parameters_on_an_xla_device() -> None:
     refused(AdamW(parameters()), ValueError, "backend='xla' needs", backend="xla")
 
 
-@pytest.mark.parametrize("target", [3, "adamw", None, nn.Linear, torch.zeros(2)])
-def test_what_is_neither_model_nor_optimizer_is_refused_by_its_type(target: Any) -> None:
-    name = "None" if target is None else type(target).__name__
-    with pytest.raises(TypeError, match=f"cannot compile {name}; pass a model and its optimizer, an optimizer, an"):
-        collage_neuron.compile(target)
+IN_A_LIST = r"Sequential and list; .*compile\(model, optimizer\) for the last"
+NEITHER: list[tuple[Callable[[Any], tuple[Any, ...]], str]] = [
+    *((lambda model, x=x: (x,), f"{type(x).__name__}; pass a") for x in (3, "adamw", nn.Linear, torch.zeros(2))),
+    (lambda model: (None,), "None; pass a model and its optimizer, an optimizer, an"),
+    *(
+        (lambda model, x=x: (model, x), f"Sequential and {type(x).__name__}; pass a")
+        for x in (3, AdamW, nn.Linear(1, 1))
+    ),
+    (lambda model: (AdamW(model.parameters()), model), "AdamW and Sequential; pass a model and its optimizer"),
+    (lambda model: (model, [AdamW(layer.parameters()) for layer in (model[0], model[2])]), IN_A_LIST),
+]
 
 
-@pytest.mark.parametrize("optimizer", [3, AdamW, nn.Linear(1, 1)])
-def test_what_is_no_optimizer_is_refused_beside_a_model(optimizer: Any) -> None:
-    with pytest.raises(TypeError, match=f"cannot compile Sequential and {type(optimizer).__name__}; pass a model and"):
-        collage_neuron.compile(mlp(), optimizer)
-
-
-def test_model_and_optimizer_in_the_wrong_order_are_refused() -> None:
-    model = mlp()
-    arguments: Any = (AdamW(model.parameters()), model)
-    with pytest.raises(TypeError, match="cannot compile AdamW and Sequential; pass a model and its optimizer"):
-        collage_neuron.compile(*arguments)
+@pytest.mark.parametrize(("arguments", "words"), NEITHER)
+def test_what_is_neither_model_nor_optimizer_is_refused_by_its_type(arguments: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"cannot compile {words}"):
+        collage_neuron.compile(*arguments(mlp()))
 
 
 def test_an_optimizer_of_another_model_is_refused_and_both_stay_as_they_were() -> None:
@@ -177,15 +176,6 @@ def test_an_optimizer_of_another_model_is_refused_and_both_stay_as_they_were() -
         collage_neuron.compile(model, optimizer)
     assert {p.dtype for m in (model, other) for p in m.parameters()} == {torch.float32}
     assert type(optimizer) is AdamW
-
-
-def test_several_optimizers_in_a_list_are_refused_with_the_way_to_do_it() -> None:
-    model = mlp()
-    both: Any = [AdamW(model[0].parameters()), AdamW(model[2].parameters())]
-    with pytest.raises(
-        TypeError, match=r"cannot compile Sequential and list; .*compile\(model, optimizer\) for the last"
-    ):
-        collage_neuron.compile(model, both)
 
 
 def test_an_optimizer_of_a_part_of_the_model_rounds_the_rest_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

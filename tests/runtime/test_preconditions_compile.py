@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,20 +17,56 @@ import collage_neuron
 pytestmark = pytest.mark.usefixtures("rejecting")
 
 
-def with_second_group(p: nn.Parameter, **group: Any) -> Optimizer:
+Case = tuple[Callable[[], Optimizer], type[Exception], str]
+
+
+def with_second_group(p: nn.Parameter | None = None, **group: Any) -> Optimizer:
     """An optimizer whose first group is fine."""
-    return SGD([{"params": parameters()}, {"params": [p], **group}], lr=0.1, momentum=0.9)
+    second = parameters(1, ((2,),)) if p is None else [p]
+    optimizer = SGD([{"params": parameters()}, {"params": second}], lr=0.1, momentum=0.9)
+    optimizer.param_groups[1].update(group)
+    return optimizer
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [(torch.complex64, "complex"), (torch.float16, "float"), (torch.float64, "float")]
-)
-def test_a_parameter_of_another_dtype_is_refused(dtype: torch.dtype, kind: str) -> None:
-    p = nn.Parameter(torch.ones(2, 3, dtype=dtype))
-    where = r"param_groups\[1\]\['params'\]\[0\]"
-    what = rf"is {dtype} \({kind}\), shape \[2, 3\]"
+def another_dtype(dtype: torch.dtype, kind: str) -> Case:
+    where = rf"param_groups\[1\]\['params'\]\[0\] is {dtype} \({kind}\), shape \[2, 3\]; "
     todo = "only bfloat16 and float32 parameters can be compiled: convert it, freeze it "
-    refused(with_second_group(p), TypeError, f"{where} {what}; {todo}")
+    return lambda: with_second_group(nn.Parameter(torch.ones(2, 3, dtype=dtype))), TypeError, where + todo
+
+
+def rate(lr: Any, error: type[Exception] = ValueError, said: str = "") -> Case:
+    said = said or f"{float(lr)}; nothing was updated: set a finite learning rate"
+    return lambda: with_second_group(lr=lr), error, rf"param_groups\[1\]\['lr'\] is {said}"
+
+
+def on_devices(device: Any) -> Optimizer:
+    return SGD([{"params": [*parameters(), nn.Parameter(torch.ones(2).to(device))]}], lr=0.1)
+
+
+REFUSED: dict[str, Case] = {
+    "complex": another_dtype(torch.complex64, "complex"),
+    "half": another_dtype(torch.float16, "float"),
+    "double": another_dtype(torch.float64, "float"),
+    "differentiable": (
+        lambda: with_second_group(differentiable=True),
+        ValueError,
+        r"param_groups\[1\] has differentiable=True.*not defined: use differentiable=False",
+    ),
+    **{f"lr {x}": rate(float(x)) for x in ("nan", "inf", "-inf")},
+    **{f"lr {x}, tensor": rate(torch.tensor(float(x))) for x in ("nan", "inf", "-inf")},
+    "lr text": rate("1e-3", TypeError, "the text '1e-3'; nothing was updated: set a number"),
+    "two devices": (
+        lambda: on_devices("meta"),
+        ValueError,
+        r"param_groups\[0\] has parameters on cpu and meta; .*put the parameters of each device in a group",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_group_can_have_is_refused(name: str) -> None:
+    make, error, message = REFUSED[name]
+    refused(make(), error, message)
 
 
 @pytest.mark.parametrize("form", ["(model, optimizer)", "(model)"])
@@ -43,36 +80,8 @@ def test_a_model_with_a_parameter_of_another_dtype_is_refused_by_its_name(form: 
     assert all(torch.equal(bits(p), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_differentiable_is_refused() -> None:
-    message = r"param_groups\[1\] has differentiable=True.*not defined: use differentiable=False"
-    refused(with_second_group(*parameters(1, ((2,),)), differentiable=True), ValueError, message)
-
-
-@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
-@pytest.mark.parametrize("lr", ["nan", "inf", "-inf"])
-def test_a_learning_rate_that_is_not_finite_is_refused(lr: str, tensor: bool) -> None:
-    optimizer = with_second_group(*parameters(1, ((2,),)))
-    optimizer.param_groups[1]["lr"] = torch.tensor(float(lr)) if tensor else float(lr)
-    refused(
-        optimizer, ValueError, rf"param_groups\[1\]\['lr'\] is {lr}; nothing was updated: set a finite learning rate"
-    )
-
-
-def test_a_learning_rate_that_is_a_text_is_refused() -> None:
-    optimizer = with_second_group(*parameters(1, ((2,),)))
-    optimizer.param_groups[1]["lr"] = "1e-3"
-    refused(optimizer, TypeError, r"param_groups\[1\]\['lr'\] is the text '1e-3'; nothing was updated: set a number")
-
-
-def test_a_group_on_two_devices_is_refused() -> None:
-    group = {"params": [*parameters(), nn.Parameter(torch.ones(2, device="meta"))]}
-    message = r"param_groups\[0\] has parameters on cpu and meta; .*put the parameters of each device in a group"
-    refused(SGD([group], lr=0.1), ValueError, message)
-
-
 def test_a_group_on_the_cpu_and_an_xla_device_is_refused(xla: torch.device) -> None:
-    group = {"params": [*parameters(), nn.Parameter(torch.ones(2).to(xla))]}
-    refused(SGD([group], lr=0.1), ValueError, rf"on cpu and {xla}.*put the parameters of each device in a group")
+    refused(on_devices(xla), ValueError, rf"on cpu and {xla}.*put the parameters of each device in a group")
 
 
 def test_a_step_that_was_replaced_by_hand_is_refused() -> None:

@@ -47,7 +47,10 @@ def test_a_model_whose_optimizer_is_refused_stays_fp32() -> None:
 
 
 TORCH: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
-    "Muon": (Muon, r"Muon cannot be compiled: aten._to_copy.default makes a tensor of torch.bfloat16: updates are"),
+    "Muon": (
+        Muon,
+        r"Muon cannot be compiled: aten._to_copy.default makes .* torch.bfloat16.*/torch/optim/_muon.py:\d+\)$",
+    ),
     "SparseAdam": (SparseAdam, r"SparseAdam cannot be compiled: .*does not support dense gradients"),
 }
 
@@ -56,13 +59,6 @@ TORCH: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
 def test_optimizers_of_torch_that_are_not_elementwise_are_refused(name: str) -> None:
     make, message = TORCH[name]
     refused(make(matrices()), UnsupportedUpdate, message)
-
-
-@pytest.mark.parametrize("name", ["erfinv", "norm", "noise"])
-def test_a_refusal_is_one_sentence_and_not_a_traceback(name: str) -> None:
-    with pytest.raises(UnsupportedUpdate) as caught:
-        collage_neuron.compile(Acts(matrices(), UNSUPPORTED[name][0]))
-    assert "\n" not in str(caught.value)
 
 
 class Calls(Optimizer):
@@ -119,10 +115,6 @@ def test_a_refusal_points_at_the_line_of_the_users_own_step(name: str) -> None:
     refused(make(matrices()), UnsupportedUpdate, rf"{message}.* \(at {re.escape(__file__)}:{line}\)$")
 
 
-def test_a_refusal_of_an_optimizer_of_torch_points_into_it() -> None:
-    refused(Muon(matrices()), UnsupportedUpdate, r" \(at .*/torch/optim/_muon.py:\d+\)$")
-
-
 class Normed(Optimizer):
     """By default it divides by the norm of the gradient."""
 
@@ -165,10 +157,6 @@ class WantsTraining(Normed):
         super().step()
 
 
-def test_a_class_is_tried_in_training_mode() -> None:
-    collage_neuron.compile(WantsTraining)
-
-
 class Unprepared(SGD):
     """Has to be given something before it steps."""
 
@@ -176,7 +164,7 @@ class Unprepared(SGD):
         raise RuntimeError("call prepare() first")
 
 
-@pytest.mark.parametrize("base", [Acts, Unprepared])
+@pytest.mark.parametrize("base", [Acts, Unprepared, WantsTraining])
 def test_a_class_that_cannot_be_tried_is_not_refused(base: Any) -> None:
-    """One takes more than parameters, the step of the other raises an error of its own."""
+    """Takes more than parameters, raises an error of its own, or steps in training mode alone."""
     collage_neuron.compile(base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,14 +58,9 @@ def restart(state: dict[str, Any]) -> None:
         state[name].zero_()
 
 
-def scale(state: dict[str, Any]) -> None:
-    state["exp_avg"].mul_(2.0**-6)
-    state["exp_avg_sq"].mul_(2.0**-12)
-
-
-def scale_up(state: dict[str, Any]) -> None:
-    state["exp_avg"].mul_(2.0**6)
-    state["exp_avg_sq"].mul_(2.0**12)
+def scale(state: dict[str, Any], factor: float = 2.0**-6) -> None:
+    state["exp_avg"].mul_(factor)
+    state["exp_avg_sq"].mul_(factor**2)
 
 
 def rows(state: dict[str, Any]) -> None:
@@ -72,14 +68,9 @@ def rows(state: dict[str, Any]) -> None:
         state[name][1:3] = 0
 
 
-def exchange(state: dict[str, Any]) -> None:
+def exchange(state: dict[str, Any], value: float = 2.0**-14, dtype: torch.dtype | None = None) -> None:
     for name in NAMES:
-        state[name] = torch.full_like(state[name], 2.0**-14)
-
-
-def exchange_in_fp32(state: dict[str, Any]) -> None:
-    for name in NAMES:
-        state[name] = torch.full_like(state[name], 2.0**-14 / 3, dtype=torch.float32)
+        state[name] = torch.full_like(state[name], value, dtype=dtype)
 
 
 def clamp(state: dict[str, Any]) -> None:
@@ -87,7 +78,8 @@ def clamp(state: dict[str, Any]) -> None:
 
 
 WRITES: list[Callable[[dict[str, Any]], None]] = [
-    restart, scale, scale_up, rows, exchange, exchange_in_fp32, clamp,
+    restart, scale, partial(scale, factor=2.0**6), rows, exchange,
+    partial(exchange, value=2.0**-14 / 3, dtype=torch.float32), clamp,
 ]  # fmt: skip
 
 
@@ -175,11 +167,7 @@ def test_exports_have_what_was_written() -> None:
     assert all((state["exp_avg_sq"] == 0).all() for state in states["state"].values())
 
 
-def through_pickle(run: Any) -> Any:
-    return pickle.loads(pickle.dumps(run))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, through_pickle])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda run: pickle.loads(pickle.dumps(run))])
 def test_states_written_before_a_copy_was_made_are_noticed_in_both(duplicate: Callable[[Any], Any]) -> None:
     p, optimizer = trained()
     restart(optimizer.state[p])

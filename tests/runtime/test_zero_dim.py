@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from as_written import Written
+from models import follow, through_torch_save
 from torch import nn
 from torch.optim import Optimizer
 from worlds import run_script
@@ -44,14 +45,6 @@ class Scaled(nn.Module):
         self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 6).view(2, 3))
 
 
-def train(model: Scaled, optimizer: Optimizer, steps: range) -> None:
-    for i in steps:
-        made = torch.Generator().manual_seed(i)
-        for p in model.parameters():
-            p.grad = torch.randn(p.numel(), generator=made).view(p.shape).to(p.dtype)
-        optimizer.step()
-
-
 def told(model: Scaled, optimizer: Optimizer) -> dict[str, Any]:
     """The scale and its states: dtypes and bits, without shapes; numbers as numbers."""
     state = dict(optimizer.state[model.scale]) | {"param": model.scale.detach()}
@@ -63,18 +56,6 @@ def compiled(make: Callable[[Any], Optimizer], shape: tuple[int, ...], **setting
     return collage_neuron.compile(model, make(model.parameters()), **settings)
 
 
-def by_deepcopy(model: Scaled, optimizer: Optimizer, make: Any) -> tuple[Scaled, Optimizer]:
-    return copy.deepcopy((model, optimizer))
-
-
-def by_torch_save(model: Scaled, optimizer: Optimizer, make: Any) -> tuple[Scaled, Optimizer]:
-    file = io.BytesIO()
-    torch.save((model, optimizer), file)
-    file.seek(0)
-    loaded: tuple[Scaled, Optimizer] = torch.load(file, weights_only=False)
-    return loaded
-
-
 def by_state_dict(model: Scaled, optimizer: Optimizer, make: Any) -> tuple[Scaled, Optimizer]:
     other, second = compiled(make, tuple(model.scale.shape), strategy=optimizer.param_groups[0]["collage_strategy"])
     second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -82,16 +63,12 @@ def by_state_dict(model: Scaled, optimizer: Optimizer, make: Any) -> tuple[Scale
     return other, second
 
 
-def by_compiling_again(model: Scaled, optimizer: Optimizer, make: Any) -> tuple[Scaled, Optimizer]:
-    return model, collage_neuron.compile(optimizer, strategy=optimizer.param_groups[0]["collage_strategy"])
-
-
 WAYS = [
-    (by_deepcopy, "plus"),
-    (by_torch_save, "fp32"),
+    (lambda model, optimizer, make: copy.deepcopy((model, optimizer)), "plus"),
+    (lambda model, optimizer, make: through_torch_save((model, optimizer)), "fp32"),
     (by_state_dict, "plus"),
     (by_state_dict, "fp32"),
-    (by_compiling_again, "fp32"),
+    (lambda model, optimizer, make: (model, collage_neuron.compile(optimizer, strategy="fp32")), "fp32"),
 ]
 
 
@@ -101,8 +78,8 @@ WAYS = [
 def test_as_one_element(name: str, strategy: str) -> None:
     """Six steps: the same bits, in states of the same names and dtypes, as of a parameter of shape [1]."""
     flat, one = ((compiled(CASES[name], shape, strategy=strategy)) for shape in ((), (1,)))
-    train(*flat, range(6))
-    train(*one, range(6))
+    follow(flat[1], range(6))
+    follow(one[1], range(6))
     assert told(*flat) == told(*one)
     assert all(v.dim() == 0 for v in flat[1].state[flat[0].scale].values() if isinstance(v, torch.Tensor))
 
@@ -113,10 +90,10 @@ def test_as_one_element(name: str, strategy: str) -> None:
 def test_interrupted(name: str, strategy: str, way: Callable[..., tuple[Scaled, Optimizer]]) -> None:
     """A copy, and one that a checkpoint was loaded into, train on with the same bits."""
     whole, interrupted = (compiled(CASES[name], (), strategy=strategy) for _ in range(2))
-    train(*whole, range(6))
-    train(*interrupted, range(3))
+    follow(whole[1], range(6))
+    follow(interrupted[1], range(3))
     rest = way(*interrupted, CASES[name])
-    train(*rest, range(3, 6))
+    follow(rest[1], range(3, 6))
     assert told(*rest) == told(*whole)
 
 
@@ -129,9 +106,9 @@ def test_stepped_before(name: str, dtype: torch.dtype) -> None:
     for shape in ((), (1,)):
         model = Scaled(shape).to(dtype)
         optimizer = CASES[name](model.parameters())
-        train(model, optimizer, range(2))
+        follow(optimizer, range(2))
         both.append(collage_neuron.compile(model, optimizer))
-        train(*both[-1], range(2, 5))
+        follow(both[-1][1], range(2, 5))
     assert told(*both[0]) == told(*both[1])
 
 
@@ -145,10 +122,10 @@ def test_plain_checkpoint(name: str, dtype: torch.dtype, strategy: str) -> None:
     for shape in ((), (1,)):
         model = Scaled(shape).to(dtype)
         plain = CASES[name](model.parameters())
-        train(model, plain, range(2))
+        follow(plain, range(2))
         both.append(compiled(CASES[name], shape, strategy=strategy))
         both[-1][1].load_state_dict(plain.state_dict())
-        train(*both[-1], range(2, 5))
+        follow(both[-1][1], range(2, 5))
     assert told(*both[0]) == told(*both[1])
 
 
@@ -156,11 +133,11 @@ def test_numbers_that_torch_cast() -> None:
     """torch loads `mu_product` of a bf16 parameter in bf16; it is a number all the same."""
     model = Scaled(()).to(torch.bfloat16)
     stepped, loaded = (torch.optim.NAdam(model.parameters()) for _ in range(2))
-    train(model, stepped, range(2))
+    follow(stepped, range(2))
     loaded.load_state_dict(stepped.state_dict())
     assert loaded.state[model.scale]["mu_product"].dtype == torch.bfloat16
     collage_neuron.compile(loaded)
-    train(model, loaded, range(2, 4))
+    follow(loaded, range(2, 4))
     assert loaded.state[model.scale]["mu_product"].dtype == torch.float32
 
 
@@ -192,49 +169,36 @@ def test_in_a_fresh_process(name: str, strategy: str, tmp_path: Path) -> None:
     assert printed.strip() == str(sorted((k, v.dtype) for k, v in optimizer.state[p].items()))
 
 
-class Directed(Optimizer):
+class Directed(Written):
     """Keeps the direction of its last step, a tensor, as `step`."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no closure
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state["step"] = state["step"] * 0.5 + p.grad if "step" in state else p.grad.clone()
-                p.sub_(state["step"], alpha=group["lr"])
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state["step"] * 0.5 + g if "step" in state else g.clone()
+        p.sub_(state["step"], alpha=group["lr"])
 
 
 def test_after_another_optimizer() -> None:
     """What is a tensor in one optimizer is a number in the next."""
-    train(*compiled(Directed, ()), range(2))
-    train(*compiled(torch.optim.AdamW, ()), range(2))
+    follow(compiled(Directed, ())[1], range(2))
+    follow(compiled(torch.optim.AdamW, ())[1], range(2))
     both = [compiled(Directed, shape, strategy="fp32") for shape in ((), (1,))]
-    for model, optimizer in both:
-        train(model, optimizer, range(3))
+    for _, optimizer in both:
+        follow(optimizer, range(3))
     assert told(*both[0]) == told(*both[1])
 
 
-class BySize(Optimizer):
+class BySize(Written):
     """Momentum in a tensor that is made from the parameter's size; the momentum is written in place."""
 
     def __init__(self, params: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(params, {"lr": 0.01})
+        super().__init__(params, lr=0.01)
         self.make = make
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no closure
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "m" not in state:
-                    state["m"] = self.make(p)
-                state["m"].mul_(0.9).add_(p.grad)
-                p.sub_(state["m"], alpha=group["lr"])
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "m" not in state:
+            state["m"] = self.make(p)
+        state["m"].mul_(0.9).add_(g)
+        p.sub_(state["m"], alpha=group["lr"])
 
 
 MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -254,8 +218,8 @@ MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_states_made_from_the_size(maker: str, strategy: str) -> None:
     """The momentum of the first step counts."""
     flat, one = (compiled(lambda ps: BySize(ps, MAKERS[maker]), s, strategy=strategy) for s in ((), (1,)))
-    train(*flat, range(3))
-    train(*one, range(3))
+    follow(flat[1], range(3))
+    follow(one[1], range(3))
     assert told(*flat) == told(*one)
     assert flat[1].state[flat[0].scale]["m"].item() != 0.0
 
@@ -271,44 +235,36 @@ QUESTIONS: dict[str, Callable[[torch.Tensor], bool]] = {
 }
 
 
-class Asking(Optimizer):
+class Asking(Written):
     """Decays what has dimensions, and nothing else."""
 
     def __init__(self, params: Any, question: Callable[[torch.Tensor], bool]) -> None:
-        super().__init__(params, {"lr": 0.01})
+        super().__init__(params, lr=0.01)
         self.question = question
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no closure
-        for group in self.param_groups:
-            for p in group["params"]:
-                if not self.question(p.grad):
-                    p.mul_(0.5)
-                p.sub_(p.grad, alpha=group["lr"])
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not self.question(g):
+            p.mul_(0.5)
+        p.sub_(g, alpha=group["lr"])
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_code_that_asks_for_dimensions(question: str) -> None:
     """A recording takes the branch of the parameter that it is of."""
     model, optimizer = compiled(lambda ps: Asking(ps, QUESTIONS[question]), ())
-    train(model, optimizer, range(1))
+    follow(optimizer, range(1))
     assert model.scale.item() > 1.0
     assert model.weight.abs().max().item() < 0.6
     model, optimizer = compiled(lambda ps: Asking(ps, QUESTIONS[question]), (1,))
-    train(model, optimizer, range(1))
+    follow(optimizer, range(1))
     assert model.scale.item() < 0.7
 
 
-class IntoATemporary(Optimizer):
+class IntoATemporary(Written):
     """Writes the gradient into a tensor of one element that the step makes."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a loss
-        for p in self.param_groups[0]["params"]:
-            p.sub_(torch.zeros(p.shape).add_(p.grad))
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(torch.zeros(p.shape).add_(g))
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from bounds import STORED, Bounds, stored, stored_state
+from models import step_with
 from planned import plan
 from torch import Tensor
 from torch.optim import Optimizer
@@ -51,6 +52,13 @@ def gradients(steps: int, seed: int = 0) -> Sequence[Tensor]:
     mean = torch.randn(SHAPE, generator=generator)
     rows = [(mean + torch.randn(SHAPE, generator=generator)) * scale for _ in range(steps)]
     return [row.bfloat16() for row in rows]
+
+
+def stepped(optimizer: Optimizer, steps: int = 3, seed: int = 0) -> Optimizer:
+    """Steps with these gradients, in the dtype of each parameter."""
+    for gradient in gradients(steps, seed):
+        step_with(optimizer, lambda p, g=gradient: g.to(p.device, p.dtype, copy=True))  # type: ignore[misc]
+    return optimizer
 
 
 def initial() -> Tensor:

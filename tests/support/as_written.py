@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import collage_neuron
+from collage_neuron.states.bookkeeping import bookkeeping
 
 Make = Callable[[list[Parameter]], Optimizer]
 
@@ -21,7 +22,7 @@ SHAPES = ((24, 40), (40, 16), (16,), (1,), ())
 class Written(Optimizer):
     """Calls `update` for each parameter that has a gradient."""
 
-    def __init__(self, params: Any, lr: float = 0.02, **others: Any) -> None:
+    def __init__(self, params: Any, lr: Any = 0.02, **others: Any) -> None:
         super().__init__(params, {"lr": lr, **others})
 
     @torch.no_grad()
@@ -196,8 +197,10 @@ def run(optimizer: Optimizer, steps: int, first: int = 0) -> None:
         optimizer.step()
 
 
-def compiled(make: Make, strategy: Any = "fp32", **settings: Any) -> tuple[Any, list[Parameter]]:
-    params = parameters(torch.bfloat16)
+def compiled(
+    make: Make, strategy: Any = "fp32", shapes: Sequence[tuple[int, ...]] = SHAPES, **settings: Any
+) -> tuple[Any, list[Parameter]]:
+    params = parameters(torch.bfloat16, shapes)
     return collage_neuron.compile(make(params), strategy=strategy, **settings), params
 
 
@@ -230,27 +233,77 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 def everything(optimizer: Any) -> Any:
     """All bits of an optimizer: parameters, states and settings, as they are stored."""
-
-    def bits(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            copied = x.detach().clone(memory_format=torch.contiguous_format)
-            return str(x.dtype), tuple(x.shape), copied.reshape(-1).view(torch.uint8).tolist()
-        if isinstance(x, dict):
-            return {k: bits(v) for k, v in x.items()}
-        return [bits(y) for y in x] if isinstance(x, (list, tuple)) else x
-
     params = [p for group in optimizer.param_groups for p in group["params"]]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return bits(params), [bits(optimizer.state.get(p, {})) for p in params], bits(groups)
+    return all_bits(params), [all_bits(optimizer.state.get(p, {})) for p in params], all_bits(groups)
+
+
+def all_bits(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        copied = x.detach().clone(memory_format=torch.contiguous_format)
+        return str(x.dtype), tuple(x.shape), copied.reshape(-1).view(torch.uint8).tolist()
+    if isinstance(x, dict):
+        return {k: all_bits(v) for k, v in x.items()}
+    return [all_bits(y) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 def on_both_backends(run_on: Callable[..., Any]) -> list[Any]:
     """All bits, but for these settings, of an optimizer on the reference, which is validated, and in machine code."""
-    found = []
-    for backend, validate in (("reference", "on"), ("native", "off")):
-        params, states, groups = everything(run_on(backend=backend, validate=validate))
-        found.append((params, states, [{k: v for k, v in g.items() if k not in OF_BACKENDS} for g in groups]))
+    return [but_for_backends(run_on(backend=b, validate=v)) for b, v in (("reference", "on"), ("native", "off"))]
+
+
+def but_for_backends(optimizer: Any) -> Any:
+    params, states, groups = everything(optimizer)
+    settings = ("collage_backend", "collage_validate")
+    return params, states, [{k: v for k, v in group.items() if k not in settings} for group in groups]
+
+
+def backends_agree(steps: int, make: Make, *args: Any) -> bool:
+    """Returns True if `compiled(make, *args)` has the same bits after the same steps, captured, on both backends."""
+
+    def run_on(**settings: Any) -> Any:
+        optimizer, _ = compiled(make, *args, verbose=False, **settings)
+        run(optimizer, steps)
+        assert not bookkeeping(optimizer).as_written
+        return optimizer
+
+    reference, native = on_both_backends(run_on)
+    return bool(native == reference)
+
+
+def assert_near(optimizer: Any, params: Any, exact: Any, start: Any, steps: int, bound: float = 2**-18) -> None:
+    """Within `bound` of the longest way of an element of the parameter, but for one rounding of fp32 in each step."""
+    for ours, theirs, before in zip(values(optimizer, params), exact, start, strict=True):
+        stores = steps * 2**-24 * torch.maximum(before.detach().abs(), theirs.detach().abs())
+        longest = (theirs.detach() - before.detach()).abs().max()
+        assert ((ours - theirs.detach()).abs() <= bound * longest + 1.1 * stores).all()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: torch.empty_like(t.mT.contiguous()).mT.copy_(t),
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 1],
+}
+
+
+def large(make: Any, shapes: Any, backend: str, layout: Callable[[Tensor], Tensor] = Tensor.contiguous) -> list[Tensor]:
+    """Parameters of several tiles and threads, in another order of memory, after three steps."""
+    torch.manual_seed(0)
+    params = [Parameter(layout(torch.randn(shape).bfloat16())) for shape in shapes]
+    optimizer = collage_neuron.compile(make(params), strategy="full", backend=backend)
+    for _ in range(3):
+        for p in params:
+            p.grad = layout(torch.randn(p.shape).bfloat16())
+        optimizer.step()
+    return values(optimizer, params)
+
+
+def with_threads(run_with: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
+    """What a run gives on one thread, and on three."""
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(run_with())
+    finally:
+        torch.set_num_threads(threads)
     return found
-
-
-OF_BACKENDS = ("collage_backend", "collage_validate")

@@ -55,3 +55,13 @@ def of_reference(native: Native, launches: Sequence[Launch]) -> list[tuple[int, 
     """The parameters, by the numbers of launch and parameter, for which a step has no native code."""
     step = lay_out(launches, native.engine.kernels)
     return step.left if step is not None else [(i, j) for i, x in enumerate(launches) for j in range(len(x.reads))]
+
+
+def check(*launches: Launch, left: int = 0) -> None:
+    """Both backends do the same; `left` parameters are left to the reference."""
+    copies = copies_of(launches)
+    assert len(of_reference(NATIVE, launches)) == left
+    found, wanted = NATIVE.run(launches), REFERENCE.run(copies)
+    for x, y in zip(launches, copies, strict=True):
+        assert_same(x.update, x.writes, y.writes)
+    assert_same_measures(found, wanted)

@@ -306,12 +306,7 @@ def _norm(m: Bounds, out: Tensor, x: Ball, ord: Any = 2, dim: Any = None, *_: An
     return m.rounded(out, size, out + size)
 
 
-@_handles("neg")
-def _neg(m: Bounds, out: Tensor, x: Ball) -> Ball:
-    return m.read(x)
-
-
-@_handles("abs")
+@_handles("abs", "neg")
 def _abs(m: Bounds, out: Tensor, x: Ball) -> Ball:
     return m.read(x)
 
@@ -322,29 +317,25 @@ def _sign(m: Bounds, out: Tensor, x: Ball) -> Ball:
     return Ball(out, torch.where(x.c.abs() > x.r, 0.0, torch.where(x.r == 0, 0.0, 1 + out.abs())))
 
 
-@_handles("sqrt")
-def _sqrt(m: Bounds, out: Tensor, x: Ball) -> Ball:
-    return m.rounded(out, _through(torch.sqrt, m.read(x), 0.0), out.abs())
+def _monotone(name: str, f: Callable[[Tensor], Tensor], least: float, error: Callable[[Tensor], Any]) -> None:
+    """Registers a function of one operand; `error` is what an approximation of it is off by."""
+
+    def of(m: Bounds, out: Tensor, x: Ball) -> Ball:
+        return m.rounded(out, _through(f, m.read(x), least) + error(out), out.abs())
+
+    _handles(name)(of)
 
 
-@_handles("rsqrt")
-def _rsqrt(m: Bounds, out: Tensor, x: Ball) -> Ball:
-    return m.rounded(out, _through(torch.rsqrt, m.read(x), 0.0), out.abs())
+_monotone("sqrt", torch.sqrt, 0.0, lambda out: 0.0)
+_monotone("rsqrt", torch.rsqrt, 0.0, lambda out: 0.0)
+_monotone("exp", torch.exp, -torch.inf, lambda out: FUNCTION * out.abs())
+_monotone("sigmoid", torch.sigmoid, -torch.inf, lambda out: FUNCTION * out.abs())
+_monotone("log", torch.log, 0.0, lambda out: FUNCTION * (out.abs() + 1))
 
 
 @_handles("reciprocal")
 def _reciprocal(m: Bounds, out: Tensor, x: Ball) -> Ball:
     return m.rounded(out, quotient(ONE, m.read(x)).r, out.abs())
-
-
-@_handles("exp")
-def _exp(m: Bounds, out: Tensor, x: Ball) -> Ball:
-    return m.rounded(out, _through(torch.exp, m.read(x), -torch.inf) + FUNCTION * out.abs(), out.abs())
-
-
-@_handles("sigmoid")
-def _sigmoid(m: Bounds, out: Tensor, x: Ball) -> Ball:
-    return m.rounded(out, _through(torch.sigmoid, m.read(x), -torch.inf) + FUNCTION * out.abs(), out.abs())
 
 
 @_handles("softplus")
@@ -360,11 +351,6 @@ def _nan_to_num(m: Bounds, out: Tensor, x: Ball, *_: Any, **__: Any) -> Ball:
     x = m.read(x)
     r = torch.where(x.c.isfinite() | (x.r == 0), x.r, torch.inf)
     return Ball(out, r.nan_to_num(torch.inf))
-
-
-@_handles("log")
-def _log(m: Bounds, out: Tensor, x: Ball) -> Ball:
-    return m.rounded(out, _through(torch.log, m.read(x), 0.0) + FUNCTION * (out.abs() + 1), out.abs())
 
 
 @_handles("square")

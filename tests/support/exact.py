@@ -169,3 +169,9 @@ def hard() -> tuple[torch.Tensor, torch.Tensor]:
         ]
     )
     return x, y
+
+
+def patterns() -> torch.Tensor:
+    """fp32 numbers with every sign, exponent and upper seven bits of the mantissa, and lower ones of several kinds."""
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    return torch.cat([upper | lower for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).view(torch.float32)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from as_written import Written
 from torch.optim import Optimizer
 
 # Third-party code is rarely typed: `Any` here keeps the spellings as they are found.
@@ -296,74 +297,47 @@ class CautiousAdamW(Optimizer):
                 p.add_((state["exp_avg"] * mask) / denom, alpha=-group["lr"])
 
 
-class SignSwitch(Optimizer):
+class SignSwitch(Written):
     """Momentum whose rate grows where gradient and momentum agree and shrinks where not, by `torch.where`."""
 
     def __init__(self, params: Any, lr: float = 1e-2, up: float = 1.2, down: float = 0.5) -> None:
-        super().__init__(params, {"lr": lr, "up": up, "down": down})
+        super().__init__(params, lr=lr, up=up, down=down)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "velocity" not in state:
-                    state["velocity"] = torch.zeros_like(p)
-                    state["rate"] = torch.full_like(p, 1.0)
-                agree = p.grad * state["velocity"] >= 0
-                state["rate"] = torch.where(agree, state["rate"] * group["up"], state["rate"] * group["down"])
-                state["rate"].clamp_(0.125, 8.0)
-                state["velocity"] = 0.9 * state["velocity"] + p.grad
-                p -= group["lr"] * state["rate"] * state["velocity"]
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "velocity" not in state:
+            state["velocity"] = torch.zeros_like(p)
+            state["rate"] = torch.full_like(p, 1.0)
+        agree = g * state["velocity"] >= 0
+        state["rate"] = torch.where(agree, state["rate"] * group["up"], state["rate"] * group["down"])
+        state["rate"].clamp_(0.125, 8.0)
+        state["velocity"] = 0.9 * state["velocity"] + g
+        p -= group["lr"] * state["rate"] * state["velocity"]
 
 
-class Reassigning(Optimizer):
+class Reassigning(Written):
     """Never writes in place: new tensors replace the states and `p.data`."""
 
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                before = self.state[p].get("sum_sq", torch.zeros_like(p))
-                self.state[p]["sum_sq"] = before + p.grad * p.grad
-                p.data = p.data - group["lr"] * p.grad / (self.state[p]["sum_sq"].sqrt() + 1e-10)
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        before = state.get("sum_sq", torch.zeros_like(p))
+        state["sum_sq"] = before + g * g
+        p.data = p.data - group["lr"] * g / (state["sum_sq"].sqrt() + 1e-10)
 
 
-class PerTensorAdam(Optimizer):
+class PerTensorAdam(Written):
     """As NovoGrad does: the second moment is one number for each tensor, the square of the gradient's norm."""
 
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["v"] = torch.zeros([], device=p.device)
-                state["v"].mul_(0.9).add_(p.grad.pow(2).sum(), alpha=0.1)
-                p.add_(p.grad / state["v"].sqrt(), alpha=-group["lr"])
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["v"] = torch.zeros([], device=p.device)
+        state["v"].mul_(0.9).add_(g.pow(2).sum(), alpha=0.1)
+        p.add_(g / state["v"].sqrt(), alpha=-group["lr"])
 
 
-class Langevin(Optimizer):
+class Langevin(Written):
     """Stochastic gradient Langevin dynamics: adds noise."""
 
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=math.sqrt(2 * group["lr"]))
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(g, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=math.sqrt(2 * group["lr"]))
 
 
 class SharpnessAware(Optimizer):
@@ -378,21 +352,14 @@ class SharpnessAware(Optimizer):
             raise ValueError("SharpnessAware needs a closure")
 
 
-class ChannelMeans(Optimizer):
+class ChannelMeans(Written):
     """A second moment of means over all dimensions but the first, one for each channel of a convolution."""
 
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["channel"] = p.new_zeros(p.shape[0], 1, 1)
-                state["channel"].lerp_(p.grad.square().mean((1, 2), keepdim=True), 0.1)
-                p.sub_(group["lr"] * p.grad * state["channel"].rsqrt())
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["channel"] = p.new_zeros(p.shape[0], 1, 1)
+        state["channel"].lerp_(g.square().mean((1, 2), keepdim=True), 0.1)
+        p.sub_(group["lr"] * g * state["channel"].rsqrt())
 
 
 class Elsewhere(Optimizer):
@@ -421,23 +388,16 @@ class Elsewhere(Optimizer):
                 p.add_(momentum, alpha=-group["lr"])
 
 
-class Trading(Optimizer):
+class Trading(Written):
     """Two states that trade places in each step, and the parameter as it was before."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state.update(even=torch.zeros_like(p), odd=torch.ones_like(p), before=torch.zeros_like(p))
-                state["before"].copy_(p)
-                state["even"], state["odd"] = state["odd"].clone(), state["even"].clone()
-                state["even"].add_(p.grad)
-                p.sub_(group["lr"] * state["even"])
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(even=torch.zeros_like(p), odd=torch.ones_like(p), before=torch.zeros_like(p))
+        state["before"].copy_(p)
+        state["even"], state["odd"] = state["odd"].clone(), state["even"].clone()
+        state["even"].add_(g)
+        p.sub_(group["lr"] * state["even"])
 
 
 class Counting(Optimizer):

@@ -86,6 +86,36 @@ def small_llama(seed: int = 0) -> nn.Module:
     return Llama().bfloat16()
 
 
+def small(width: int = 64) -> nn.Module:
+    """Three layers for `batch`, in bf16."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 8)).bfloat16()
+
+
+def batch(seed: int = 0, rows: int = 32, width: int = 64) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def pair(model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A model in fp8 that measures, and one in bf16."""
+    plain = small() if model is None else model
+    return compiled(copy.deepcopy(plain), rescale=50, **options), plain
+
+
+@torch.no_grad()
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative, in norm."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def trained(model: nn.Module, batch: Tensor, loss: Callable[[Any, Tensor], Tensor] | None = None) -> Any:
+    """The loss and the gradients of a batch of tokens."""
+    model.zero_grad()
+    found = (loss or loss_of)(model, batch)
+    found.backward()
+    return found.detach(), gradients(model)
+
+
 def tokens(seed: int = 0, shape: tuple[int, int] = (4, 16)) -> Tensor:
     """A batch for the GPT or the Llama."""
     return torch.randint(64, shape, generator=torch.Generator().manual_seed(seed))

@@ -79,4 +79,18 @@ class Flat(Written):
         p.view(-1).sub_(m / (v.sqrt() + 1e-8), alpha=group["lr"])
 
 
+class Moments(Written):
+    """Each element by itself, in flat states, of which one is not read; it writes to the gradient too.
+
+    No sum of products is in it, which XLA on the CPU contracts.
+    """
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(m=g.new_zeros(g.numel()), last=g.new_zeros(1, g.numel()))
+        g.view(-1).mul_(0.5)
+        state["last"].copy_(g.view(1, -1))
+        p.sub_(state["m"].add_(g.flatten()).view_as(p))
+
+
 ALL = (Mini, Vectors, Fused, Blocks, Flat)

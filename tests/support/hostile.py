@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from as_written import Written
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
@@ -111,21 +112,11 @@ def play(case: Case, strategy: str) -> Outcome:
     return Outcome(off, (ends[0], ends[1]), None, tuple(str(w.message) for w in caught if "Collage" in str(w.message)))
 
 
-class Base(Optimizer):
+class Base(Written):
     """What the cases build on: a learning rate and a loop."""
 
     def __init__(self, params: Any, lr: float = 1e-2, **more: Any) -> None:
-        super().__init__(params, {"lr": lr, **more})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, self.state[p], group)
-
-    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-        raise NotImplementedError
+        super().__init__(params, lr, **more)
 
 
 class Ball(Base):

@@ -10,28 +10,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from as_written import Written
 from torch import Tensor
-from torch.optim import Optimizer
 
 State = dict[str, Any]
 Idiom = Callable[[State, Tensor, float, Tensor], Tensor]
 
 
-class Dividing(Optimizer):
+class Dividing(Written):
     """Divides the gradient by what an idiom makes of it."""
 
     def __init__(self, params: Any, idiom: Idiom, names: tuple[str, ...] = ("v",), beta: float = 0.998) -> None:
-        super().__init__(params, {"lr": 1e-3, "beta": beta})
+        super().__init__(params, lr=0.001, beta=beta)
         self.idiom, self.names = idiom, names
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                s = self.state[p]
-                if not s:
-                    s.update({name: torch.zeros_like(p) for name in self.names})
-                self.apply(p, p.grad, self.idiom(s, p.grad, group["beta"], p), group["lr"])
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update({name: torch.zeros_like(p) for name in self.names})
+        self.apply(p, g, self.idiom(state, g, group["beta"], p), group["lr"])
 
     def apply(self, p: Tensor, grad: Tensor, result: Tensor, lr: float) -> None:
         p.sub_(lr * grad / (result + 1e-3))
@@ -44,26 +40,38 @@ class Following(Dividing):
         p.add_(result, alpha=-lr)
 
 
-def of_v(update: Callable[[Tensor, Tensor, float], Any]) -> Idiom:
-    """An idiom that writes `v` in place, and divides by its root."""
+Write = Callable[[State, Tensor, float, Tensor], Any]
+
+
+def then(write: Write, read: Callable[[State, Tensor, float], Any]) -> Idiom:
+    """An idiom that writes states, and returns what is read from them afterwards."""
 
     def idiom(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-        update(s["v"], g, b)
-        root: Tensor = s["v"].sqrt()
-        return root
+        write(s, g, b, p)
+        result: Tensor = read(s, g, b)
+        return result
 
     return idiom
+
+
+def named(name: str, write: Write) -> Idiom:
+    """An idiom that returns a state as it is."""
+    return then(write, lambda s, g, b: s[name])
+
+
+def rooted(name: str, write: Write) -> Idiom:
+    """An idiom that returns the root of a state."""
+    return then(write, lambda s, g, b: s[name].sqrt())
+
+
+def of_v(update: Callable[[Tensor, Tensor, float], Any]) -> Idiom:
+    """An idiom that writes `v` in place, and divides by its root."""
+    return rooted("v", lambda s, g, b, p: update(s["v"], g, b))
 
 
 def new_v(update: Callable[[Tensor, Tensor, float], Tensor]) -> Idiom:
     """An idiom that puts another tensor in the place of `v`."""
-
-    def idiom(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-        s["v"] = update(s["v"], g, b)
-        root: Tensor = s["v"].sqrt()
-        return root
-
-    return idiom
+    return rooted("v", lambda s, g, b, p: s.update(v=update(s["v"], g, b)))
 
 
 def wide(x: Tensor) -> Tensor:
@@ -177,71 +185,11 @@ def _belief(new: bool, product: bool) -> Idiom:
     return idiom
 
 
-def _absolute(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(b).add_(g.abs(), alpha=1 - b)
-    v: Tensor = s["v"]
-    return v
-
-
-def _sign_product(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"] = b * s["v"] + (1 - b) * (g * g.sign())
-    v: Tensor = s["v"]
-    return v
-
-
-def _where_absolute(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].lerp_(torch.where(g > 0, g, -g), 1 - b)
-    v: Tensor = s["v"]
-    return v
-
-
-def _sum(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"] = s["v"] + g.square()
-    return s["v"].sqrt() / 16  # type: ignore[no-any-return]
-
-
-def _infinity(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    torch.maximum(b * s["v"], g.abs() + 1e-8, out=s["v"])
-    v: Tensor = s["v"]
-    return v
-
-
-def _infinity_by_where(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    decayed = s["v"] * b
-    s["v"].copy_(torch.where(g.abs() > decayed, g.abs(), decayed))
-    v: Tensor = s["v"]
-    return v
-
-
-def _average_of_average(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(0.99).addcmul_(g, g, value=0.01)
-    s["w"].lerp_(s["v"], 1 - b)
-    return s["w"].sqrt()  # type: ignore[no-any-return]
-
-
-def _product_of_two(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].lerp_(g.abs(), 0.01)
-    s["w"].mul_(0.99).addcmul_(g, g, value=0.01)
-    s["x"].mul_(b).addcmul_(s["v"], s["w"], value=1 - b)
-    return s["x"] ** (1 / 3)  # type: ignore[no-any-return]
-
-
 def _normalised(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
     s["t"] = s.get("t", 0) + 1
     before, now = 1 - b ** (s["t"] - 1), 1 - b ** s["t"]
     s["v"].mul_(b * before / now).add_(g * g, alpha=(1 - b) / now)
     return s["v"].sqrt()  # type: ignore[no-any-return]
-
-
-def _as_root(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"] = (b * s["v"] * s["v"] + (1 - b) * g * g).sqrt()
-    v: Tensor = s["v"]
-    return v
-
-
-def _negated(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(b).sub_(g * g, alpha=1 - b)
-    return s["v"].neg().sqrt()  # type: ignore[no-any-return]
 
 
 def _average_of_parameters(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
@@ -251,47 +199,57 @@ def _average_of_parameters(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
     return 1 + 0.1 * (p - s["slow"])  # type: ignore[no-any-return]
 
 
-def _rate(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(0.99).addcmul_(g, g, value=0.01)
-    s["rate"].lerp_(1 / (s["v"].sqrt() + 1e-2), 1 - b)
-    return 1 / (s["rate"] + 1e-3)  # type: ignore[no-any-return]
-
-
 OTHERS: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
     "(g - m) * (g - m) in two nodes": (_belief(new=True, product=False), ("m", "v"), {"v"}),
     "(g - old m) squared": (_belief(new=False, product=True), ("m", "v"), {"v"}),
     "(g - old m) * (g - new m)": (_belief(new=True, product=True), ("m", "v"), {"v"}),
-    "absolute value": (_absolute, ("v",), {"v"}),
-    "g * sign(g)": (_sign_product, ("v",), {"v"}),
-    "where(g > 0, g, -g)": (_where_absolute, ("v",), {"v"}),
-    "sum of squares": (_sum, ("v",), {"v"}),
-    "maximum with decay": (_infinity, ("v",), {"v"}),
-    "maximum with decay, by where": (_infinity_by_where, ("v",), {"v"}),
-    "average of an average": (_average_of_average, ("v", "w"), {"v", "w"}),
-    "product of two magnitudes": (_product_of_two, ("v", "w", "x"), {"v", "w", "x"}),
+    "absolute value": (named("v", lambda s, g, b, p: s["v"].mul_(b).add_(g.abs(), alpha=1 - b)), ("v",), {"v"}),
+    "g * sign(g)": (named("v", lambda s, g, b, p: s.update(v=b * s["v"] + (1 - b) * (g * g.sign()))), ("v",), {"v"}),
+    "where(g > 0, g, -g)": (
+        named("v", lambda s, g, b, p: s["v"].lerp_(torch.where(g > 0, g, -g), 1 - b)), ("v",), {"v"},
+    ),
+    "sum of squares": (
+        then(lambda s, g, b, p: s.update(v=s["v"] + g.square()), lambda s, g, b: s["v"].sqrt() / 16), ("v",), {"v"},
+    ),
+    "maximum with decay": (
+        named("v", lambda s, g, b, p: torch.maximum(b * s["v"], g.abs() + 1e-8, out=s["v"])), ("v",), {"v"},
+    ),
+    "maximum with decay, by where": (
+        named("v", lambda s, g, b, p: s["v"].copy_(torch.where(g.abs() > (d := s["v"] * b), g.abs(), d))),
+        ("v",), {"v"},
+    ),
+    "average of an average": (
+        rooted("w", lambda s, g, b, p: (s["v"].mul_(0.99).addcmul_(g, g, value=0.01), s["w"].lerp_(s["v"], 1 - b))),
+        ("v", "w"), {"v", "w"},
+    ),
+    "product of two magnitudes": (
+        then(lambda s, g, b, p: (s["v"].lerp_(g.abs(), 0.01), s["w"].mul_(0.99).addcmul_(g, g, value=0.01),
+                                 s["x"].mul_(b).addcmul_(s["v"], s["w"], value=1 - b)),
+             lambda s, g, b: s["x"] ** (1 / 3)),
+        ("v", "w", "x"), {"v", "w", "x"},
+    ),
     "normalised as it is stored": (_normalised, ("v",), {"v"}),
-    "kept as its root": (_as_root, ("v",), {"v"}),
-    "kept negated": (_negated, ("v",), {"v"}),
+    "kept as its root": (
+        named("v", lambda s, g, b, p: s.update(v=(b * s["v"] * s["v"] + (1 - b) * g * g).sqrt())), ("v",), {"v"},
+    ),
+    "kept negated": (
+        then(lambda s, g, b, p: s["v"].mul_(b).sub_(g * g, alpha=1 - b), lambda s, g, b: s["v"].neg().sqrt()),
+        ("v",), {"v"},
+    ),
     "average of parameters": (_average_of_parameters, (), {"slow"}),
-    "average of step sizes": (_rate, ("v", "rate"), {"v", "rate"}),
-}
+    "average of step sizes": (
+        then(lambda s, g, b, p: (s["v"].mul_(0.99).addcmul_(g, g, value=0.01),
+                                 s["rate"].lerp_(1 / (s["v"].sqrt() + 1e-2), 1 - b)),
+             lambda s, g, b: 1 / (s["rate"] + 1e-3)),
+        ("v", "rate"), {"v", "rate"},
+    ),
+}  # fmt: skip
 """Other slow states: the idiom, the states that start as zeros, and which are slow."""
 
 
 def of_m(update: Callable[[Tensor, Tensor, float, Tensor], Any]) -> Idiom:
     """A first moment `m`, written in place, which the step follows."""
-
-    def idiom(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-        update(s["m"], g, b, p)
-        m: Tensor = s["m"]
-        return m
-
-    return idiom
-
-
-def _nesterov(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["m"].mul_(b).add_(g)
-    return g.add(s["m"], alpha=b)
+    return named("m", lambda s, g, b, p: update(s["m"], g, b, p))
 
 
 def _lion(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
@@ -300,34 +258,8 @@ def _lion(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
     return direction  # type: ignore[no-any-return]
 
 
-def _difference(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["d"].lerp_(g - s["before"], 1 - b)
-    s["before"].copy_(g)
-    return s["d"]  # type: ignore[no-any-return]
-
-
-def _of_momentum(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["m"].lerp_(g, 0.1)
-    s["n"] = b * s["n"] + (1 - b) * s["m"]
-    return s["n"]  # type: ignore[no-any-return]
-
-
-def _of_normalised(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(0.999).addcmul_(g, g, value=0.001)
-    s["m"].mul_(b).add_(g / (s["v"].sqrt() + 1e-3), alpha=1 - b)
-    return s["m"]  # type: ignore[no-any-return]
-
-
-def _largest_second_moment(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(0.999).addcmul_(g, g, value=0.001)
-    s["most"] = torch.where(s["v"] > s["most"], s["v"], s["most"])
-    return g / (s["most"].sqrt() + 1e-3)  # type: ignore[no-any-return]
-
-
-def _centered(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
-    s["v"].mul_(0.999).addcmul_(g, g, value=0.001)
-    s["m"].lerp_(g, 1 - b)
-    return g / (torch.sqrt((s["v"] - s["m"] * s["m"]).clamp(min=0)) + 1e-2)
+def _second(s: State, g: Tensor) -> Any:
+    return s["v"].mul_(0.999).addcmul_(g, g, value=0.001)
 
 
 FAST: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
@@ -354,12 +286,42 @@ FAST: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
     ),
     "of a cube": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * g * g, alpha=1 - b)), ("m",), set()),
     "of g times the parameter": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * p, alpha=1 - b)), ("m",), set()),
-    "nesterov": (_nesterov, ("m",), set()),
+    "nesterov": (
+        then(lambda s, g, b, p: s["m"].mul_(b).add_(g), lambda s, g, b: g.add(s["m"], alpha=b)),
+        ("m",),
+        set(),
+    ),
     "lion": (_lion, ("m",), set()),
-    "difference of gradients": (_difference, ("d", "before"), set()),
-    "momentum of momentum": (_of_momentum, ("m", "n"), set()),
-    "of a normalised gradient": (_of_normalised, ("m", "v"), {"v"}),
-    "largest second moment, by where": (_largest_second_moment, ("v", "most"), {"v"}),
-    "centered": (_centered, ("m", "v"), {"v"}),
+    "difference of gradients": (
+        named("d", lambda s, g, b, p: (s["d"].lerp_(g - s["before"], 1 - b), s["before"].copy_(g))),
+        ("d", "before"),
+        set(),
+    ),
+    "momentum of momentum": (
+        named("n", lambda s, g, b, p: (s["m"].lerp_(g, 0.1), s.update(n=b * s["n"] + (1 - b) * s["m"]))),
+        ("m", "n"),
+        set(),
+    ),
+    "of a normalised gradient": (
+        named("m", lambda s, g, b, p: (_second(s, g), s["m"].mul_(b).add_(g / (s["v"].sqrt() + 1e-3), alpha=1 - b))),
+        ("m", "v"),
+        {"v"},
+    ),
+    "largest second moment, by where": (
+        then(
+            lambda s, g, b, p: (_second(s, g), s.update(most=torch.where(s["v"] > s["most"], s["v"], s["most"]))),
+            lambda s, g, b: g / (s["most"].sqrt() + 1e-3),
+        ),
+        ("v", "most"),
+        {"v"},
+    ),
+    "centered": (
+        then(
+            lambda s, g, b, p: (_second(s, g), s["m"].lerp_(g, 1 - b)),
+            lambda s, g, b: g / (torch.sqrt((s["v"] - s["m"] * s["m"]).clamp(min=0)) + 1e-2),
+        ),
+        ("m", "v"),
+        {"v"},
+    ),
 }
 """States of which all but those named are no slow accumulators."""

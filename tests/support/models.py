@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +78,27 @@ def train(model: nn.Module, optimizer: Optimizer, seeds: Sequence[int]) -> None:
         optimizer.zero_grad()
         backward(model, seed)
         optimizer.step()
+
+
+def step_with(optimizer: Optimizer, gradient: Callable[[nn.Parameter], Any]) -> None:
+    """One step with the gradients that a function gives."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = gradient(p)
+    optimizer.step()
+
+
+def follow(optimizer: Optimizer, seeds: Iterable[int]) -> Optimizer:
+    """Steps with gradients that depend on the seed alone, each element a normal number."""
+    for seed in seeds:
+        g = torch.Generator().manual_seed(seed)
+        step_with(optimizer, lambda p, g=g: torch.randn(p.shape, generator=g).to(p.dtype))  # type: ignore[misc]
+    return optimizer
+
+
+def through_torch_save(x: Any, weights_only: bool = False) -> Any:
+    torch.save(x, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

@@ -9,15 +9,14 @@ in the place of a custom call. Evidence level of what runs here: stand-in.
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import nki_standin
 import torch_xla.core.xla_model as xm
 from nki_standin import Device, dialect_beta1, dialect_nki
+from played_neuron import execute
 from torch import Tensor
 
 from collage_neuron.passes.backends.nki import schedule
@@ -49,20 +48,6 @@ def play() -> None:
     xm.xla_device_kind = lambda device=None: CORE  # type: ignore[method-assign, unused-ignore]
     for dialect in (dialect_nki, dialect_beta1):
         dialect.run = on_copies(dialect.run)  # type: ignore[attr-defined]
-
-
-def execute(arguments: list[str]) -> None:
-    """Runs what the command line of Python names."""
-    first, *rest = arguments
-    if first == "-c":
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
-        return
-    sys.argv = rest if first == "-m" else arguments
-    if first == "-m":
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        return
-    sys.path.insert(0, str(Path(first).resolve().parent))
-    runpy.run_path(first, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from as_written import Written
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.optim import Optimizer
 
 
 class Program(NamedTuple):
@@ -86,19 +86,15 @@ def programs(draw: st.DrawFn) -> Program:
     )
 
 
-class RandomOptimizer(Optimizer):
+class RandomOptimizer(Written):
     """Runs a program."""
 
     def __init__(self, params: list[torch.nn.Parameter], program: Program, lr: float = 0.02) -> None:
         rate = torch.tensor(lr, dtype=torch.float64) if program.rate == "tensor" else lr
-        super().__init__(params, {"lr": rate, "program": program})
+        super().__init__(params, lr=rate, program=program)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    _step(group["program"], p, p.grad, self.state[p], group["lr"])
+    def update(self, p: Any, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        _step(group["program"], p, g, state, group["lr"])
 
 
 def _step(program: Program, p: torch.nn.Parameter, grad: Tensor, state: dict[str, Any], lr: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from as_written import Written
 from foreign import Lion
 from models import SHAPES, parameters
 from torch import nn
@@ -20,19 +21,16 @@ STEPS = 20
 LR = 1e-3
 
 
-class DecaysMatrices(Optimizer):
+class DecaysMatrices(Written):
     """Weight decay for tensors of two and more dimensions only: what it does depends on the shape."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr=lr)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.ndim > 1:
-                    p.mul_(1 - 0.5 * group["lr"])
-                p.add_(p.grad, alpha=-group["lr"])
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if p.ndim > 1:
+            p.mul_(1 - 0.5 * group["lr"])
+        p.add_(g, alpha=-group["lr"])
 
 
 Make = Callable[[Any], Optimizer]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import collage_neuron
 from collage_neuron.states.state_keys import is_component
 
 Update = Callable[[Any, Any, Any, dict[str, Any], float, int], object]
@@ -77,6 +78,19 @@ def set_gradients(params: list[Any], t: int) -> None:
     for i, p in enumerate(params):
         g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * t + i)).bfloat16()
         p.grad = g.to(p.device, p.dtype)
+
+
+def stepped_beside(make: Any, params: list[Parameter], strategy: str | None, steps: int) -> tuple[Any, list[Tensor]]:
+    """An optimizer after some steps, compiled if there is a strategy, and the values of its parameters."""
+    optimizer = make(params)
+    if strategy:
+        optimizer = collage_neuron.compile(optimizer, strategy=strategy, verbose=False)
+    torch.manual_seed(1)
+    for t in range(1, steps + 1):
+        set_gradients(params, t)
+        optimizer.step()
+    read = collage_neuron.exact_value if strategy else lambda _, p: p.detach()
+    return optimizer, [read(optimizer, p).clone() for p in params]
 
 
 def error(found: list[Tensor], exact: list[Tensor], start: list[Tensor] | None = None) -> float:

@@ -64,39 +64,23 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range = range(STEPS)) -
 # --- DDP around fp32 parameters, then the line: every form ------------------------------------------------------------
 
 
-def wrapped_and_optimizer(raw: nn.Module, ddp: nn.Module, optimizer: Optimizer) -> None:
-    collage_neuron.compile(ddp, optimizer, strategy="full")
-
-
-def raw_and_optimizer(raw: nn.Module, ddp: nn.Module, optimizer: Optimizer) -> None:
-    collage_neuron.compile(raw, optimizer, strategy="full")
-
-
-def optimizer_alone(raw: nn.Module, ddp: nn.Module, optimizer: Optimizer) -> None:
-    collage_neuron.compile(optimizer, strategy="full")
-
-
-def wrapped_alone(raw: nn.Module, ddp: nn.Module, optimizer: Optimizer) -> None:
-    collage_neuron.compile(ddp, strategy="full")
-
-
-def raw_alone(raw: nn.Module, ddp: nn.Module, optimizer: Optimizer) -> None:
-    collage_neuron.compile(raw, strategy="full")
-
-
-FORMS: dict[str, Callable[[nn.Module, nn.Module, Optimizer], None]] = {
-    f.__name__: f for f in (wrapped_and_optimizer, raw_and_optimizer, optimizer_alone, wrapped_alone, raw_alone)
+FORMS: dict[str, Callable[[nn.Module, nn.Module, Optimizer], tuple[Any, ...]]] = {
+    "wrapped_and_optimizer": lambda raw, ddp, optimizer: (ddp, optimizer),
+    "raw_and_optimizer": lambda raw, ddp, optimizer: (raw, optimizer),
+    "optimizer_alone": lambda raw, ddp, optimizer: (optimizer,),
+    "wrapped_alone": lambda raw, ddp, optimizer: (ddp,),
+    "raw_alone": lambda raw, ddp, optimizer: (raw,),
 }
 
 
 def every_form() -> dict[str, Whole]:
     """All bits by form of the call, and of replicas that are not wrapped."""
     found = {"by hand": by_hand()}
-    for name, line in FORMS.items():
+    for name, targets in FORMS.items():
         raw = model_of(0)
         ddp = DistributedDataParallel(raw)
         optimizer = adamw(ddp)
-        line(raw, ddp, optimizer)
+        collage_neuron.compile(*targets(raw, ddp, optimizer), strategy="full")
         found[name] = train(ddp, optimizer)
     return found
 
@@ -115,10 +99,6 @@ class Branches(nn.Module):
         return self.used(x)
 
 
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-
-
 def summing(state: list[int], bucket: Any) -> Any:
     """A communication hook that does what DDP does without one, and counts the dtypes that it sees."""
     state.append(bucket.buffer().dtype.itemsize)
@@ -128,6 +108,7 @@ def summing(state: list[int], bucket: Any) -> Any:
 
 summing.__annotations__.clear()  # torch compares them with classes, and here they are texts
 
+MODELS = {"batch norm": lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))}
 OPTIONS: dict[str, dict[str, Any]] = {
     "small buckets": {"bucket_cap_mb": 20 / 2**20},
     "views of buckets": {"gradient_as_bucket_view": True},
@@ -143,7 +124,7 @@ def every_option() -> dict[str, tuple[Whole, Whole]]:
     """All bits of a wrapped run, and of one by hand, by option."""
     found = {}
     for name, options in OPTIONS.items():
-        make = Branches if name.startswith("unused") else normed if name == "batch norm" else lambda: model_of(0)
+        make = MODELS.get(name, Branches if name.startswith("unused") else lambda: model_of(0))
         torch.manual_seed(0)
         model: nn.Module = make()
         ddp = DistributedDataParallel(model, **options)

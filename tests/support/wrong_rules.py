@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from as_written import Written
 from torch.optim import SGD, AdamW, Optimizer, Rprop
 
 from collage_neuron.passes.ir.scalars import Scalar
@@ -16,19 +17,15 @@ aten = torch.ops.aten
 RIGHT = dict(RULES)
 
 
-class Spelled(Optimizer):
+class Spelled(Written):
     """What it does to a parameter is given as a function of its state, the parameter and the gradient."""
 
     def __init__(self, params: Any, update: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.update = update
+        super().__init__(params, lr=0.1)
+        self.spelled = update
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(self.state[p], p, p.grad)
+    def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.spelled(state, p, g)
 
 
 BUGS: dict[str, tuple[Any, Callable[..., Any], Callable[[Any], Optimizer]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import cases_of_classes
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 from traced_cases import COMPUTED, LAUNCHED, Stepping, error, initial, left, set_gradients
+from traced_updates import stepped_beside
 
 import collage_neuron
 from collage_neuron.errors import RunsAsWritten
@@ -23,16 +25,7 @@ STEPS = 8
 
 def run(update: Any, strategy: str | None, lr: float = 0.01) -> tuple[Any, list[torch.Tensor]]:
     """The optimizer after some steps, and the values of the parameters."""
-    params = initial(torch.float32)
-    optimizer: Any = Stepping(params, update, lr)
-    if strategy:
-        optimizer = collage_neuron.compile(optimizer, strategy=strategy, verbose=False)
-    torch.manual_seed(1)
-    for t in range(1, STEPS + 1):
-        set_gradients(params, t)
-        optimizer.step()
-    read = collage_neuron.exact_value if strategy else lambda _, p: p.detach()
-    return optimizer, [read(optimizer, p).clone() for p in params]
+    return stepped_beside(partial(Stepping, update=update, lr=lr), initial(torch.float32), strategy, STEPS)
 
 
 @pytest.mark.parametrize("name", [*LAUNCHED, *COMPUTED])

@@ -292,10 +292,6 @@ def test_its_outer_one_must_stay() -> None:
         collage_neuron.compile(cases.Timm(inner))
 
 
-def around_compiled(params: list[Parameter]) -> Any:
-    return cases.Listed(collage_neuron.compile(adam(params), verbose=False))
-
-
 def over_more(params: list[Parameter]) -> Any:
     made = cases.Listed(adam(params[:2]))
     made.many.append(sgd(params))
@@ -339,7 +335,9 @@ class Alone(torch.optim.Optimizer):
 
 WRONG: dict[cases.Make, str] = {
     Alone: "its constructor does not call that of torch.optim.Optimizer",
-    around_compiled: "Listed steps an optimizer that is compiled already: compile the outermost one alone",
+    lambda params: cases.Listed(
+        collage_neuron.compile(adam(params), verbose=False)
+    ): "Listed steps an optimizer that is compiled already: compile the outermost one alone",
     over_more: "it steps a SGD over parameters that are in none of its own groups",
     lambda ps: Anew(adam(ps)): "its `state` is made anew each time it is asked for",
 }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import cases_of_inner as cases
 import pytest
 import torch
 from cases_of_inner import CASES, adam, compiled, error, plain, run
+from models import through_torch_save
 from torch.nn import Parameter
 
 import collage_neuron
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")
 
 
 def saved(optimizer: Any, params: list[Parameter]) -> Any:
-    file = io.BytesIO()
-    torch.save((optimizer.state_dict(), [p.detach() for p in params]), file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    return through_torch_save((optimizer.state_dict(), [p.detach() for p in params]))
 
 
 def load(optimizer: Any, params: list[Parameter], found: Any) -> None:

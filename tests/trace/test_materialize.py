@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
-from traced_updates import Stepping, place, set_gradients
+from traced_updates import Stepping, place, set_gradients, stepped_beside
 
 import collage_neuron
 
@@ -65,16 +66,10 @@ CASES = [between_writes, of_the_last_parameter, of_all_so_far, with_trust, and_e
 
 def run(update: Any, strategy: str) -> tuple[Any, list[torch.Tensor]]:
     torch.manual_seed(0)
-    params = [Parameter(torch.randn(shape).bfloat16().float()) for shape in SHAPES]
-    optimizer: Any = Stepping(params, update)
-    if strategy:
-        params = [Parameter(p.detach().bfloat16()) for p in params]
-        optimizer = collage_neuron.compile(Stepping(params, update), strategy=strategy, verbose=False)
-    for t in range(1, 11):
-        set_gradients(params, t)
-        optimizer.step()
-    read = collage_neuron.exact_value if strategy else lambda _, p: p.detach()
-    return optimizer, [read(optimizer, p).clone() for p in params]
+    params = [
+        Parameter(torch.randn(shape).bfloat16().to(torch.bfloat16 if strategy else torch.float32)) for shape in SHAPES
+    ]
+    return stepped_beside(partial(Stepping, update=update), params, strategy, 10)
 
 
 @pytest.mark.parametrize("update", [*CASES, of_the_second_as_it_was])

@@ -56,6 +56,13 @@ def _run(update: Any, dtype: torch.dtype, steps: int = 6) -> tuple[Tensor, Any]:
     return (collage_neuron.exact_value(optimizer, p) if dtype == torch.bfloat16 else p.detach()), optimizer
 
 
+def _assert_right(update: Any, rtol: float = 1e-6) -> tuple[Any, Any]:
+    """Compiled steps go where plain fp32 goes; returns both optimizers."""
+    (found, optimizer), (exact, plain) = _run(update, torch.bfloat16), _run(update, torch.float32)
+    assert torch.allclose(found, exact, rtol=rtol), (found, exact)
+    return optimizer, plain
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_what_changes_an_operation_is_seen(mode: str, traced: None) -> None:
     """In the fourth step a mode is on that was off in the third."""
@@ -68,8 +75,7 @@ def test_what_changes_an_operation_is_seen(mode: str, traced: None) -> None:
             x = g * 2.0
         p.sub_(x.detach(), alpha=lr)
 
-    (found, _), (exact, _) = _run(update, torch.bfloat16), _run(update, torch.float32)
-    assert torch.allclose(found, exact, rtol=1e-5), (found, exact)
+    _assert_right(update, 1e-5)
 
 
 CHANGED: dict[str, Callable[[Any, Any, int], Any]] = {
@@ -107,8 +113,7 @@ def test_a_step_that_does_something_else_is_right(how: str, traced: None) -> Non
     def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
         p.sub_(CHANGED[how](p, g, t), alpha=lr)
 
-    (found, _), (exact, _) = _run(update, torch.bfloat16), _run(update, torch.float32)
-    assert torch.allclose(found, exact, rtol=1e-6), (found, exact)
+    _assert_right(update)
 
 
 def test_a_method_that_is_exchanged_is_called(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
@@ -120,8 +125,7 @@ def test_a_method_that_is_exchanged_is_called(monkeypatch: pytest.MonkeyPatch, t
         p.sub_(g.mul(2.0), alpha=lr)
         monkeypatch.setattr(torch.Tensor, "mul", plain)
 
-    (found, _), (exact, _) = _run(update, torch.bfloat16), _run(update, torch.float32)
-    assert torch.allclose(found, exact, rtol=1e-6), (found, exact)
+    _assert_right(update)
 
 
 def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -216,7 +220,6 @@ def test_numbers_that_are_kept_are_those_of_their_steps(traced: None) -> None:
         o.kept.setdefault("norms", []).append(norm)
         p.sub_(g / (1.0 + norm), alpha=lr)
 
-    (found, optimizer), (exact, plain) = _run(update, torch.bfloat16), _run(update, torch.float32)
-    assert torch.allclose(found, exact, rtol=1e-6), (found, exact)
+    optimizer, plain = _assert_right(update)
     assert torch.allclose(torch.stack(optimizer.kept["norms"]), torch.stack(plain.kept["norms"]), rtol=1e-6)
     assert optimizer._collage_bookkeeping.traces.temporaries

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,21 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import through_torch_save
 from torch import Tensor
 from torch.nn import Parameter
 from traced_cases import Stepping
 
 import collage_neuron
 from collage_neuron.trace.placeholders import WAITS, placeholder
-
-
-def _saved(t: Tensor) -> Tensor:
-    file = io.BytesIO()
-    torch.save(t, file)
-    file.seek(0)
-    loaded: Tensor = torch.load(file)
-    return loaded
-
 
 # torch.func, out=, views and the like are in `traced_cases`.
 ASKING: dict[str, Callable[[Tensor], Any]] = {
@@ -39,7 +30,7 @@ ASKING: dict[str, Callable[[Tensor], Any]] = {
     "format": lambda t: f"{t[0]:.6f}",
     "deepcopy": lambda t: copy.deepcopy(t).tolist(),
     "pickle": lambda t: pickle.loads(pickle.dumps(t)).tolist(),
-    "save": lambda t: _saved(t).tolist(),
+    "save": lambda t: through_torch_save(t, weights_only=True).tolist(),
     "address": lambda t: t.data_ptr() != 0,
     "storage": lambda t: len(t.untyped_storage()),
     "dlpack": lambda t: t.__dlpack_device__()[0].value,

@@ -11,6 +11,7 @@ from typing import Any
 import foreign
 import pytest
 import torch
+from as_written import Written
 from traced_cases import LAUNCHED, RATED, Stepping, initial, set_gradients
 from wrong_rules import BUGS, Spelled
 
@@ -188,17 +189,11 @@ def test_after_the_error_the_same_step_can_be_taken(monkeypatch: pytest.MonkeyPa
 # --- what it must let pass --------------------------------------------------------------------------------------------
 
 
-class ByRows(torch.optim.Optimizer):
+class ByRows(Written):
     """Gradients over the root of the mean of their squares, by rows."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad / p.grad.square().mean(dim=-1, keepdim=True).add(1e-6).sqrt(), alpha=0.01)
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / g.square().mean(dim=-1, keepdim=True).add(1e-6).sqrt(), alpha=0.01)
 
 
 def lists(params: Any) -> Any:

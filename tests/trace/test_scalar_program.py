@@ -66,10 +66,6 @@ def _made(make: Any, groups: int = 1, **kwargs: Any) -> tuple[list[torch.nn.Para
     return params, optimizer
 
 
-def _words(params: list[torch.nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
-    return [t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())]
-
-
 def _trained(make: Any) -> list[torch.Tensor]:
     params, optimizer = _made(make, groups=2)
     for step in range(12):
@@ -80,7 +76,7 @@ def _trained(make: Any) -> list[torch.Tensor]:
             else:
                 group["lr"] = rate
         optimizer.step()
-    return _words(params, optimizer)
+    return [t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from as_written import Written
 from foreign import TransformersAdamW
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 import collage_neuron
 
@@ -16,26 +16,24 @@ torch_xla = pytest.importorskip("torch_xla")
 met = pytest.importorskip("torch_xla.debug.metrics")
 
 
-class Reading(Optimizer):
+class Reading(Written):
     """SGD with momentum, clipped by a number on the host in the steps that say so."""
 
     reads = False
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
+        super().__init__(params, lr=0.1)
         self.read: list[float] = []
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            state, size = self.state[p], p.grad.norm().item() if self.reads else 1.0
-            self.read.append(size)
-            if not state:
-                state["m"] = torch.zeros_like(p)
-            state["m"].mul_(0.9).add_(p.grad, alpha=1 / (1 + size))
-            p.sub_(state["m"], alpha=0.1)
-            if len(self.read) > 90:
-                state["late"] = p.clone()
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state, size = state, g.norm().item() if self.reads else 1.0
+        self.read.append(size)
+        if not state:
+            state["m"] = torch.zeros_like(p)
+        state["m"].mul_(0.9).add_(g, alpha=1 / (1 + size))
+        p.sub_(state["m"], alpha=0.1)
+        if len(self.read) > 90:
+            state["late"] = p.clone()
 
 
 def begun(make: Any, device: torch.device, steps: int) -> tuple[Any, list[Any]]:

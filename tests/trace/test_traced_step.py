@@ -17,6 +17,7 @@ from running import compiled_only
 from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
 from traced_classes import FOREIGN, OF_TORCH, SUMMING
+from traced_updates import stepped_beside
 
 import collage_neuron
 from collage_neuron.passes.backends.nki import source_cache, target
@@ -104,18 +105,8 @@ class NormsTogether(torch.optim.Optimizer):
 
 
 def test_numbers_of_all_parameters_in_one_tensor(traced: None) -> None:
-    def run(dtype: torch.dtype) -> tuple[list[torch.Tensor], Any]:
-        params = initial(dtype)
-        optimizer: Any = NormsTogether(params)
-        if dtype == torch.bfloat16:
-            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
-        for t in range(1, 7):
-            set_gradients(params, t)
-            optimizer.step()
-        read = collage_neuron.exact_value if dtype == torch.bfloat16 else lambda _, p: p.detach()
-        return [read(optimizer, p) for p in params], optimizer
-
-    (found, optimizer), (exact, _) = run(torch.bfloat16), run(torch.float32)
+    optimizer, found = stepped_beside(NormsTogether, initial(torch.bfloat16), "fp32", 6)
+    _, exact = stepped_beside(NormsTogether, initial(torch.float32), None, 6)
     assert all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(found, exact, strict=True))
     assert optimizer._collage_bookkeeping.traces.misses == 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import mlp
+from models import mlp, step_with
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, OneCycleLR
@@ -41,10 +41,7 @@ def parameters(size: float = 1.0) -> list[nn.Parameter]:
 
 def take(optimizer: Optimizer, steps: int, gradient: Gradient = torch.randn_like, scheduler: Any = None) -> None:
     for _ in range(steps):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = gradient(p)
-        optimizer.step()
+        step_with(optimizer, gradient)
         if scheduler is not None:
             scheduler.step()
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import REPRESENTATIVE_MODES
+from as_written import all_bits, everything
+from models import REPRESENTATIVE_MODES, step_with
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, Rprop
 from wrong_rules import BUGS, RIGHT, Spelled
 
@@ -34,33 +35,21 @@ def parameters(seed: int = 0, shapes: Sequence[tuple[int, ...]] = ((30, 20), (7,
     return [torch.nn.Parameter(torch.randn(shape) * 0.1) for shape in shapes]
 
 
-def give_gradients(optimizer: Optimizer, size: float = 1.0) -> None:
+def give_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
-            p.grad = torch.randn_like(p) * size
+            p.grad = torch.randn_like(p)
 
 
 def train(optimizer: Optimizer, steps: int) -> None:
     for _ in range(steps):
-        give_gradients(optimizer)
-        optimizer.step()
+        step_with(optimizer, torch.randn_like)
 
 
-def snapshot(optimizer: Optimizer) -> list[Any]:
+def snapshot(optimizer: Optimizer) -> Any:
     """All that a step may change, to the last bit."""
-    params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    states = [copy.deepcopy(dict(s)) for s in optimizer.state.values()]
-    own = {k: copy.deepcopy(v) for k, v in vars(optimizer).items() if k.startswith("lr_")}
-    return [params, groups, states, torch.get_rng_state(), own]
-
-
-def told(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.tolist()
-    if isinstance(x, dict):
-        return {k: told(v) for k, v in x.items()}
-    return [told(y) for y in x] if isinstance(x, (list, tuple)) else x
+    own = {k: v for k, v in vars(optimizer).items() if k.startswith("lr_")}
+    return everything(optimizer), all_bits([torch.get_rng_state(), own])
 
 
 @pytest.fixture
@@ -88,13 +77,13 @@ def test_a_wrong_rule_is_found_and_nothing_is_written(
     optimizer = collage_neuron.compile(make(parameters()), strategy=strategy)
     give_gradients(optimizer)
     for _ in range(4):  # a rule may matter from a later step on; each of these steps is due, or has a new update
-        before = told(snapshot(optimizer))
+        before = snapshot(optimizer)
         found = error_of(optimizer)
         if found:
             break
         give_gradients(optimizer)
     assert "param_groups[0]['params'][" in found
-    assert told(snapshot(optimizer)) == before
+    assert snapshot(optimizer) == before
 
 
 def error_of(optimizer: Optimizer) -> str:
@@ -311,7 +300,7 @@ def test_a_validated_run_is_the_same_run(every_step: None) -> None:
     for validated in ("on", "off"):
         optimizer = collage_neuron.compile(AdamW(parameters()), strategy="stochastic", validate=validated)
         train(optimizer, 10)
-        found.append(told([*snapshot(optimizer)[:1], list(optimizer.state.values())]))
+        found.append(everything(optimizer)[:2])
     assert found[0] == found[1]
 
 

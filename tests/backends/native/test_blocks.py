@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from beside import Beside, of_reference
-from natively import assert_same, assert_same_measures, copies_of
+from beside import Beside, check
 from torch import Tensor
 
 import collage_neuron
@@ -22,7 +21,6 @@ from collage_neuron.passes.backends.native import backend as module
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.schedule import Schedule
 from collage_neuron.passes.backends.protocol import Launch
-from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
@@ -71,15 +69,6 @@ def tensors(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Te
 def launch(update: Update, *parameters: Sequence[Tensor], finite: Tensor | None = None) -> Launch:
     rows = [list(x) for x in parameters]
     return Launch(update, torch.tensor([0.3]), rows, rows, finite)
-
-
-def check(*launches: Launch, left: int = 0) -> None:
-    copies = copies_of(launches)
-    assert len(of_reference(NATIVE, launches)) == left
-    found, wanted = NATIVE.run(launches), REFERENCE.run(copies)
-    for x, y in zip(launches, copies, strict=True):
-        assert_same(x.update, x.writes, y.writes)
-    assert_same_measures(found, wanted)
 
 
 @pytest.fixture

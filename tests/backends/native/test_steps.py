@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from beside import of_reference
+from beside import check, of_reference
 from natively import assert_same, assert_same_measures, copies_of, results
 from torch import Tensor
 
@@ -58,16 +58,6 @@ def tensors(shape: Sequence[int], seed: int = 0) -> list[Tensor]:
 
 def launch(update: Update, *parameters: Sequence[Tensor], finite: Tensor | None = None, c: float = 0.3) -> Launch:
     return Launch(update, torch.tensor([c]), [list(x) for x in parameters], [[x[0], x[2]] for x in parameters], finite)
-
-
-def check(*launches: Launch, left: int = 0) -> None:
-    """Both backends do the same; `left` parameters are left to the reference."""
-    copies = copies_of(launches)
-    assert len(of_reference(NATIVE, launches)) == left
-    found, wanted = NATIVE.run(launches), REFERENCE.run(copies)
-    for x, y in zip(launches, copies, strict=True):
-        assert_same(x.update, x.writes, y.writes)
-    assert_same_measures(found, wanted)
 
 
 @pytest.fixture

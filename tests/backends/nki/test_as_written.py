@@ -8,24 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from as_written import Written
 
 import collage_neuron
 from collage_neuron.passes.backends.registry import get
 
 
-class ByNorm(torch.optim.Optimizer):
+class ByNorm(Written):
     """A momentum, divided by the norm of the gradient."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                m.mul_(0.9).add_(p.grad / (p.grad.norm() + 1e-8))
-                p.add_(m, alpha=-group["lr"])
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        m = state.setdefault("m", torch.zeros_like(p))
+        m.mul_(0.9).add_(g / (g.norm() + 1e-8))
+        p.add_(m, alpha=-group["lr"])
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

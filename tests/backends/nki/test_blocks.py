@@ -170,24 +170,27 @@ def test_what_blocks_cost() -> None:
     }
 
 
-def _largest(x: Value) -> list[Value]:
-    return [narrow(x, "fp32"), narrow(block_max(x, BLOCK), "fp32")]
-
-
-def _wide(x: Value) -> list[Value]:
-    return [narrow(x, "fp32"), narrow(power_of_two(block_max(x, 64)), "fp32")]
-
-
-def _compared(found: Sequence[Value]) -> Value:
-    return widen(found[0]) * widen(widen(found[0]) > widen(found[1]))
-
-
 @pytest.mark.parametrize(
     ("encode", "decode", "layout", "message"),
     [
-        (_largest, _first, BLOCK, r"largest magnitude of blocks of 128 \(node .*power of two alone"),
-        (_wide, _first, 64, r"do not lay words out as block:64 yet; use .* whose words are block:128 or elementwise"),
-        (_powers, _compared, BLOCK, r"computes (less|greater) of words that blocks share and of elements \(node"),
+        (
+            lambda x: [narrow(x, "fp32"), narrow(block_max(x, BLOCK), "fp32")],
+            _first,
+            BLOCK,
+            r"largest magnitude of blocks of 128 \(node .*power of two alone",
+        ),
+        (
+            lambda x: [narrow(x, "fp32"), narrow(power_of_two(block_max(x, 64)), "fp32")],
+            _first,
+            64,
+            r"do not lay words out as block:64 yet; use .* whose words are block:128 or elementwise",
+        ),
+        (
+            _powers,
+            lambda found: widen(found[0]) * widen(widen(found[0]) > widen(found[1])),
+            BLOCK,
+            r"computes (less|greater) of words that blocks share and of elements \(node",
+        ),
     ],
 )
 def test_what_no_kernel_does_is_rejected(encode: object, decode: object, layout: int, message: str) -> None:

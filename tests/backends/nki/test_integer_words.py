@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact import all_high_words, on_reference, update_of
+from exact import all_high_words, on_reference, patterns, update_of
 from nki_lint import lint
 from nki_runs import differing, run, step_of, wild
 from torch import Tensor
@@ -49,11 +49,6 @@ def on_nki(update: Update, inputs: dict[str, Tensor], *machine: str) -> list[Ten
 
 def expected(update: Update, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(update.outputs, on_reference(update, list(inputs.values())), strict=True))
-
-
-def patterns() -> Tensor:
-    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
-    return torch.cat([upper | lower for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).view(torch.float32)
 
 
 @pytest.mark.parametrize(("target", "dialect"), MACHINES)

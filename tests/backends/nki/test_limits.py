@@ -22,25 +22,27 @@ def run(path: Path, text: str, limit: Limit, dialect: str = "nki", *args: Any) -
         return (kernel[limit.cores] if limit.cores > 1 else kernel)(*(args or (A.clone(),)))
 
 
-@pytest.mark.parametrize("name", LIMITS)
+NO = Limit("", "")
+INPUTS: dict[str, tuple[Any, str]] = {
+    "on a device": (torch.ones(2, device="meta"), "input a is on meta; the stand-in takes CPU tensors"),
+    "a list": ([1, 2], "argument a is a list; a kernel takes tensors"),
+    "complex": (torch.ones(2, dtype=torch.complex64), "input a is of type complex64"),
+    "empty": (torch.ones(0), "input a has no elements"),
+}
+CASES: dict[str, tuple[str, str, Limit, str, tuple[Any, ...]]] = {
+    **{name: (limit.message, source(limit), limit, "nki", ()) for name, limit in LIMITS.items()},
+    **{f"beta1, {name}": (x.message, beta1_source(x), x, "beta1", ()) for name, x in BETA1_LIMITS.items()},
+    **{f"ends, {name}": (message, ending(body), NO, "nki", ()) for name, (body, message) in ENDS.items()},
+    **{f"input {name}": (message, source(Limit("pass", "")), NO, "nki", (x,)) for name, (x, message) in INPUTS.items()},
+    **{f"mutable, {name}": (message, mutable(body), NO, "beta1", ()) for name, (body, message) in MUTABLE.items()},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_limit(name: str, tmp_path: Path) -> None:
-    limit = LIMITS[name]
-    with pytest.raises(StandinError, match=limit.message):
-        run(tmp_path / "kernel_file.py", source(limit), limit)
-
-
-@pytest.mark.parametrize("name", BETA1_LIMITS)
-def test_limit_of_the_older_dialect(name: str, tmp_path: Path) -> None:
-    limit = BETA1_LIMITS[name]
-    with pytest.raises(StandinError, match=limit.message):
-        run(tmp_path / "kernel_file.py", beta1_source(limit), limit, "beta1")
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_how_a_kernel_ends(name: str, tmp_path: Path) -> None:
-    body, message = ENDS[name]
+    message, text, limit, dialect, inputs = CASES[name]
     with pytest.raises(StandinError, match=message):
-        run(tmp_path / "kernel_file.py", ending(body), Limit("", ""))
+        run(tmp_path / "kernel_file.py", text, limit, dialect, *inputs)
 
 
 @pytest.mark.parametrize("on", ["trn1", "trn2", "trn3"])
@@ -80,28 +82,6 @@ def test_a_feature_is_there_from_its_generation_on(feature: str, on: str, genera
         return
     with pytest.raises(StandinError, match=r"NeuronCore-v|exceeds the"):
         run(tmp_path / "kernel_file.py", source(limit), limit)
-
-
-INPUTS: dict[str, tuple[Any, str]] = {
-    "on a device": (torch.ones(2, device="meta"), "input a is on meta; the stand-in takes CPU tensors"),
-    "a list": ([1, 2], "argument a is a list; a kernel takes tensors"),
-    "complex": (torch.ones(2, dtype=torch.complex64), "input a is of type complex64"),
-    "empty": (torch.ones(0), "input a has no elements"),
-}
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_inputs(name: str, tmp_path: Path) -> None:
-    value, message = INPUTS[name]
-    with pytest.raises(StandinError, match=message):
-        run(tmp_path / "kernel_file.py", source(Limit("pass", "")), Limit("", ""), "nki", value)
-
-
-@pytest.mark.parametrize("name", MUTABLE)
-def test_a_mutable_input_is_written_and_returned(name: str, tmp_path: Path) -> None:
-    body, message = MUTABLE[name]
-    with pytest.raises(StandinError, match=message):
-        run(tmp_path / "kernel_file.py", mutable(body), Limit("", ""), "beta1")
 
 
 def test_what_a_kernel_stores_into_an_input_reaches_the_caller(tmp_path: Path) -> None:

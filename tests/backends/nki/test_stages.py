@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import as_written
 import nki_standin
 import pytest
 import sampling
 import torch
-from as_written import everything, run
+from as_written import assert_near, everything, parameters, run
 from headed import Blocks, Flat, Fused, Mini, Vectors
 from nki_runs import INFINITY, bits, by_reciprocals
 from planned import plan
@@ -61,17 +62,11 @@ def dialect(request: pytest.FixtureRequest, own_folder: None) -> Iterator[str]:
         yield request.param
 
 
-def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
-    g = torch.Generator().manual_seed(0)
-    return [Parameter((0.3 * torch.randn(shape, generator=g)).bfloat16().to(dtype)) for shape in shapes]
-
-
 def compiled(
     make: Any, name: str = "nki", strategy: Any = "fp32", shapes: Sequence[tuple[int, ...]] = SHAPES, **settings: Any
 ) -> tuple[Any, list[Parameter]]:
-    params = parameters(shapes)
-    settings = {"validate": "off", **settings}
-    return collage_neuron.compile(make(params), strategy=strategy, backend=name, verbose=False, **settings), params
+    settings = {"validate": "off", "backend": name, **settings}
+    return as_written.compiled(make, strategy, shapes, verbose=False, **settings)
 
 
 def found_by(make: Any, name: str, strategy: Any = "fp32", steps: int = 2, **settings: Any) -> Any:
@@ -122,12 +117,10 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any, dialect: str, shapes: tu
     run(optimizer, 2)
     assert not bookkeeping(optimizer).as_written
     assert optimizer.param_groups[0]["collage_backend"] == "nki"
-    exact = parameters(shapes, torch.float64)
+    exact = parameters(torch.float64, shapes)
     run(plain := make(exact), 2)
-    for p, q, before in zip(params, exact, parameters(shapes), strict=True):
-        ours, theirs, start = collage_neuron.exact_value(optimizer, p), q.detach(), before.detach().double()
-        stores = 2 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
-        assert ((ours - theirs).abs() <= 2**-17 * (theirs - start).abs().max() + 1.1 * stores).all()
+    assert_near(optimizer, params, exact, parameters(torch.float64, shapes), 2, 2**-17)
+    for p, q in zip(params, exact, strict=True):
         for name in bookkeeping(optimizer).small.intersection(optimizer.state[p]):
             value, wanted = optimizer.state[p][name], plain.state[q][name]
             assert ((value - wanted).abs() <= 2**-18 * wanted.abs()).all()
@@ -267,7 +260,7 @@ def test_groups(make: Any, dialect: str) -> None:
     """Each group's parameters have numbers of their own, and a rate; in the last step one has no gradient."""
     found = []
     for name in ("nki", "reference"):
-        params = parameters(((24, 40), (6, 10), (24, 40), (8, 8)))
+        params = parameters(torch.bfloat16, ((24, 40), (6, 10), (24, 40), (8, 8)))
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
         optimizer = collage_neuron.compile(make(groups), strategy="plus", backend=name, verbose=False, validate="off")
         run(optimizer, 2)
@@ -286,7 +279,7 @@ def test_memory_order_does_not_matter() -> None:
     """Rows that do not lie one after another."""
     found = []
     for turned in (False, True):
-        params = parameters(((24, 40),))
+        params = parameters(torch.bfloat16, ((24, 40),))
         if turned:
             params = [Parameter(in_columns(p.detach())) for p in params]
         optimizer = collage_neuron.compile(Came(params), strategy="plus", backend="nki", verbose=False, validate="off")
