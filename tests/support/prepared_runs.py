@@ -68,7 +68,7 @@ def every_form(library: str) -> tuple[dict[str, Whole], str]:
         assert any(isinstance(m, DistributedDataParallel) for m in model.modules())
         said = message(model, optimizer)
         if name in FORMS:
-            FORMS[name](start, model, raw)
+            collage_neuron.compile(*FORMS[name](start, model, raw), strategy="full")
         else:
             collage_neuron.compile(model, optimizer.optimizer, strategy="full")
         for step in range(STEPS):
