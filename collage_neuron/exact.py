@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import param_format
-from collage_neuron.optimizer import low_word_handover
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes
+from collage_neuron.states import external_writes, shared_params
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local
@@ -52,13 +51,13 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
         is_fresh = is_idle(optimizer.state.get(p, {}))
         event = external_writes.FRESH if is_fresh else external_writes.STEPPED
         external_writes.put(optimizer, p, fmt, value.detach().float(), event)
+        shared_params.hand_on(optimizer)
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     """The fp32 value that `optimizer` keeps for `p`, as a copy: hi + lo, the fp32 master, or `p.float()`.
 
-    Where other code wrote `p` since the last step (a mask, a clamp), low words that are not its own do not count. Where
-    another compiled optimizer took the last step, this is what that one keeps.
+    Where other code wrote `p` since the last step (a mask, a clamp), low words that are not its own do not count.
 
     Raises:
         TypeError: the optimizer is not compiled, or `compile(model)` has yet to compile it.
@@ -68,7 +67,6 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     if not any(p is q for q in params_of(optimizer)):
         raise ValueError(f"the tensor of shape {list(p.shape)} is not a parameter of this {type(optimizer).__name__}")
     external_writes.restore_words(optimizer)
-    low_word_handover.take_over(optimizer)
     value = read_exact(p, optimizer.state.get(p, {}), "param", record_of(optimizer, p)).clone()
     return external_writes.without_stale(optimizer, p, value)
 

@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import RoundedWeights
-from collage_neuron.optimizer.pending_models import is_compiled
 from collage_neuron.runtime import wrappers
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.bookkeeping import is_compiled, params_of
 from collage_neuron.states.live_objects import groups_of, outermost, smallest
 from collage_neuron.states.sharding import local
 

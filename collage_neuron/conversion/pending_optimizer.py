@@ -23,10 +23,10 @@ from collage_neuron.conversion.model_casting import check_model, note_frozen, te
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.optimizer.low_word_handover import COMPILED
-from collage_neuron.optimizer.pending_models import CompileOptimizer, Pending, high_word, is_compiled, models, models_of
+from collage_neuron.optimizer.pending_models import CompileOptimizer, Pending, high_word, models, models_of
 from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.settings import Settings
-from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.bookkeeping import is_compiled, params_of
 from collage_neuron.states.sharding import rewrite_data
 from collage_neuron.states.shared_memory import check_unshared
 

@@ -45,11 +45,23 @@ class CompiledMeta(type):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         """Sets what a user keeps in the class of an optimizer in the user's own class, where its code finds it."""
-        own = vars(cls)  # `step` is the last that is put there as the class is made
-        if "_collage_base" in own and "step" in own and name not in own:
+        if _is_users(cls, name):
             setattr(cls._collage_base, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        """Takes it out of there."""
+        if _is_users(cls, name):
+            delattr(cls._collage_base, name)
+        else:
+            super().__delattr__(name)
+
+
+def _is_users(cls: type, name: str) -> bool:
+    """Returns True for what is no matter of a class that we have made, of which `step` is the last part."""
+    is_made = "_collage_base" in vars(cls) and "step" in vars(cls)
+    return is_made and name != "step" and not name.startswith(("__", "_collage"))
 
 
 class Compiled(Optimizer):
@@ -134,7 +146,6 @@ class Compiled(Optimizer):
             warnings.warn(f"this state_dict may be half written: {bookkeeping(self).interrupted}", stacklevel=2)
         replaced_params.follow(self)
         external_writes.restore_words(self)
-        low_word_handover.take_over(self)
         external_writes.check_codes(self)
         nonfinite.read_counts(self)
         if inner_optimizers.inner_of(self):

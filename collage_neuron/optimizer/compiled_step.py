@@ -35,6 +35,7 @@ from collage_neuron.states import (
     live_objects,
     reduced_states,
     replaced_params,
+    shared_params,
     step_counts,
     step_inventory,
     strategy_checks,
@@ -81,7 +82,6 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     first_step_report.hint_at_source(base, optimizer)
     external_averages.look(optimizer, ours)
     low_word_handover.leave_words(optimizer, ours)
-    low_word_handover.take_over(optimizer)
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)
@@ -205,6 +205,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
         measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)
         replaced_params.forget(optimizer)
         external_writes.remember_step(optimizer)
+        shared_params.hand_on(optimizer)
     first_step_report.report(base, optimizer, jobs)
     return measured
 

@@ -3,8 +3,7 @@
 A new optimizer over a compiled model (a warm restart, the next stage of a training) begins with the values that the
 last one left, and not with their high words alone. The last one may be gone by then: `optimizer = AdamW(...)` lets go
 of it before the new one is compiled. So when a compiled optimizer goes, its low words stay with the parameters.
-Optimizers that have the same parameters at one time take over from one another: each begins its step with the values
-that the last one has left.
+Optimizers that have the same parameters at one time hand on what they store (`states/shared_params.py`).
 
 Parameters that were frozen when `compile` rounded their model have lost theirs, and others were left in fp32.
 """
@@ -13,8 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,12 +20,9 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import RoundedWeights, warn_user
-from collage_neuron.numerics.strategies import param_format
-from collage_neuron.optimizer.pending_models import is_compiled, restore_low_words, written_in_all_processes
-from collage_neuron.runtime import wrappers
-from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, step_inventory
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
+from collage_neuron.optimizer.pending_models import restore_low_words, written_in_all_processes
+from collage_neuron.states import external_writes, shared_params
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.state_keys import split_params
 from collage_neuron.states.store import read_exact
@@ -69,72 +64,20 @@ def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> N
 @torch.no_grad()
 def continue_from_others(optimizer: Optimizer) -> None:
     """Gives bf16 parameters of `optimizer` without low words those that another compiled one keeps of them, or left."""
-    params = _without_words(optimizer)
-    if params:
-        _take(optimizer, _meet_others(optimizer), params)
-    else:  # they were fp32 until now, and no other one has them: to look takes long
+    wanted = shared_params.without_words(optimizer)
+    if not wanted:  # they were fp32 until now, and no other one has them: to look takes long
         bookkeeping(optimizer).sharing = bookkeeping(optimizer).sharing or []
+        return
+    for p, value in _values(shared_params.meet(optimizer), set(wanted)):
+        shared_params.give_words(optimizer, p, wanted[p], value)
+        external_writes.remember(optimizer, p, external_writes.FRESH)
 
 
-@torch.no_grad()
-def take_over(optimizer: Optimizer) -> None:
-    """Takes the exact values of parameters of which another optimizer took the last step, or was compiled before."""
-    ours = bookkeeping(optimizer)
-    others = _meet_others(optimizer) if ours.sharing is None else _alive(ours.sharing)
-    if ours.sharing:
-        external_writes.restore_words(optimizer)
-        stepped = [x for x in others if bookkeeping(x).steps]
-        theirs = {p for p in ours.moved() if _is_left(p) or any(_took_last_step(x, p) for x in stepped)}
-        _take(optimizer, stepped, theirs | _without_words(optimizer))
-
-
-def _alive(references: Iterable[Any]) -> list[Any]:
-    return [x for reference in references if (x := reference()) is not None]
-
-
-def _took_last_step(other: Optimizer, p: torch.Tensor) -> bool:
-    """Returns True if a step of another optimizer was the last that wrote a parameter."""
-    return bookkeeping(other).marks.params.get(p) == (external_writes.STEPPED, mark_of(p))
-
-
-def _is_left(p: torch.Tensor) -> bool:
-    """Returns True if that optimizer is gone."""
-    left: Left | None = vars(p).get(LEFT)
-    return left is not None and left.fits(p)
-
-
-def _meet_others(optimizer: Optimizer) -> list[Any]:
-    """The other compiled optimizers that keep some of its parameters; they know of one another from then on."""
-    own = set(map(id, params_of(optimizer)))
-    compiled = filter(is_compiled, wrappers.instances("torch.optim", "Optimizer"))
-    candidates = (x for x in compiled if x is not optimizer and {"param_groups", "state"} <= vars(x).keys())
-    # A parameter whose group has moved to this optimizer is still among the states of the other.
-    others = [x for x in candidates if not own.isdisjoint(map(id, [*params_of(x), *x.state]))]
-    bookkeeping(optimizer).sharing = [*map(weakref.ref, others)]
-    for x in others:
-        known = [other for other in _alive(bookkeeping(x).sharing or ()) if other is not optimizer]
-        bookkeeping(x).sharing = [*map(weakref.ref, [*known, optimizer])]
-    return others
-
-
-def _without_words(optimizer: Optimizer) -> set[torch.Tensor]:
-    """The bf16 parameters that have no low words yet."""
-    split = split_params(optimizer.state)
-    return {p for p in params_of(optimizer) if p.dtype == torch.bfloat16 and not p.is_meta and p not in split}
-
-
-def _take(optimizer: Optimizer, others: Sequence[Any], params: set[torch.Tensor]) -> None:
-    strategies = {p: Settings.of(group).strategy for group in optimizer.param_groups for p in group["params"]}
-    split = {p: fmt for p in params if len((fmt := param_format(strategies[p], p.dtype)).components) > 1}
-    for p, value in _values(others, set(split)):
-        step_inventory.changed(optimizer)
-        external_writes.put(optimizer, p, split[p], value)
-
-
-def _values(others: Sequence[Any], params: set[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The exact values of parameters of which somebody has low words: who took the last step, else anybody."""
-    for is_last, other in product((True, False), others):
-        shared = {p for p in split_params(other.state) & params if not is_last or _took_last_step(other, p)}
+def _values(others: Iterable[Any], params: set[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The exact values of parameters, of those of which somebody has low words."""
+    for other in others:
+        external_writes.restore_words(other)
+        shared = split_params(other.state) & params
         params = params - shared
         for p in shared:
             exact = read_exact(p, other.state[p], "param", record_of(other, p))

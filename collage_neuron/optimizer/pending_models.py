@@ -18,7 +18,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.bookkeeping import is_compiled, params_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
 
 CompileOptimizer = Callable[[Optimizer, Settings], None]
@@ -47,14 +47,6 @@ def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
     """The models given to `compile` alone that `optimizer` has parameters of."""
     owned = set(map(id, params_of(optimizer)))
     return [model for model in models if not owned.isdisjoint(map(id, model.parameters()))]
-
-
-def is_compiled(optimizer: object) -> bool:
-    """Returns True for an instance of a compiled class, like `isinstance(optimizer, Compiled)`.
-
-    It does not import `Compiled`, which would import the whole compiler.
-    """
-    return hasattr(type(optimizer), "_collage_base")
 
 
 def require_compiled(optimizer: object) -> None:

@@ -112,8 +112,8 @@ class Bookkeeping:
     traces: Any = None
     """What lasts between traced steps, a `trace.kinds.Traces`; a copy of the optimizer has its own."""
     sharing: Any = None
-    """Weak references to other compiled optimizers over some of its parameters, a list (`low_word_handover`); None if
-    nobody has looked: a copy looks anew."""
+    """Weak references to other compiled optimizers over some of its parameters (`shared_params`); None if nobody
+    has looked: a copy looks anew."""
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`continued`)."""
     seen: Any = None
@@ -127,8 +127,6 @@ class Bookkeeping:
 
     def moved(self) -> dict[torch.Tensor, str]:
         """The parameters that were written since they were marked, and what had happened to them before."""
-        if self.marks.are_unwritten():
-            return {}
         return {p: what for p, (what, mark) in self.marks.params.items() if mark != mark_of(p)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,6 +161,15 @@ def bookkeeping(optimizer: Optimizer) -> Bookkeeping:
         own[ATTRIBUTE] = Bookkeeping()
     found: Bookkeeping = own[ATTRIBUTE]
     return found
+
+
+def is_compiled(optimizer: object) -> bool:
+    """Returns True for an instance of a compiled class, also while its step shows it as one of the user's class.
+
+    It does not import `Compiled`, which would import the whole compiler.
+    """
+    own: Bookkeeping | None = getattr(optimizer, "__dict__", {}).get(ATTRIBUTE)
+    return hasattr(type(optimizer), "_collage_base") or (own is not None and own.presented is not None)
 
 
 def params_of(optimizer: Optimizer) -> list[Any]:

@@ -211,6 +211,19 @@ def store(
     _put(p, state, name, fmt, word_encoding.settled(fmt, name, there), record)
 
 
+def store_beside(p: torch.Tensor, state: State, fmt: Format, value: torch.Tensor, record: Record | None = None) -> None:
+    """Stores the fp32 `value` of a parameter in the further words of `fmt`; the first one, the parameter, stays.
+
+    A value half way between two first words, which would be rounded to the other one, is moved by an ulp of fp32.
+    """
+    high, there = local(p.detach()).cpu(), local(value).cpu()
+    for nearer in (torch.nextafter(there, high.float()), high.float()):
+        found = word_encoding.settled(fmt, "param", there)
+        there = torch.where(found[0] == high, there, nearer)
+    found = word_encoding.settled(fmt, "param", there)
+    _put(p, state, "param", fmt, [high, *found[1:]], record, keeps_first=True)
+
+
 def _check_signs(p: torch.Tensor, name: str, fmt: Format, values: torch.Tensor) -> None:
     if (values < 0).any():
         raise ValueError(
@@ -222,12 +235,20 @@ def _check_signs(p: torch.Tensor, name: str, fmt: Format, values: torch.Tensor) 
 
 
 def _put(
-    p: torch.Tensor, state: State, name: str, fmt: Format, found: Sequence[torch.Tensor], record: Record | None
+    p: torch.Tensor,
+    state: State,
+    name: str,
+    fmt: Format,
+    found: Sequence[torch.Tensor],
+    record: Record | None,
+    keeps_first: bool = False,
 ) -> None:
     tensors = [word.to(p.device) for word in found]
     for suffix in suffixes():
         state.pop(name + suffix, None)
     for key, component, tensor in zip(fmt.keys(name), fmt.components, tensors, strict=True):
+        if key == "param" and keeps_first:
+            continue
         if key == "param" and p.dtype == tensor.dtype and p.device.type != "xla":
             local(p.detach()).copy_(
                 tensor

@@ -106,10 +106,6 @@ class Marks:
         same = [*map(id, now.highs)] == [*map(id, noted.highs)]
         return same and (now[1:3], now.high_versions) == (noted[1:3], noted.high_versions)
 
-    def are_unwritten(self) -> bool:
-        """Returns True after a step since which no parameter was written or exchanged."""
-        return self._all is not None and _columns(self._all.split, [], [])[1:3] == self._all[1:3]
-
     def _spread(self) -> None:
         """Makes dictionaries of lists."""
         if self._all is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from types import CellType
+from functools import cache
+from types import CellType, CodeType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 def unhooked_step(base: type[Optimizer]) -> Any:
     """`base.step` without the wrapper in which torch runs an optimizer's hooks, which have run already."""
     step: Any = base.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    # `hooked` says less: a wrapper that somebody has put around it by functools.wraps has this attribute too.
+    return step.__wrapped__ if getattr(step, "__code__", None) is _wrapper_code() else step
 
 
 def hooked_steps(base: type[Optimizer]) -> list[CellType]:
@@ -25,12 +27,19 @@ def hooked_steps(base: type[Optimizer]) -> list[CellType]:
 
 
 def _code_in(step: Any) -> Iterator[CellType]:
-    code = Optimizer.profile_hook_step(_code_in).__code__  # all its wrappers share it
+    code = _wrapper_code()
     while step is not None:
         if getattr(step, "__code__", None) is code:
             yield step.__closure__[code.co_freevars.index("func")]
         # Others may have put wrappers of their own around it.
         step = getattr(step, "__wrapped__", None)
+
+
+@cache
+def _wrapper_code() -> CodeType:
+    """The code that all wrappers of torch share."""
+    code: CodeType = Optimizer.profile_hook_step(_code_in).__code__
+    return code
 
 
 def mark_hooked(step: Any) -> None:

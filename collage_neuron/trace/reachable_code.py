@@ -35,7 +35,12 @@ def root_of(x: Any) -> str:
     if isinstance(x, ModuleType):
         return x.__name__.partition(".")[0]
     kind = x if isinstance(x, (FunctionType, BuiltinFunctionType, type)) else type(x)
-    return str(getattr(kind, "__module__", None) or "builtins").partition(".")[0]
+    modules = [getattr(kind, "__module__", None) or "builtins"]
+    while isinstance(x, FunctionType):  # functools.wraps gives a function the module of another one
+        modules.append(x.__globals__.get("__name__"))
+        x = vars(x).get("__wrapped__")
+    roots = [str(module).partition(".")[0] for module in modules]
+    return next((root for root in roots if root not in _LIBRARIES), roots[0])
 
 
 def reachable(roots: Iterable[Any]) -> Iterator[Any]:

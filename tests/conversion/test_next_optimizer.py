@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW, RMSprop
 
 import collage_neuron
 from collage_neuron import RoundedWeights, exact_value
@@ -57,9 +59,52 @@ def test_the_next_stage_goes_on_though_the_last_optimizer_is_gone(form: str, str
         assert (end != model.weight).any()
 
 
+@torch.no_grad()
+def write_the_same(p: Any) -> None:
+    p.copy_(p.clone())
+
+
+BETWEEN: dict[str, Callable[[Any, list[Any]], Any]] = {
+    "read": lambda w, os: [exact_value(o, w) for o in os],
+    "saved": lambda w, os: [o.state_dict() for o in os],
+    "loaded": lambda w, os: os[1].load_state_dict(copy.deepcopy(os[1].state_dict())),
+    "cleared": lambda w, os: [o.state.clear() for o in os[:2]],
+    "forgotten": lambda w, os: setattr(os[0], "state", defaultdict(dict)),
+    "compiled again": lambda w, os: collage_neuron.compile(os[1], verbose=False),
+    "another one": lambda w, os: os.append(collage_neuron.compile(SGD([w], lr=1e-5), verbose=False)),
+    "the same bits": lambda w, os: write_the_same(w),
+    "other memory": lambda w, os: setattr(w, "data", w.data.clone()),
+    "written": lambda w, os: collage_neuron.set_exact_value(os[0], w, exact_value(os[1], w)),
+    "method": lambda w, os: os[0].zero(),
+    "copied": lambda w, os: os.append(copy.copy(os[0])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:parameters of this")
+@pytest.mark.parametrize("what", BETWEEN)
+def test_three_optimizers_have_one_value_whatever_is_done_between_steps(what: str) -> None:
+    class Own(SGD):
+        @torch.no_grad()
+        def zero(self) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.add_(0)
+
+    model: Any = linear()
+    made: list[Any] = [Own(model.parameters(), lr=1e-5), AdamW(model.parameters(), lr=1e-5)]
+    optimizers = [collage_neuron.compile(o, verbose=False) for o in (*made, RMSprop(model.parameters(), lr=1e-5))]
+    for turn in range(6):
+        steps(model, optimizers[turn % 3], count=2)
+        end = exact_value(optimizers[turn % 3], model.weight)
+        assert (end != model.weight).any()
+        BETWEEN[what](model.weight, optimizers)
+        copies, weight = copy.deepcopy((optimizers, model.weight))
+        assert all(torch.equal(exact_value(o, weight), end) for o in copies)
+        assert all(torch.equal(exact_value(o, model.weight), end) for o in optimizers)
+
+
 @pytest.mark.parametrize("when", ["at once", "in copies", "gone"])
-def test_optimizers_that_have_the_same_parameters_take_over_from_one_another(when: str) -> None:
-    """In each step, whoever was compiled first: the steps in which the other's rate is zero change nothing."""
+def test_optimizers_that_have_the_same_parameters_hand_on_what_they_store(when: str) -> None:
+    """Whoever was compiled first: the steps in which the other's rate is zero change nothing."""
     model: Any = linear()
     both: list[Any] = [compiled("both", model), compiled("optimizer", model)]
     if when == "in copies":

@@ -261,10 +261,14 @@ def what_the_class_is_and_keeps(world: World) -> None:
         def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
             type(self).taken += 1
             self.seen = type(self) is self.__class__ is listed["mine"], repr(self).split()[0]
-            p.sub_(g, alpha=self.rates.get(type(self).__name__, 0.01) / (1 + type(self).taken % 3))
+            rate = self.rates.get(type(self).__name__, 0.01) * self.scale()
+            p.sub_(g, alpha=rate / (1 + type(self).taken % 3))
 
         def count(self) -> None:
             type(self).taken += 10
+
+        def scale(self) -> float:
+            return 1.0
 
     class Mine(Listed, key="mine"):
         pass
@@ -274,7 +278,9 @@ def what_the_class_is_and_keeps(world: World) -> None:
     type(world.optimizer).taken = 4
     world.step(10)
     world.optimizer.count()
-    world.step(1)
+    type(world.optimizer).scale, type(world.optimizer).gone = (lambda _: 0.5), 1
+    del type(world.optimizer).gone
+    world.step(5)
     world.notes += [Mine.taken, type(world.optimizer).taken, *listed]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import functools
 import itertools
 import os
 import queue
@@ -319,12 +320,13 @@ def test_a_tensor_that_a_step_adds_to_is_there_after_each(place: str, shape: tup
         optimizer.step()
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.whole
+@pytest.mark.parametrize("as_torchs", [True, False])
+@pytest.mark.parametrize("when", ["before", "after", "later"])
 def test_a_step_of_torch_that_somebody_wraps_is_counted_once(
-    is_before: bool, steps_before: int, monkeypatch: pytest.MonkeyPatch
+    when: str, as_torchs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As profilers do; torch's own functions write nothing, and are not looked into."""
+    """As profilers do, by functools.wraps or not; torch's own functions write nothing, and are not looked into."""
     times: list[int] = []
     step = torch.optim.SGD.step
 
@@ -332,14 +334,16 @@ def test_a_step_of_torch_that_somebody_wraps_is_counted_once(
         times.append(1)
         return step(self, closure)
 
+    def wrap() -> None:
+        monkeypatch.setattr(torch.optim.SGD, "step", functools.wraps(step)(counted) if as_torchs else counted)
+
     optimizer: Any = torch.optim.SGD([p := Parameter(torch.ones(3))], 0.125)
-    if is_before:
-        monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    if when == "before":
+        wrap()
     optimizer = collage_neuron.compile(optimizer, verbose=False)
-    for t in range(steps_before + 3):
-        if t == steps_before:
-            times.clear()
-            monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    for t in range(-2, 3):
+        if t == {"after": -2, "later": 0}.get(when):
+            wrap()
         p.grad = torch.ones_like(p)
         optimizer.step()
-    assert len(times) == 3
+    assert len(times) == (3 if when == "later" else 5)

@@ -1,0 +1,105 @@
+"""Parameters that several compiled optimizers have: each keeps low words of them, and all keep the same value.
+
+What one of them has stored, the others get at once, so that each can be read, saved, copied and stepped by itself. The
+first word is the parameter, which all have; only further words are written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.strategies import param_format
+from collage_neuron.settings import Settings
+from collage_neuron.states import external_writes
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, is_compiled, params_of
+from collage_neuron.states.format_record import record_of
+from collage_neuron.states.live_objects import objects_of, with_subclasses
+from collage_neuron.states.sharding import local
+from collage_neuron.states.state_keys import split_params
+from collage_neuron.states.store import is_stored, read_exact, store_beside
+from collage_neuron.states.write_detection import STEPPED, mark_of
+
+
+def meet(optimizer: Optimizer) -> list[Any]:
+    """The other compiled optimizers that keep some of its parameters; they know of one another from then on."""
+    own = set(map(id, params_of(optimizer)))
+    living = (x for x in objects_of(with_subclasses(Optimizer)) if x is not optimizer and is_compiled(x))
+    candidates = (x for x in living if {"param_groups", "state"} <= vars(x).keys())  # one may be being built
+    # A parameter whose group has moved to this optimizer is still among the states of the other.
+    others = [x for x in candidates if not own.isdisjoint(map(id, [*params_of(x), *x.state]))]
+    bookkeeping(optimizer).sharing = [*map(weakref.ref, others)]
+    for book in filter(lambda book: book.sharing is not None, map(bookkeeping, others)):  # else it looks for all itself
+        known = [other for other in _alive(book.sharing) if other is not optimizer]
+        book.sharing = [*map(weakref.ref, [*known, optimizer])]
+    return others
+
+
+def _alive(references: Iterable[Any]) -> list[Any]:
+    return [x for reference in references if (x := reference()) is not None]
+
+
+@torch.no_grad()
+def hand_on(optimizer: Optimizer) -> None:
+    """Gives the values that `optimizer` has just stored to all others that have these parameters."""
+    ours = bookkeeping(optimizer)
+    others = meet(optimizer) if ours.sharing is None else _alive(ours.sharing)
+    for other in others:
+        theirs = bookkeeping(other)
+        if theirs.presented is None:  # else its step, or its method, stores what it has at its end
+            _give(optimizer, ours, other, theirs)
+
+
+def _give(optimizer: Optimizer, ours: Bookkeeping, other: Optimizer, theirs: Bookkeeping) -> None:
+    own, known = set(map(id, params_of(optimizer))), theirs.marks.params
+    external_writes.restore_words(other)
+    given: list[torch.Tensor] = []
+    alike: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for p, fmt in formats_of(other).items():
+        if id(p) in own and known.get(p) != (STEPPED, mark_of(p)):
+            given.append(p)
+            if not _pair(optimizer.state.get(p, {}), p, fmt, optimizer, other, alike):
+                give_words(other, p, fmt, read_exact(p, optimizer.state.get(p, {}), "param", record_of(optimizer, p)))
+    if alike[0]:
+        torch._foreach_copy_(*alike)
+    for p in given:
+        external_writes.remember(other, p, STEPPED)
+
+
+def _pair(
+    state: Any, p: torch.Tensor, fmt: Format, optimizer: Optimizer, other: Optimizer, alike: Sequence[list[Any]]
+) -> bool:
+    """Adds words to be copied as they are, where both optimizers have them in one format; else returns False."""
+    theirs = other.state.get(p, {})
+    records = record_of(other, p), record_of(optimizer, p)
+    if not all(is_stored(p, s, "param", fmt, record) for s, record in zip((theirs, state), records, strict=True)):
+        return False
+    for words, s in zip(alike, (theirs, state), strict=True):
+        words += [local(s[key]) for key in fmt.keys("param")[1:]]
+    return True
+
+
+def give_words(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor) -> None:
+    """Stores what `fmt` has of the fp32 `value` of a parameter beside its first word, which stays as it is."""
+    store_beside(p, optimizer.state.setdefault(p, {}), fmt, value, record_of(optimizer, p))
+
+
+def formats_of(optimizer: Optimizer) -> dict[torch.Tensor, Format]:
+    """The formats of the bf16 parameters that the settings keep in several words."""
+    found: dict[torch.Tensor, Format] = {}
+    for group in optimizer.param_groups:
+        fmt = param_format(Settings.of(group).strategy, torch.bfloat16)
+        if len(fmt.components) > 1:
+            found.update((p, fmt) for p in group["params"] if p.dtype == torch.bfloat16 and not p.is_meta)
+    return found
+
+
+def without_words(optimizer: Optimizer) -> dict[torch.Tensor, Format]:
+    """Those of which it has none yet."""
+    split = split_params(optimizer.state)
+    return {p: fmt for p, fmt in formats_of(optimizer).items() if p not in split}
