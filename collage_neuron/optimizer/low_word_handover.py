@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +25,7 @@ from collage_neuron.states import external_writes, shared_params
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.state_keys import split_params
-from collage_neuron.states.store import read_exact
+from collage_neuron.states.store import read_exact, store_beside
 from collage_neuron.states.write_detection import Mark, Marks, mark_of
 
 LEFT = "_collage_left"
@@ -68,24 +68,21 @@ def continue_from_others(optimizer: Optimizer) -> None:
     if not wanted:  # they were fp32 until now, and no other one has them: to look takes long
         bookkeeping(optimizer).sharing = bookkeeping(optimizer).sharing or []
         return
-    for p, value in _values(shared_params.meet(optimizer), set(wanted)):
-        shared_params.give_words(optimizer, p, wanted[p], value)
-        external_writes.remember(optimizer, p, external_writes.FRESH)
-
-
-def _values(others: Iterable[Any], params: set[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The exact values of parameters, of those of which somebody has low words."""
-    for other in others:
+    for other in shared_params.meet(optimizer):
         external_writes.restore_words(other)
-        shared = split_params(other.state) & params
-        params = params - shared
-        for p in shared:
-            exact = read_exact(p, other.state[p], "param", record_of(other, p))
-            yield p, external_writes.without_stale(other, p, exact)
-    for p in params:
+        for p in split_params(other.state) & wanted.keys():
+            fmt, words, record = wanted.pop(p), other.state[p], record_of(other, p)
+            if external_writes.are_its_own(other, p):
+                shared_params.give_words(optimizer, p, fmt, words, record)
+            else:
+                exact = external_writes.without_stale(other, p, read_exact(p, words, "param", record))
+                store_beside(p, optimizer.state[p], fmt, exact, record_of(optimizer, p))
+            external_writes.remember(optimizer, p, external_writes.FRESH)
+    for p, fmt in wanted.items():
         left: Left | None = vars(p).pop(LEFT, None)
         if left is not None and left.fits(p):
-            yield p, read_exact(p, left.words, "param", left.record)
+            shared_params.give_words(optimizer, p, fmt, left.words, left.record)
+            external_writes.remember(optimizer, p, external_writes.FRESH)
 
 
 # --- parameters that an optimizer gets later --------------------------------------------------------------------------

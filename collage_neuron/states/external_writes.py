@@ -130,6 +130,12 @@ def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
     return what != LOADED and mark != mark_of(p)
 
 
+def are_its_own(optimizer: Optimizer, p: torch.Tensor) -> bool:
+    """Returns True if the low words of `p` are known to belong to it."""
+    what, mark = bookkeeping(optimizer).marks.params.get(p, (LOADED, None))
+    return what != LOADED and mark == mark_of(p)
+
+
 def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
     """Notes that `new` is in the place of `old`, and holds the same."""
     book = bookkeeping(optimizer)

@@ -7,7 +7,7 @@ first word is the parameter, which all have; only further words are written.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -52,41 +52,31 @@ def hand_on(optimizer: Optimizer) -> None:
     for other in others:
         theirs = bookkeeping(other)
         if theirs.presented is None:  # else its step, or its method, stores what it has at its end
-            _give(optimizer, ours, other, theirs)
+            _give(optimizer, other, theirs)
 
 
-def _give(optimizer: Optimizer, ours: Bookkeeping, other: Optimizer, theirs: Bookkeeping) -> None:
+def _give(optimizer: Optimizer, other: Optimizer, theirs: Bookkeeping) -> None:
     own, known = set(map(id, params_of(optimizer))), theirs.marks.params
     external_writes.restore_words(other)
-    given: list[torch.Tensor] = []
-    alike: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for p, fmt in formats_of(other).items():
         if id(p) in own and known.get(p) != (STEPPED, mark_of(p)):
-            given.append(p)
-            if not _pair(optimizer.state.get(p, {}), p, fmt, optimizer, other, alike):
-                give_words(other, p, fmt, read_exact(p, optimizer.state.get(p, {}), "param", record_of(optimizer, p)))
-    if alike[0]:
-        torch._foreach_copy_(*alike)
-    for p in given:
-        external_writes.remember(other, p, STEPPED)
+            give_words(other, p, fmt, optimizer.state.get(p, {}), record_of(optimizer, p))
+            external_writes.remember(other, p, STEPPED)
 
 
-def _pair(
-    state: Any, p: torch.Tensor, fmt: Format, optimizer: Optimizer, other: Optimizer, alike: Sequence[list[Any]]
-) -> bool:
-    """Adds words to be copied as they are, where both optimizers have them in one format; else returns False."""
-    theirs = other.state.get(p, {})
-    records = record_of(other, p), record_of(optimizer, p)
-    if not all(is_stored(p, s, "param", fmt, record) for s, record in zip((theirs, state), records, strict=True)):
-        return False
-    for words, s in zip(alike, (theirs, state), strict=True):
-        words += [local(s[key]) for key in fmt.keys("param")[1:]]
-    return True
-
-
-def give_words(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor) -> None:
-    """Stores what `fmt` has of the fp32 `value` of a parameter beside its first word, which stays as it is."""
-    store_beside(p, optimizer.state.setdefault(p, {}), fmt, value, record_of(optimizer, p))
+def give_words(
+    optimizer: Optimizer, p: torch.Tensor, fmt: Format, words: Mapping[str, Any], record: Mapping[str, str]
+) -> None:
+    """Stores the value that others have in their further `words` of a parameter in `fmt`; the first word stays."""
+    state, own = optimizer.state.setdefault(p, {}), record_of(optimizer, p)
+    if not is_stored(p, words, "param", fmt, record):
+        store_beside(p, state, fmt, read_exact(p, words, "param", record), own)
+    elif is_stored(p, state, "param", fmt, own):
+        for key in fmt.keys("param")[1:]:
+            local(state[key]).copy_(local(words[key]))
+    else:
+        state.update({key: words[key].clone() for key in fmt.keys("param")[1:]})
+        own["param"] = fmt.name
 
 
 def formats_of(optimizer: Optimizer) -> dict[torch.Tensor, Format]:
