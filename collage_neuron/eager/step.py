@@ -309,7 +309,7 @@ class Context:
         object.__setattr__(self.optimizer, "__class__", cls)
         states = self.optimizer.state
         if isinstance(states, States):
-            states.default_factory = states.theirs if to_user else dict
+            states.show(to_user)
         return before
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnsupportedUpdate, warn_user
 from collage_neuron.optimizer import bypass, compiled_step, exact_methods, load_inner, load_state, low_word_handover
 from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
@@ -76,6 +76,7 @@ class Compiled(Optimizer):
         """Does not tell the user's class of what is made of it: that may list its subclasses, or need arguments."""
         if "_collage_base" not in vars(cls):
             super().__init_subclass__(**kwargs)
+            _warn_of_step(cls, vars(cls).get("step"))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.pop(UNSUPPORTED, None)
@@ -213,6 +214,15 @@ class Compiled(Optimizer):
         if "_collage_defaults" in self.__dict__:
             return self._collage_defaults
         return {key: self.defaults[key] for key in KEYS if key in self.defaults}
+
+
+def _warn_of_step(cls: type, step: Any) -> None:
+    if step is not None and "__class__" not in getattr(getattr(step, "__code__", None), "co_freevars", ()):
+        warn_user(
+            f"{cls.__name__}.step() does not call super().step(), and updates the high words of weights alone, in pure "
+            f"bf16: derive {cls.__name__} from the plain class, and compile it: collage_neuron.compile({cls.__name__})",
+            UserWarning,
+        )
 
 
 def _sync_xla(states: Iterable[Mapping[Any, Any]]) -> None:

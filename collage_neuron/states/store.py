@@ -50,6 +50,12 @@ class States(defaultdict[Any, Any]):
             made.theirs = factory
         return made
 
+    def show(self, to_user: bool) -> None:
+        """Makes what is missing as the user's code does, which may have set another `default_factory`, or as ours."""
+        if self.default_factory is not dict:
+            self.theirs = self.default_factory
+        self.default_factory = self.theirs if to_user else dict
+
     def __reduce__(self) -> Any:
         """As that of defaultdict, which takes no attributes with it."""
         return type(self), (dict,), vars(self) or None, None, iter(self.items())

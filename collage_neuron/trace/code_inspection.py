@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
-from inspect import isfunction, unwrap
+from inspect import isfunction
 from itertools import chain
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -86,7 +86,7 @@ def _reached(base: Any, held: Iterable[Any]) -> Iterator[FunctionType]:
     waiting = [*_named(classes, {}, names), *_in(held, classes)]
     while waiting:
         function = waiting.pop()
-        if function not in known and not str(function.__module__).startswith("torch."):
+        if function not in known and not str(function.__globals__.get("__name__")).startswith("torch."):
             known.add(function)
             yield function
             names = {name for code in codes_of(function.__code__) for name in code.co_names}
@@ -107,7 +107,7 @@ def _in(held: Iterable[Any], classes: set[Any]) -> list[FunctionType]:
             classes |= set() if hasattr(type(x), "_collage_base") else {type(x)}
             continue
         if isfunction(x):
-            found.append(unwrap(x))
+            found += _layers(x)
         elif isinstance(x, MethodType):
             waiting += [x.__func__, x.__self__]
         elif isinstance(x, partial):
@@ -125,7 +125,14 @@ def _named(classes: Iterable[Any], functions: dict[str, Any], names: set[str]) -
     found = [vars(cls).get(name) for each in classes for cls in each.__mro__ for name in names]
     found += map(functions.get, names)
     plain: list[Any] = [getattr(f, "fget", None) or getattr(f, "__func__", f) for f in found if f is not None]
-    return [f for f in map(unwrap, plain) if isfunction(f)]
+    return [f for x in plain for f in _layers(x)]
+
+
+def _layers(x: Any) -> Iterator[FunctionType]:
+    """A function, and those that it is wrapped around."""
+    while isfunction(x):
+        yield x
+        x = vars(x).get("__wrapped__")
 
 
 def _asks(code: CodeType) -> bool:

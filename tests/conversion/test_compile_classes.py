@@ -76,6 +76,13 @@ class Doubled(collage_neuron.compile(SGD)):  # type: ignore[misc]  # a class mad
         return super().step(closure)
 
 
+def test_one_that_updates_weights_itself_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"Alone.step\(\) does not call super\(\).step\(\)"):
+
+        class Alone(collage_neuron.compile(SGD)):  # type: ignore[misc]  # a class made at run time
+            def step(self, closure: Any = None) -> Any: ...
+
+
 def test_a_subclass_of_a_compiled_class_may_have_a_step_of_its_own() -> None:
     params, twins = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
     collage_neuron.compile(SGD(parameters()))  # from now on every step of the process is looked at

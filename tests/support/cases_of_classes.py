@@ -318,6 +318,7 @@ def states_of_a_factory_of_its_own(world: World) -> None:
     world.optimizer.add_param_group({"params": world.params[2:]})
     world.step(3)
     world.optimizer.state.clear()
+    world.optimizer.state.default_factory = lambda: {"n": 9, "m": 0.25}
     world.step(3)
 
 
