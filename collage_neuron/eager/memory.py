@@ -158,11 +158,11 @@ class Pool:
 
     def are_those_of(self, owners: Sequence[torch.Tensor], shells: Sequence[torch.Tensor]) -> bool:
         """Returns True if `shell` would give these again, which are used then."""
-        found = [self._shells.get(id(owner)) for owner in owners]
-        if None in found or not all(x.tensor is t for x, t in zip(found, shells, strict=True)):  # type: ignore[union-attr]
+        found: list[Any] = [self._shells.get(id(owner)) for owner in owners]
+        if None in found or not all(x.tensor is t for x, t in zip(found, shells, strict=True)):
             return False
         self._used.update(map(id, owners))
-        return all(x.owner() is owner for x, owner in zip(found, owners, strict=True))  # type: ignore[union-attr]
+        return all(x.owner() is owner for x, owner in zip(found, owners, strict=True))
 
     def fill(self, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor:
         """Memory for a value that had none, or a part; `shell`, which has the first word, gets it after the step."""

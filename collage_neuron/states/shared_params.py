@@ -21,7 +21,6 @@ from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, is_compi
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import local
-from collage_neuron.states.state_keys import split_params
 from collage_neuron.states.store import is_stored, read_exact, store_beside
 from collage_neuron.states.write_detection import STEPPED, mark_of
 
@@ -87,9 +86,3 @@ def formats_of(optimizer: Optimizer) -> dict[torch.Tensor, Format]:
         if len(fmt.components) > 1:
             found.update((p, fmt) for p in group["params"] if p.dtype == torch.bfloat16 and not p.is_meta)
     return found
-
-
-def without_words(optimizer: Optimizer) -> dict[torch.Tensor, Format]:
-    """Those of which it has none yet."""
-    split = split_params(optimizer.state)
-    return {p: fmt for p, fmt in formats_of(optimizer).items() if p not in split}

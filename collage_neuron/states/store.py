@@ -217,15 +217,21 @@ def store(
     _put(p, state, name, fmt, word_encoding.settled(fmt, name, there), record)
 
 
+_PARTS = (2.0**-15, 2.0**-14, 2.0**-8, 2.0**-7, 2.0**-6, 1.0)
+"""By what part of its low word a value is moved, for words of 24, 16 and 8 bits; 1: there is no low word."""
+
+
 def store_beside(p: torch.Tensor, state: State, fmt: Format, value: torch.Tensor, record: Record | None = None) -> None:
     """Stores the fp32 `value` of a parameter in the further words of `fmt`; the first one, the parameter, stays.
 
-    A value half way between two first words, which would be rounded to the other one, is moved by an ulp of fp32.
+    A value half way between two first words, which would be rounded to the other one, is moved to the last one before
+    that the further words can hold.
     """
-    high, there = local(p.detach()).cpu(), local(value).cpu()
-    for nearer in (torch.nextafter(there, high.float()), high.float()):
+    high, exact = local(p.detach()).cpu(), local(value).cpu()
+    there, beyond = exact, exact - high.float()
+    for part in _PARTS:
         found = word_encoding.settled(fmt, "param", there)
-        there = torch.where(found[0] == high, there, nearer)
+        there = torch.where(found[0] == high, there, high.float() + beyond * (1 - part))
     found = word_encoding.settled(fmt, "param", there)
     _put(p, state, "param", fmt, [high, *found[1:]], record, keeps_first=True)
 

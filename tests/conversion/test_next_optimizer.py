@@ -15,7 +15,9 @@ from torch.optim import SGD, AdamW, RMSprop
 
 import collage_neuron
 from collage_neuron import RoundedWeights, exact_value
+from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.optimizer.low_word_handover import LEFT
+from collage_neuron.states.store import read_exact, store_beside
 
 
 def steps(model: nn.Module, *optimizers: Any, count: int = 5) -> None:
@@ -100,6 +102,32 @@ def test_three_optimizers_have_one_value_whatever_is_done_between_steps(what: st
         copies, weight = copy.deepcopy((optimizers, model.weight))
         assert all(torch.equal(exact_value(o, weight), end) for o in copies)
         assert all(torch.equal(exact_value(o, model.weight), end) for o in optimizers)
+
+
+@pytest.mark.parametrize("strategies", [("split433", "plus"), ("plus", "fp32"), ("fp32", "bf16")])
+def test_optimizers_of_two_strategies_have_one_value_as_far_as_their_formats_go(strategies: tuple[str, str]) -> None:
+    model = linear()
+    model, first = collage_neuron.compile(
+        model, SGD(model.parameters(), lr=1e-3), strategy=strategies[0], verbose=False
+    )
+    second = collage_neuron.compile(AdamW(model.parameters(), lr=1e-3), strategy=strategies[1], verbose=False)
+    for turn in range(20):
+        steps(model, (first, second)[turn % 2], count=2)
+        ours, theirs = (exact_value(o, model.weight) for o in (first, second))
+        bound = 2.0**-8 if "bf16" in strategies else 2.0**-16  # significant bits of hi, and of hi + lo
+        torch.testing.assert_close(ours, theirs, rtol=bound, atol=0.0)
+
+
+def test_a_value_half_way_between_two_first_words_keeps_the_parameter() -> None:
+    """In fp32 it would be rounded to the even one, and a master tells its parameter by that."""
+    high = torch.tensor([1 + 2.0**-7, -1 - 2.0**-7, 0.5]).bfloat16()
+    p, state = nn.Parameter(high.clone()), dict[str, Any]()
+    value = torch.tensor([1 + 2.0**-8, -1 - 2.0**-8, 0.5])
+    store_beside(p, state, FORMATS["bf16+fp32"], value)
+    kept = read_exact(p, state, "param")
+    assert torch.equal(p, high)
+    assert torch.equal(kept.bfloat16(), high)
+    torch.testing.assert_close(kept, value, rtol=2**-23, atol=0.0)
 
 
 @pytest.mark.parametrize("when", ["at once", "in copies", "gone"])
