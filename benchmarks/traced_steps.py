@@ -116,13 +116,17 @@ CASES: dict[str, Make] = {
 }
 
 
+def compiled(optimizer: Any) -> Any:
+    return collage_neuron.compile(optimizer, strategy="plus", backend="native", verbose=False)
+
+
 def made(make: Make, count: int, is_compiled: bool) -> Any:
     """An optimizer with gradients."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(32, 32).bfloat16()) for _ in range(count)]
     optimizer: Any = make(params)
     if is_compiled:
-        optimizer = collage_neuron.compile(optimizer, strategy="plus", backend="native", verbose=False)
+        optimizer = compiled(optimizer)
     for p in params:
         p.grad = torch.randn_like(p)
     return optimizer
@@ -145,6 +149,28 @@ def times(name: str, count: int, steps: int) -> dict[str, list[float]]:
     return found
 
 
+def one_for_each(count: int, steps: int) -> str:
+    """What optimizers of one parameter each cost, which hooks of gradients step: to compile them, and to step."""
+    model = torch.nn.ModuleList(torch.nn.Linear(32, 32, bias=False) for _ in range(count)).bfloat16()
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    compiled(AdamW(model[0].parameters()))  # what is imported for the first one
+    plain, ours = ([AdamW(layer.parameters()) for layer in model] for _ in range(2))
+    start = process_time()
+    ours = [*map(compiled, ours)]
+    seconds, found = process_time() - start, list[float]()
+    for _ in range(WARM_UP + steps):
+        both = [process_time()]
+        for optimizers in (plain, ours):
+            for optimizer in optimizers:
+                optimizer.step()
+            both.append(process_time())
+        found.append((both[2] - both[1]) / (both[1] - both[0]))
+    return (
+        f"{count} AdamW of one parameter: compiled in {seconds:.2f} s, {median(found[WARM_UP:]):.1f} times a plain step"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the median step of each case, and the median ratio of a step to the one of plain torch before it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -160,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plain, *others = (median(each) for each in found.values())
         ratios = [median(map(lambda x, y: x / y, found[k], found["plain"])) for k in ("default", "traced")]
         print(f"{name:18}{plain:7.2f}{others[0]:10.2f}{others[1]:8.2f}{ratios[0]:29.1f}{ratios[1]:17.1f}", flush=True)
+    print(one_for_each(48, given.steps))
 
 
 if __name__ == "__main__":

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import RoundedWeights
-from collage_neuron.runtime import wrappers
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import is_compiled, params_of
+from collage_neuron.states.bookkeeping import compiled_optimizers, params_of
 from collage_neuron.states.live_objects import groups_of, outermost, smallest
 from collage_neuron.states.sharding import local
 
@@ -47,8 +48,17 @@ def _hook(module: torch.nn.Module, hook: Any) -> None:
 def watch_models_of(optimizer: Optimizer) -> None:
     """The same for the models that the bf16 parameters of `optimizer` belong to, as far as they are built already."""
     held = {id(p) for p in params_of(optimizer) if p.dtype == torch.bfloat16}
-    for model in outermost(held) if held else ():
+    known = [model for reference in _FOUND.valuerefs() if (model := reference()) is not None]
+    if not held <= set(map(id, chain.from_iterable(model.parameters() for model in known))):
+        known = outermost(held)
+        _FOUND.update({id(model): model for model in known})
+    for model in (model for model in known if not held.isdisjoint(map(id, model.parameters()))):
         watch(smallest(model, held))
+
+
+_FOUND: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
+"""The models of parameters that an optimizer was compiled over, by identity: one with many optimizers (one for each
+parameter, in hooks of gradients) is looked for among all objects of the process once."""
 
 
 def _tell(
@@ -73,7 +83,7 @@ def _tell(
 def _note_bits(params: Iterable[torch.Tensor]) -> None:
     """Notes, for the optimizers that keep low words of these parameters, what these are before they are written."""
     written = {id(p): p for p in params if p.dtype == torch.bfloat16}
-    for optimizer in filter(is_compiled, wrappers.instances("torch.optim", "Optimizer") if written else ()):
+    for optimizer in compiled_optimizers() if written else ():
         own = (p for group in groups_of(optimizer) for p in group["params"] if id(p) in written)
         external_writes.before_load(optimizer, own)
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states.bookkeeping import note_compiled
 from collage_neuron.states.inner_optimizers import Inside, inner_of, inside_hooks, mark
 from collage_neuron.torch_privates import not_compiled
 
@@ -45,6 +46,7 @@ def watch(optimizer: Optimizer) -> None:
 
     Optimizers inside it have hooks too: outside of its step their states are not there.
     """
+    note_compiled(optimizer)
     torch_privates.let_have_hooks(optimizer)
     torch_privates.put_last(optimizer, _take_over)
     for each in inner_of(optimizer):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.optimizer.pending_models import restore_low_words, written_in_all_processes
 from collage_neuron.states import external_writes, shared_params
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.state_keys import split_params
 from collage_neuron.states.store import read_exact, store_beside
@@ -65,10 +65,6 @@ def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> N
 def continue_from_others(optimizer: Optimizer) -> None:
     """Gives bf16 parameters of `optimizer` without low words those that another compiled one keeps of them, or left."""
     split = split_params(optimizer.state)
-    if all(p in split for p in params_of(optimizer) if p.dtype == torch.bfloat16 and not p.is_meta):
-        # They were fp32 until now, and no other one has them: to look takes long.
-        bookkeeping(optimizer).sharing = bookkeeping(optimizer).sharing or []
-        return
     wanted = {p: fmt for p, fmt in shared_params.formats_of(optimizer).items() if p not in split}
     for other in shared_params.meet(optimizer):
         external_writes.restore_words(other)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -170,6 +171,21 @@ def is_compiled(optimizer: object) -> bool:
     """
     own: Bookkeeping | None = getattr(optimizer, "__dict__", {}).get(ATTRIBUTE)
     return hasattr(type(optimizer), "_collage_base") or (own is not None and own.presented is not None)
+
+
+_LIVING: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
+"""The compiled optimizers, by identity. Parameters do not know them, and the garbage collector takes long to ask."""
+
+
+def note_compiled(optimizer: Optimizer) -> None:
+    """Lists a compiled optimizer among `compiled_optimizers`, as long as it lives."""
+    _LIVING[id(optimizer)] = optimizer
+
+
+def compiled_optimizers() -> list[Optimizer]:
+    """All compiled optimizers of this process that are built and alive, copies too."""
+    living = (x for reference in _LIVING.valuerefs() if (x := reference()) is not None)
+    return [x for x in living if {"param_groups", "state"} <= vars(x).keys()]
 
 
 def params_of(optimizer: Optimizer) -> list[Any]:

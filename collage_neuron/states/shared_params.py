@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, is_compiled, params_of
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, compiled_optimizers, params_of
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import is_stored, read_exact, store_beside
 from collage_neuron.states.write_detection import STEPPED, mark_of
@@ -28,10 +28,12 @@ from collage_neuron.states.write_detection import STEPPED, mark_of
 def meet(optimizer: Optimizer) -> list[Any]:
     """The other compiled optimizers that keep some of its parameters; they know of one another from then on."""
     own = set(map(id, params_of(optimizer)))
-    living = (x for x in objects_of(with_subclasses(Optimizer)) if x is not optimizer and is_compiled(x))
-    candidates = (x for x in living if {"param_groups", "state"} <= vars(x).keys())  # one may be being built
     # A parameter whose group has moved to this optimizer is still among the states of the other.
-    others = [x for x in candidates if not own.isdisjoint(map(id, [*params_of(x), *x.state]))]
+    others = [
+        x
+        for x in compiled_optimizers()
+        if x is not optimizer and not own.isdisjoint(map(id, chain(params_of(x), x.state)))
+    ]
     bookkeeping(optimizer).sharing = [*map(weakref.ref, others)]
     for book in filter(lambda book: book.sharing is not None, map(bookkeeping, others)):  # else it looks for all itself
         known = [other for other in _alive(book.sharing) if other is not optimizer]

@@ -11,9 +11,11 @@ import pytest
 import torch
 from loading_cases import adamw, compiled
 from models import mlp, train
+from torch.optim import AdamW
 
 import collage_neuron
 from collage_neuron import RoundedWeights, checkpoint, exact_value
+from collage_neuron.conversion import loaded_weights
 
 KEPT = r"0\.weight and \d other weights of this state dict are rounded to bf16 .* low words start at zero. To keep them"
 
@@ -101,6 +103,19 @@ def loaded(model: torch.nn.Module) -> list[str]:
         warnings.simplefilter("always")
         model.load_state_dict(wide)
     return [str(w.message) for w in told]
+
+
+def test_models_are_looked_for_once_for_all_optimizers_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for steps in hooks of gradients: to look among all objects of a process takes a tenth of a second."""
+    searches = list[int]()
+    search = loaded_weights.outermost
+    monkeypatch.setattr(loaded_weights, "outermost", lambda held: searches.append(len(held)) or search(held))
+    model = mlp().bfloat16()
+    for p in model.parameters():
+        collage_neuron.compile(AdamW([p]))
+    assert searches == [1]
+    told = loaded(model)
+    assert [text.split()[0] for text in told] == [name for name in model.state_dict() if name.endswith("weight")]
 
 
 def test_only_the_part_that_the_optimizer_trains_is_watched() -> None:
