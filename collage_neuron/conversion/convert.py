@@ -239,7 +239,7 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
         store(p, state, name, formats[name], value, record_of(optimizer, p))
         loaded_before.restore(p, state, words)
     external_writes.remember(optimizer, p, external_writes.FRESH)
-    if not state:
+    if not state and p not in getattr(optimizer.state, "empty", ()):
         del optimizer.state[p]
     if grad is not None:
         p.grad = grad.to(p.dtype)

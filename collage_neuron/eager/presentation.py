@@ -280,7 +280,7 @@ class Presentation:
         """Presents the values that were planned."""
         states = self.states()
         for (key, (p, _)), outline in zip(self.groups.items(), self.outlines.values(), strict=True):
-            if outline.is_idle:
+            if outline.is_idle and p not in getattr(self.optimizer.state, "empty", ()):
                 self.optimizer.state.pop(p, None)
             elif outline.aside:
                 state = states[key]

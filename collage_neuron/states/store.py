@@ -41,11 +41,15 @@ class States(defaultdict[Any, Any]):
 
     theirs: Any = dict
     """What makes it then: the `default_factory` that the user's code gave to the states; None in a plain dictionary."""
+    empty: Any = frozenset[Any]()
+    """The parameters that had an empty state when the optimizer was compiled, which their code then finds."""
 
     @classmethod
     def of(cls, states: Mapping[Any, Any]) -> States:
         """The same states, which `optimizer.state` was until now."""
         made = cls(dict, states)
+        if empty := {p for p, state in states.items() if isinstance(state, dict) and not state}:
+            made.empty = empty
         if (factory := factory_of(states)) is not dict:
             made.theirs = factory
         return made

@@ -135,6 +135,8 @@ class Copied:
             with pointing_at(raised_at(error)):
                 raise
         except Exception as error:  # whatever user code raises
+            # A KeyError has the parameter that was not found, and to print that would read it.
+            error.args = tuple(f"a tensor of shape {list(x.shape)}" if waits(x) else x for x in error.args)
             said = f"{type(error).__name__}: {error}"
             with pointing_at(raised_at(error)):
                 raise UnknownUpdate(f"on a copy whose tensors have no values, step() raises {said}") from error
@@ -259,7 +261,7 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
     copied.set_groups(groups, copies.of(optimizer.state))
     for owner, state in inner_optimizers.shown(optimizer, inside).items():
         if id(owner) in params and isinstance(state, dict):
-            if not is_idle(state):  # else its code finds none
+            if not is_idle(state) or owner in getattr(optimizer.state, "empty", ()):  # else its code finds none
                 copied.add_state(owner, visible(state, owner, bookkeeping(optimizer).small))
         else:
             made.state[copies.of(owner)] = copies.of(state)
