@@ -128,6 +128,7 @@ def take(
         params = [p for p in group["params"] if p.grad is not None]
         check_stepped(params, _places(group, i), step_inventory.of(optimizer))
         replaced_params.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
+    replaced_params.check_words(optimizer)
     external_writes.drop_stale(optimizer)
     mask = finite()
     if mask is not None and not (trace is not None and trace.decides_later(mask)) and not bool(mask):

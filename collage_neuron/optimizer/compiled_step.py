@@ -85,7 +85,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)
-    if step_counts.widen(optimizer):
+    if step_counts.widen(optimizer) | replaced_params.settle_moved(optimizer):
         ours.seen = step_inventory.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)

@@ -305,9 +305,9 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
     """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
     written = check_codes(optimizer)
     for p, name, coded in written:
-        if coded or optimizer.state[p][name].numel() != p.numel():
-            continue  # the step raises
         fmt, state = _format(optimizer, p, name), optimizer.state[p]
+        if coded or any(state[key].numel() != p.numel() for key in (name, *fmt.keys(name)[1:])):
+            continue  # the step raises
         for key in fmt.keys(name)[1:]:  # the first word may have been exchanged for one of another shape
             if state[key].shape != state[name].shape and state[key].numel() == state[name].numel():
                 state[key] = state[key].reshape(state[name].shape)

@@ -8,17 +8,29 @@ step, a new parameter takes over the low words of the one that it replaces.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states import external_writes, reduced_states, step_inventory
+from collage_neuron.errors import warn_user
+from collage_neuron.states import external_writes, fitting_words, reduced_states, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.inner_optimizers import inner_of
-from collage_neuron.states.state_keys import is_component, is_shared_word, name_of
-from collage_neuron.states.store import is_host_scalar
+from collage_neuron.states.state_keys import (
+    is_component,
+    is_shared_word,
+    name_of,
+    names_in,
+    shared_suffixes,
+    split_params,
+    split_words,
+    suffixes,
+    words_of,
+)
+from collage_neuron.states.store import is_host_scalar, kept_format
 
 
 def remember(optimizer: Optimizer) -> None:
@@ -51,6 +63,51 @@ def follow(optimizer: Optimizer) -> None:
                     bookkeeping(optimizer).narrow.add(new)
 
 
+def settle_moved(optimizer: Optimizer) -> bool:
+    """Drops low words that other code has moved to a new parameter, with the state of an earlier one.
+
+    They count where they belong to the values of the new one. Returns True if there is such a parameter.
+    """
+    if not step_inventory.once(optimizer, "moved", lambda: bool(_moved(optimizer))):
+        return False
+    for p in _moved(optimizer):
+        state = optimizer.state[p]
+        dropped = [key for name in ("param", *names_in(state).split) for key in _of_another(p, name, state)]
+        for key in dropped:
+            del state[key]
+        if dropped:
+            _warn_of_moved(p, dropped)
+        if words_of(state):
+            fmt, where = kept_format(p, state, "param"), ~external_writes.belongs(optimizer, p)
+            fitting_words.reset_where(p, state, "param", fmt, where)
+        external_writes.remember(optimizer, p, external_writes.STEPPED)
+    return True
+
+
+def _moved(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters with low words that nobody has noted: those of loads, copies and of `compile` are."""
+    noted = bookkeeping(optimizer).marks.params
+    return [p for p in split_params(optimizer.state) if p not in noted]
+
+
+def _of_another(p: torch.Tensor, name: str, state: Mapping[str, Any]) -> list[str]:
+    """The low words of a value that has another shape, or is in fp32 and has none."""
+    first = p if name == "param" else state[name]
+    words = [key for suffix in suffixes() - shared_suffixes() if (key := name + suffix) in state]
+    is_other = (name == "param" and p.dtype == torch.float32) or any(state[k].shape != first.shape for k in words)
+    return words if is_other else []
+
+
+def _warn_of_moved(p: torch.Tensor, dropped: Sequence[str]) -> None:
+    warn_user(
+        f"a new parameter of shape {list(p.shape)} has the state of an earlier one, with low words that are not its "
+        f"own ({', '.join(dropped)}), which were dropped: training continues from the values that the parameter and "
+        f"its states have in {p.dtype}. To lose nothing, make new parameters in float32 of "
+        "collage_neuron.exact_value, and compile the optimizer again",
+        UserWarning,
+    )
+
+
 def forget(optimizer: Optimizer) -> None:
     """Called after the first step, from which on parameters may not be replaced."""
     bookkeeping(optimizer).compiled_with = []
@@ -80,12 +137,31 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
             unlike = isinstance(value, torch.Tensor) and value.shape != p.shape and value.dim() > 0
             unlike = unlike and not is_shared_word(key, state)
             if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, book):
-                raise ValueError(
-                    f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
-                    "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "
-                    "first, and compile after that"
-                )
+                raise _of_another_shape(where, key, value)
     same.update(map(id, params))
+
+
+def check_words(optimizer: Optimizer) -> None:
+    """Raises for a parameter that got another shape than its low words: all that is asked of a step as written."""
+    if (found := step_inventory.once(optimizer, "cut", lambda: _cut(optimizer))) is not None:
+        raise ValueError(found)
+
+
+def _cut(optimizer: Optimizer) -> str | None:
+    shared = tuple(shared_suffixes())
+    for p, words in split_words(optimizer.state).items():
+        for key, word in words.items():
+            if word.shape != p.shape and not key.endswith(shared):
+                return str(_of_another_shape(f"a parameter of shape {list(p.shape)}", key, word))
+    return None
+
+
+def _of_another_shape(where: object, key: str, value: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was exchanged, or cut by a wrapper "
+        "(FullyShardedDataParallel). Nothing was updated: wrap the model first, and compile after that; to change the "
+        "shape, give the optimizer a new parameter"
+    )
 
 
 def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]) -> None:
