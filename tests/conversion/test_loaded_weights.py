@@ -16,6 +16,7 @@ from torch.optim import AdamW
 import collage_neuron
 from collage_neuron import RoundedWeights, checkpoint, exact_value
 from collage_neuron.conversion import loaded_weights
+from collage_neuron.states.live_objects import outermost
 
 KEPT = r"0\.weight and \d other weights of this state dict are rounded to bf16 .* low words start at zero. To keep them"
 
@@ -108,8 +109,12 @@ def loaded(model: torch.nn.Module) -> list[str]:
 def test_models_are_looked_for_once_for_all_optimizers_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for steps in hooks of gradients: to look among all objects of a process takes a tenth of a second."""
     searches = list[int]()
-    search = loaded_weights.outermost
-    monkeypatch.setattr(loaded_weights, "outermost", lambda held: searches.append(len(held)) or search(held))
+
+    def search(held: set[int]) -> list[torch.nn.Module]:
+        searches.append(len(held))
+        return outermost(held)
+
+    monkeypatch.setattr(loaded_weights, "outermost", search)
     model = mlp().bfloat16()
     for p in model.parameters():
         collage_neuron.compile(AdamW([p]))
