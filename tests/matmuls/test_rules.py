@@ -14,8 +14,7 @@ from torch.fx import Graph
 
 from collage_neuron.matmuls.scales import size_of
 from collage_neuron.passes.fp8_scaling.analyse import analyse, known, reason
-from collage_neuron.passes.fp8_scaling.registry import RULES
-from collage_neuron.passes.fp8_scaling.sizes import Size, added, multiplied, of_number, summed
+from collage_neuron.passes.fp8_scaling.sizes import RULES, Size, added, multiplied, of_number, summed
 
 aten: Any = torch.ops.aten
 
