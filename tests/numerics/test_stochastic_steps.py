@@ -185,15 +185,15 @@ def test_explain_shows_where_chance_comes_in() -> None:
     assert collage_neuron.bytes_per_parameter(optimizer) == 4
 
 
-def test_compile_refuses_what_kernels_cannot_draw_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_refuses_what_no_kernel_stores_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "choose", lambda choice, device: get("nki"))
     monkeypatch.setattr(convert, "require_sound", lambda backend, device, strategy: None)
     model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    strategy = {"param": "bf16", "*": "ue5m3"}
-    with pytest.raises(UnsupportedUpdate, match=r"do not add random bits .* use backend='xla'"):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    strategy = {"param": "bf16", "*": "fp16"}
+    with pytest.raises(UnsupportedUpdate, match=r"the largest magnitude of blocks .* use backend='xla'"):
         collage_neuron.compile(model, optimizer, strategy=strategy)
-    assert (type(optimizer), model.weight.dtype) == (torch.optim.RMSprop, torch.float32)
+    assert (type(optimizer), model.weight.dtype) == (torch.optim.SGD, torch.float32)
 
 
 def test_what_cannot_work_is_refused() -> None:

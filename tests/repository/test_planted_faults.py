@@ -85,9 +85,10 @@ FAULTS = [
           OF_BLOCKS + "what_is_finite_is_stored_as_finite[i8q4]"),
     Fault(BLOCKS, "u * (high - low) < y - low", "u < self.code(y) - below",
           OF_BLOCKS + "chances_of_all_random_numbers[i8q4]"),
-    Fault(FLOATS, "code < 8.0", "code < 7.0", OF_BLOCKS + "every_code_is_read_as_its_definition_says[ue5m3]"),
-    Fault(FLOATS, "(power + (power - power))", "power",
-          OF_BLOCKS + "a_block_with_what_is_not_finite_or_has_no_code_is_told[ue5m3]"),
+    Fault(FLOATS, "(power * (1 / self.top))", "(power * (2 / self.top))",
+          OF_BLOCKS + "every_code_is_read_as_its_definition_says[fp16]"),
+    Fault(FLOATS, "torch.where(rounded < torch.inf, rounded, power)", "rounded",
+          OF_BLOCKS + "what_is_finite_is_stored_as_finite[e4m3]"),
     # rules and passes
     Fault(FP32, "a.read(factor - 1)", "a.read(1 - factor)", SAME_IN_FP32),
     Fault(FP32, "self.delta + increment", "increment", SAME_IN_FP32),
