@@ -16,9 +16,6 @@ from planned import plan_update
 from torch import nn
 
 import collage_neuron
-from collage_neuron.conversion import convert
-from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.backends.registry import get
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -183,17 +180,6 @@ def test_explain_shows_where_chance_comes_in() -> None:
     assert "stochastic_round(" in text
     assert "= upper16(seed)" in text
     assert collage_neuron.bytes_per_parameter(optimizer) == 4
-
-
-def test_compile_refuses_what_no_kernel_stores_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "choose", lambda choice, device: get("nki"))
-    monkeypatch.setattr(convert, "require_sound", lambda backend, device, strategy: None)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    strategy = {"param": "bf16", "*": "fp16"}
-    with pytest.raises(UnsupportedUpdate, match=r"the largest magnitude of blocks .* use backend='xla'"):
-        collage_neuron.compile(model, optimizer, strategy=strategy)
-    assert (type(optimizer), model.weight.dtype) == (torch.optim.SGD, torch.float32)
 
 
 def test_what_cannot_work_is_refused() -> None:
