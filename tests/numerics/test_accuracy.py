@@ -71,6 +71,7 @@ def test_the_goal_of_each_byte_count_is_met_at_large_steps(goal: Goal) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(of=3, each=False)  # as below
 @pytest.mark.parametrize("strategy", sorted({g.strategy for g in GOALS if known(g) and "1e-6" in g.conditions}))
 def test_the_goal_at_a_small_learning_rate_is_met(strategy: str) -> None:
     """In a whole run: the error of the weights' low word fades only as the distance grows."""

@@ -117,7 +117,7 @@ def differing(plain: Plain, optimizer: Optimizer, p: Tensor, known: Tensor | Non
 NAMES = [name for name, case in CASES.items() if case.measured]
 
 
-@pytest.mark.sampled(of=2, each=False)  # what is finite depends on the format, and each example has half of the formats
+@pytest.mark.sampled(of=4, each=False)  # what is finite depends on the format, and each example has half of the formats
 @pytest.mark.parametrize("name", NAMES)
 def test_finite_exactly_where_torch_in_fp32_is(name: str) -> None:
     plain = Plain(CASES[name])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from idioms import FAST, Following
+from idioms import Following
 from planned import plan
 from slow_states import gradient, start, stepped
 from torch import Tensor
@@ -159,23 +159,6 @@ def test_a_state_that_is_no_first_moment_has_the_format_of_the_parameter(name: s
         assert formats.get("m", "i8q8") == "i8q8"
         optimizer.step()
     assert p.isfinite().all()
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_first_moments_are_recognised_however_they_are_written(name: str) -> None:
-    idiom, zeros, _ = FAST[name]
-    p, optimizer = compiled(partial(Following, idiom=idiom, names=zeros, beta=0.9))
-    stepped(optimizer, p, 1)
-    averages = {state for state, role in roles(optimizer).items() if role == "average"}
-    assert averages == UNUSUAL.get(name, {"m", "n", "d"} & set(zeros))
-
-
-UNUSUAL: dict[str, set[str]] = {
-    "with a mask": set(), "centered": set(), "largest second moment, by where": set(),
-    "of g * sign(m)": set(), "of g times the parameter": set(), "difference of gradients": set(),
-}  # fmt: skip
-"""Where nothing is recognised: a mask that depends on the state may make a maximum of it, and what does not change its
-sign with the gradient and the parameter may be a second moment."""
 
 
 # --- errors and checkpoints -----------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ EVERYWHERE = ["adamw", "adam_amsgrad", "sgd_options", "adagrad", "asgd", "rprop"
 """Optimizers that are tried under every strategy; the others under `plus`."""
 
 
-@pytest.mark.sampled(of=6)
+@pytest.mark.sampled(of=12)
 @pytest.mark.parametrize(
     ("name", "strategy", "arithmetic"),
     [(name, *pair) for name in CASES for pair in REPRESENTATIVE_MODES if name in EVERYWHERE or pair[0] == "plus"],

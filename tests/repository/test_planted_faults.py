@@ -108,7 +108,7 @@ FAULTS = [
     Fault("passes/ir/verify.py", "if not is_rounded(value, storage_named(fmt), words):", "if False:",
           CHANCES + "a_store_without_its_rounding_is_an_error"),
     Fault("passes/analysis/state_roles.py", "self.magnitudes | self.sums | self.maxima", "self.magnitudes | self.sums",
-          "passes/test_accumulators.py::test_a_slow_state_is_found_however_it_is_written[maximum with decay]"),
+          "passes/test_accumulators.py::test_a_state_is_recognised_however_it_is_written[maximum with decay]"),
     Fault("passes/analysis/state_roles.py", "states.reads_itself(n) and n not in states.odd", "states.reads_itself(n)",
           "optimizers/test_random.py::test_they_are_of_many_kinds"),
     # backends
