@@ -16,17 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from collage_neuron.numerics.block_formats import (
-    BLOCK,
-    I8Q4,
-    I8Q8,
-    I16Q4,
-    I16Q8,
-    U8Q16,
-    U16Q8,
-    U16Q16,
-    RootWords,
-)
+from collage_neuron.numerics.block_formats import BLOCK, I8Q4, I8Q8, I16Q4, I16Q8, U8Q16, U16Q8, U16Q16, RootWords
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,

@@ -8,19 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from coded import (
-    FLOATS,
-    LEAST,
-    NAMES,
-    ROOTS,
-    UNSIGNED,
-    as_codes,
-    as_words,
-    blocks,
-    codes,
-    exact,
-    large,
-)
+from coded import FLOATS, LEAST, NAMES, ROOTS, UNSIGNED, as_codes, as_words, blocks, codes, exact, large
 from exact import fractions, update_of
 from torch import Tensor
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import pytest
@@ -13,11 +12,8 @@ from torch import Tensor
 
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import (
-    beyond,
     inverse_power_of_two,
-    limit_places,
     narrow,
-    places,
     power_of_two,
     round_to,
     widen,
@@ -60,38 +56,6 @@ def test_rounding_to_an_integer_and_reading_it_again(backend: str, name: str) ->
     assert stored.dtype == storage_named(name).dtype
     assert torch.equal(value, x.double().round().clamp(low, high).float())
     assert torch.equal(BACKENDS[backend](update_of(["n"], lambda n: [n]), [stored])[0], value)
-
-
-def halves(x: Tensor) -> tuple[list[int], list[int]]:
-    """The upper and the lower halves of the bits of fp32 numbers, signs apart, as Python's own integers."""
-    n = [int.from_bytes(struct.pack(">f", v), "big") & 0x7FFFFFFF for v in x.tolist()]
-    return [i >> 16 for i in n], [i & 0xFFFF for i in n]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_places_and_what_lies_beyond(backend: str) -> None:
-    """Against integers of Python: of each sign and exponent, and of ties, their neighbours and what is no number."""
-    x = patterns()
-    x = x[x.isfinite() & (x.abs() >= 2.0**-126)][::37]
-    update = update_of(["x"], lambda x: [places(x), limit_places(x, 32767), limit_places(x, 32512)])
-    found, off_ties, limited = BACKENDS[backend](update, [x])
-    upper, lower = halves(x)
-    signed = [n - (n >> 15 << 16) for n in lower]
-    assert found.tolist() == signed
-    for result, most in ((off_ties, 32767), (limited, 32512)):
-        up, low = halves(result)
-        assert [(u, m - (m >> 15 << 16)) for u, m in zip(up, low, strict=True)] == [
-            (u, max(n, -most)) for u, n in zip(upper, signed, strict=True)
-        ]
-        assert torch.equal(result.sign(), x.sign())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_number_off_ties_is_its_bf16_and_its_places(backend: str) -> None:
-    x = patterns()
-    update = update_of(["x"], lambda x: [beyond(round_to(x, "bf16"), places(x))])
-    sure = (x.abs() >= 2.0**-125) & (bits(x) & 0xFFFF != 0x8000) | (x == 0)
-    assert torch.equal(bits(BACKENDS[backend](update, [x])[0])[sure], bits(x)[sure])
 
 
 def test_what_is_stored_as_an_integer_is_rounded_to_it() -> None:

@@ -70,7 +70,8 @@ FAULTS = [
     Fault(EFT, "fast_two_sum(u, bf16(e.lo + v))", "fast_two_sum(u, e.lo + v)", PAPERS),
     Fault(EFT, "bf16(bf16(hi * c.lo) + bf16(e.lo * c.hi))", "bf16(hi * c.lo + e.lo * c.hi)", PAPERS),
     Fault(EFT, "(-most - _places(x))", "(1 - most - _places(x))",
-          "numerics/test_integer_words.py::test_places_and_what_lies_beyond[reference]"),
+          "numerics/test_split_words.py::"
+          "test_every_number_of_the_grid_becomes_the_words_of_the_definition[bf16+int16-reference]"),
     Fault(EFT, "(x.view(torch.int32) + random) & -0x10000", "(x.view(torch.int32) | random) & -0x10000",
           CHANCES + "chances_are_exact[1.00390625]"),
     Fault("collage_neuron/numerics/threefry.py", "(13, 15, 26, 6, 17, 29, 16, 24)", "(13, 15, 26, 6, 17, 29, 24, 16)",
@@ -80,7 +81,7 @@ FAULTS = [
     Fault("collage_neuron/numerics/storage.py", "x.round().clamp(*self.limits)", "x.round()",
           "numerics/test_storage.py::test_rounding_to_an_integer_is_to_nearest_even_and_saturates[int8]"),
     Fault("collage_neuron/numerics/tensor_sums.py", "x[..., :half] + x[..., half:]", "x[..., 0::2] + x[..., 1::2]",
-          "numerics/test_tensor_sums.py::test_sums_of_64_runs_are_folded_with_those_of_the_second_half"),
+          "numerics/test_sums.py::test_sums_of_64_runs_are_folded_with_those_of_the_second_half"),
     Fault(BLOCKS, "torch.where(code > self.most, self.most, code)", "code",
           OF_BLOCKS + "what_is_finite_is_stored_as_finite[i8q4]"),
     Fault(BLOCKS, "u * (high - low) < y - low", "u < self.code(y) - below",
