@@ -119,7 +119,7 @@ class Half:
             self.measuring = rewrite(self.source, self.measured, self.graph.unsteady).module
         first = self.recalibration.is_first(self.calls)
         corrected = first or self.corrects
-        self.harmed = not corrected or not (first or self.recalibration.has_measured(self.calls - 1))
+        self.harmed = not corrected or not (first or self.recalibration.history[-1] == self.calls - 1)
         return self._corrected(args) if corrected else self._measured(args)
 
     def _measured(self, args: list[Any]) -> Any:

@@ -18,7 +18,6 @@ from planned import capture
 from torch import Tensor, nn
 from updates import rewritten
 
-import collage_neuron
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import shift_right, stochastic_round
 from collage_neuron.numerics.formats import format_named
@@ -247,22 +246,3 @@ def test_a_store_without_its_rounding_is_an_error() -> None:
 
     with pytest.raises(VerificationError, match="without a round_to: a rounding was lost"):
         verify(edited(update, at, drop))
-
-
-# Several optimizers --------------------------------------------------------------------------------------------------
-
-
-def test_optimizers_with_seeds_of_their_own_have_bits_of_their_own() -> None:
-    """With one seed they have the same, as replicas need it: docs/usage.md names the remedy."""
-
-    def rounded_up(seed: int) -> Tensor:
-        p = nn.Parameter(torch.ones(1 << 12, dtype=torch.bfloat16))
-        optimizer = torch.optim.SGD([p], lr=2.0**-8)
-        optimizer = collage_neuron.compile(optimizer, strategy="stochastic", seed=seed, verbose=False)
-        p.grad = -torch.ones_like(p)
-        optimizer.step()
-        return p > 1.0
-
-    first, same, other = map(rounded_up, (1, 1, 2))
-    assert torch.equal(first, same)
-    assert abs(int((first == other).sum()) - 2048) < hoeffding(1 << 12) * (1 << 12)

@@ -149,33 +149,6 @@ class Averages(Written):
         p.sub_(g / (state["v"].abs().sqrt() + 1e-4), alpha=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("of", "expected"),
-    [
-        (lambda g: g.abs(), "bf16x2"),
-        (lambda g: g.abs() ** 3, "bf16x2"),
-        (lambda g: g**4, "bf16x2"),
-        (lambda g: (g * g) ** 2, "bf16x2"),
-        (lambda g: (g * g) * g.abs(), "bf16x2"),
-        (lambda g: 3 * g.abs() * g.abs().sqrt(), "bf16x2"),
-        (lambda g: g.clamp(-1, 1).square(), "bf16x2"),
-        (lambda g: g.abs().clamp(max=1), "bf16x2"),
-        (lambda g: torch.maximum(g.abs(), g * g), "bf16x2"),
-        (lambda g: g, "bf16"),
-        (lambda g: g**3, "bf16"),
-        (lambda g: g * g.abs(), "bf16"),
-        (lambda g: g.clamp(-1, 1), "bf16"),
-        (lambda g: g.sign() * g.abs().sqrt(), "bf16"),
-        (lambda g: torch.minimum(g, g.abs()), "bf16"),
-    ],
-)
-def test_plus_expands_averages_of_what_cannot_be_negative(of: Any, expected: str) -> None:
-    optimizer = collage_neuron.compile(Averages([torch.nn.Parameter(initial())], of), strategy="plus")
-    for _ in range(2):
-        assert formats_explained(optimizer) == {"param": "bf16x2", "v": expected}
-        stepped(optimizer, 1)
-
-
 def test_an_average_of_absolute_values_follows_them_down_under_plus() -> None:
     """From 1 towards 0.01: after 500 steps the average has 0.999**500 of the way to go, and in bf16 it stands still."""
     kept = {}
