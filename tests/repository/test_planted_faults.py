@@ -121,7 +121,7 @@ FAULTS = [
     Fault(NATIVE, 'shift_right: _of_kind("lshr", INT)', 'shift_right: _of_kind("ashr", INT)',
           OPERATIONS + "[shift_right]"),
     Fault("passes/backends/xla/lower.py", "values[x]]) if node.target is count", "values[x]]) if node.target is None",
-          "passes/test_instrument_pass.py::test_xla_adds_millions_of_equal_terms_within_the_bound"),
+          "passes/test_instrument.py::test_xla_adds_millions_of_equal_terms_within_the_bound"),
     Fault(LEGALIZE, "(op, same, value.dtype, value.block)", "(op, same, value.block)", UNROUNDED),
     Fault(LEGALIZE, "self.rounded.add(node)", "pass", UNROUNDED),
     Fault(LEGALIZE, "return self._rounded(args[0], storage_named(args[1]).nki, node.name)", "return args[0]",
