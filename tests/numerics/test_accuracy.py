@@ -20,7 +20,7 @@ from collage_neuron import STRATEGIES, SmallSteps
 from collage_neuron.numerics.strategies import DEFAULT
 
 SEED = (200,)
-STEPS = 300
+STEPS = 200
 SHORTER = (CONDITIONS["recipe"].steps / STEPS) ** 0.5
 """Roundings that are independent add up as the square root of the steps, and the distance travelled as the steps: in a
 shorter run they are a larger part of it, by at most this factor."""
