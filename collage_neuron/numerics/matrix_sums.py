@@ -107,7 +107,7 @@ def finished(reduction: Reduction, sums: Tensor, extent: str, count: int) -> Ten
     # Columns, rows and then matrices, as the docstring of the file has it: another order has other bits.
     for d in (2, 1, 0):
         sums = sums if d in left else folded_over(sums, d - 3)
-    results = reduction.finish(sums, count).to(torch.float32)
+    results: Tensor = reduction.finish(sums, count).to(torch.float32)
     return results if left or results.dim() > 3 else results.reshape(())
 
 
