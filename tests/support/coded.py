@@ -20,7 +20,7 @@ WIDE = ("u16q8", "u16q16")
 FLOATS = {"fp16": FP16, "e4m3": E4M3, "e5m2": E5M2}
 NAMES = (*ROOTS, *FLOATS)
 UNSIGNED = ("u16q8", "u16q16", "u8q16")
-LEAST = {name: fmt.least for name, fmt in (*ROOTS.items(), *FLOATS.items())}
+LEAST = {name: fmt.least for name, fmt in ROOTS.items()} | {name: fmt.least for name, fmt in FLOATS.items()}
 """The smallest power of two of a block."""
 
 
