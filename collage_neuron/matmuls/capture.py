@@ -44,8 +44,8 @@ class Backend:
         compiled: Callable[..., Any] = aot_module_simplified(
             module,
             inputs,
-            fw_compiler=graph.forward,
-            bw_compiler=graph.backward,
+            fw_compiler=graph.half,
+            bw_compiler=graph.half,
             inference_compiler=graph.inference,
             partition_fn=graph.partition,
         )
@@ -140,19 +140,17 @@ class Captured:
         self._make_plan(joint, num_fwd_outputs)
         return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
-    def forward(self, module: GraphModule, inputs: Any) -> Half:
-        """Compiles the forward half of a graph that is trained."""
-        return self._half(module, self.backend.rescale)
-
-    def backward(self, module: GraphModule, inputs: Any) -> Half:
-        """Compiles the backward half."""
-        return self._half(module, self.backend.rescale)
+    def half(self, module: GraphModule, inputs: Any, corrects: bool = False) -> Half:
+        """Compiles the forward half of a graph that is trained, or the backward half."""
+        half = Half(self, module, self.backend.rescale, corrects)
+        self.halves.append(half)
+        return half
 
     def inference(self, module: GraphModule, inputs: Any) -> Half:
         """Compiles a graph without a backward half."""
         (output,) = (n for n in module.graph.nodes if n.op == "output")
         self._make_plan(module, len(results_of(output)))
-        return self._half(module, self.backend.rescale, corrects=True)
+        return self.half(module, inputs, corrects=True)
 
     def key(self, name: str) -> str:
         """The name of an operand among those of all graphs: these have the weights in common, and little else."""
@@ -234,11 +232,6 @@ class Captured:
                 f'matmul="fp8" finds no matmul of a linear layer that it could run in fp8{left}: name fewer layers in '
                 "keep (keep=() for none), or leave matmul out"
             )
-
-    def _half(self, module: GraphModule, rescale: int, corrects: bool = False) -> Half:
-        half = Half(self, module, rescale, corrects)
-        self.halves.append(half)
-        return half
 
 
 def _size(x: Any) -> Size | None:

@@ -68,11 +68,6 @@ class Half:
         """The operands that this half measures: those that have a scale, and that the forward half does not measure."""
         return [name for name in self.candidates if name not in self.graph.unsteady]
 
-    @property
-    def weights(self) -> list[int]:
-        """Those that other graphs measure too."""
-        return [i for i, name in enumerate(self.measured) if name in self.graph.plan.weights]
-
     def load(self) -> None:
         """Takes the scales as they are now."""
         self.powers = self.graph.backend.scales.powers([self.graph.key(name) for name in self.plain.names])
@@ -90,7 +85,8 @@ class Half:
         names = self.measured
         if self.graph.backend.notice([self.graph.key(name) for name in names], seen, self.harmed):
             self.restart()  # an operand that became 0 hides those behind it: a first call looks until all fit
-        drifted = worst(seen[self.weights]) > BINADES
+        weights = [i for i, name in enumerate(names) if name in self.graph.plan.weights]
+        drifted = worst(seen[weights]) > BINADES
         self._count_jumps(names, (binades(seen) > BINADES).tolist())
         return drifted
 
@@ -119,7 +115,7 @@ class Half:
             self.measuring = rewrite(self.source, self.measured, self.graph.unsteady).module
         first = self.recalibration.is_first(self.calls)
         corrected = first or self.corrects
-        self.harmed = not corrected or not (first or self.recalibration.has_measured(self.calls - 1))
+        self.harmed = not corrected or not (first or self.recalibration.history[-1] == self.calls - 1)
         return self._corrected(args) if corrected else self._measured(args)
 
     def _measured(self, args: list[Any]) -> Any:

@@ -47,10 +47,6 @@ class Recalibration:
         """Returns True for the first call, or the first after a restart."""
         return call - self.begin == 1
 
-    def has_measured(self, call: int) -> bool:
-        """Returns True if a call is the last one that measured."""
-        return self.history[-1] == call
-
     def restart(self, call: int) -> None:
         """Makes a call due, and others after it, as if it were the first."""
         self.begin = call - 1

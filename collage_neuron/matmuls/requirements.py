@@ -32,13 +32,7 @@ from collage_neuron.states.sharding import is_sharded
 
 FLAG = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 OPTION = f"--internal-hlo2tensorizer-options='{FLAG}'"
-"""What NEURON_CC_FLAGS must contain on the targets of `NEEDS_FLAG`."""
-
-NEEDS_FLAG = ("trn2",)
-GAINS_NOTHING = ("trn1",)
-
-TFLOPS: Mapping[str, tuple[float, float]] = {"trn1": (190, 190), "trn2": (667, 1299)}
-"""Of a chip, dense: in bf16 and in fp8."""
+"""What NEURON_CC_FLAGS must contain on a trn2."""
 
 
 def check_target(device: torch.device, environ: Mapping[str, str] | None = None) -> None:
@@ -50,13 +44,13 @@ def check_target(device: torch.device, environ: Mapping[str, str] | None = None)
         UnsupportedModel: the device is a trn1, or the compiler lacks the flag that it needs for the device.
     """
     target = generation(device)
-    if target in GAINS_NOTHING:
+    if target == "trn1":
         raise UnsupportedModel(
-            f"matmul='fp8' gains nothing on {target}: its matmuls have the same rate in fp8 and in bf16 "
-            f"({TFLOPS[target][0]:g} TFLOPS a chip), and it would round more; leave matmul out, or use a trn2"
+            "matmul='fp8' gains nothing on trn1: its matmuls have the same rate in fp8 and in bf16 (190 TFLOPS a "
+            "chip), and it would round more; leave matmul out, or use a trn2"
         )
     flags = (os.environ if environ is None else environ).get("NEURON_CC_FLAGS", "")
-    if target in NEEDS_FLAG and FLAG not in flags:
+    if target == "trn2" and FLAG not in flags:
         raise UnsupportedModel(
             f"neuronx-cc rejects f8e4m3fn, which XLA has for e4m3, on {target} (NCC_EVRF051); all values are clamped "
             f"to 240, up to which the codes are those of {target}'s own type, so add to NEURON_CC_FLAGS before the "

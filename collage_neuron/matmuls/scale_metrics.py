@@ -45,13 +45,11 @@ def _lines(graphs: list[Captured]) -> Iterator[str]:
             yield f"  {key}: {fmt}, scale 2**{-exponents[key]}{_measured(seen.get(key))}"
         keys = {graph.key(name): None for name in plan.formats}
         limited = set(scales.beyond())
-        said = (_said(key, seen[key], key in limited) for key in keys if key in seen)
-        yield from (f"  {line}" for line in said if line is not None)
+        for key in keys:
+            found = seen.get(key)
+            if found and (said := advice(key, found.binades, found.saturated, found.vanished, key in limited)):
+                yield f"  {said}"
         yield from (f"  {line}" for line in _unknown(graph, keys))
-
-
-def _said(name: str, seen: Measurement, limited: bool) -> str | None:
-    return advice(name, seen.binades, seen.saturated, seen.vanished, limited)
 
 
 def _unknown(graph: Captured, keys: Iterable[str]) -> Iterator[str]:

@@ -167,13 +167,6 @@ def bits_of(x: Value) -> Value:
     return x.view(torch.int32)
 
 
-def from_bits(n: Value) -> Value:
-    """The fp32 value whose bits are the int32 n."""
-    if has_torch_function_unary(n):
-        return handle_torch_function(from_bits, (n,), n)
-    return n.view(torch.float32)
-
-
 def whole(x: Value) -> Value:
     """Converts an fp32 value that is an integer below 2**24 to int32: exact."""
     if has_torch_function_unary(x):
@@ -292,7 +285,7 @@ other elements than its own."""
 
 ON_BITS = frozenset(
     {
-        stochastic_round, whole, bits_of, from_bits, shift_right,
+        stochastic_round, whole, bits_of, shift_right,
         operator.lshift, operator.and_, operator.or_, operator.xor,
     }
 )  # fmt: skip

@@ -16,17 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from collage_neuron.numerics.block_formats import (
-    BLOCK,
-    I8Q4,
-    I8Q8,
-    I16Q4,
-    I16Q8,
-    U8Q16,
-    U16Q8,
-    U16Q16,
-    RootWords,
-)
+from collage_neuron.numerics.block_formats import BLOCK, I8Q4, I8Q8, I16Q4, I16Q8, U8Q16, U16Q8, U16Q16, RootWords
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,
@@ -42,7 +32,7 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
-from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16, UE5M3, SmallFloat
+from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
@@ -191,7 +181,7 @@ _BYTE = Component("", "uint8")
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
 
 
-def _unsigned(name: str, code: Component, words: RootWords | SmallFloat) -> Format:
+def _unsigned(name: str, code: Component, words: RootWords) -> Format:
     """A stochastic format of blocks without negative numbers."""
     return Format(name, (code, _SCALE), words.encode, words.decode, words.draw, error=words.error, signed=False)
 
@@ -220,7 +210,6 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             Format("i16q4", (_CODE, _SCALE), I16Q4.encode, I16Q4.decode, error=I16Q4.error),
             Format("i8q4", (Component("", "int8"), _SCALE), I8Q4.encode, I8Q4.decode, I8Q4.draw, error=I8Q4.error),
             _unsigned("u16q8", _CODE, U16Q8),
-            _unsigned("ue5m3", _BYTE, UE5M3),
             Format("i16q8", (_CODE, _SCALE), I16Q8.encode, I16Q8.decode, error=I16Q8.error),
             Format("i8q8", (Component("", "int8"), _SCALE), I8Q8.encode, I8Q8.decode, I8Q8.draw, error=I8Q8.error),
             _unsigned("u16q16", _CODE, U16Q16),

@@ -23,14 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from collage_neuron.numerics.eft import Value
-from collage_neuron.numerics.tensor_sums import RUN, power_from, run_sums
+from collage_neuron.numerics.tensor_sums import RUN, Reduction, power_from, run_sums, terms_of
 
 ELEMENT, ROW, COLUMN, MATRIX, NUMBER = "element", "row", "column", "matrix", "number"
 
@@ -71,15 +71,6 @@ def shape_of(extent: str, view: Sequence[int]) -> tuple[int, ...]:
     return tuple(n if d in own else 1 for d, n in enumerate(view)) if own else ()
 
 
-class Ending(NamedTuple):
-    """What is added, and what becomes of the sums."""
-
-    is_square: bool
-    """True if the terms are squares of the elements."""
-    finish: Callable[[Tensor, int], Tensor]
-    """The results in fp64, of the sums and the number of their terms."""
-
-
 def folded_over(x: Tensor, dim: int) -> Tensor:
     """The sums over a dimension, which is one element long then."""
     count = x.shape[dim]
@@ -92,11 +83,6 @@ def folded_over(x: Tensor, dim: int) -> Tensor:
     while (half := x.shape[dim] // 2) > 0:
         x = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
     return x
-
-
-def along_rows(terms: Tensor) -> Tensor:
-    """The sums of runs of each row of fp64 terms."""
-    return run_sums(terms)
 
 
 def down_columns(terms: Tensor) -> Tensor:
@@ -112,13 +98,7 @@ def down_columns(terms: Tensor) -> Tensor:
     return sums
 
 
-def terms_of(reduction: Ending, x: Tensor) -> Tensor:
-    """What is added, in fp64."""
-    terms = x.to(torch.float64)
-    return terms * terms if reduction.is_square else terms
-
-
-def finished(reduction: Ending, sums: Tensor, extent: str, count: int) -> Tensor:
+def finished(reduction: Reduction, sums: Tensor, extent: str, count: int) -> Tensor:
     """The fp32 results of fp64 sums (matrices, rows, columns), of which those of `extent` are left.
 
     `count` is the number of terms of each result. Sums may have a dimension more, of parameters, which is kept.
@@ -127,7 +107,7 @@ def finished(reduction: Ending, sums: Tensor, extent: str, count: int) -> Tensor
     # Columns, rows and then matrices, as the docstring of the file has it: another order has other bits.
     for d in (2, 1, 0):
         sums = sums if d in left else folded_over(sums, d - 3)
-    results = reduction.finish(sums, count).to(torch.float32)
+    results: Tensor = reduction.finish(sums, count).to(torch.float32)
     return results if left or results.dim() > 3 else results.reshape(())
 
 
@@ -139,7 +119,7 @@ def terms_in(view: Sequence[int], operand: str, extent: str) -> int:
 def of_elements(function: Any, x: Tensor, extent: str) -> Tensor:
     """The result of an operation of `ENDINGS` for elements of shape (matrices, rows, columns)."""
     terms = terms_of(ENDINGS[function], x)
-    runs = down_columns(terms) if extent == COLUMN else along_rows(terms)
+    runs = down_columns(terms) if extent == COLUMN else run_sums(terms)
     sums = folded_over(runs, 1 if extent == COLUMN else 2)
     return finished(ENDINGS[function], sums, extent, terms_in(x.shape, ELEMENT, extent))
 
@@ -167,10 +147,10 @@ def norm_to(x: Value, extent: str) -> Value:
     return _of(norm_to, x, extent)
 
 
-ENDINGS: Mapping[Any, Ending] = {
-    sum_to: Ending(False, lambda total, n: total),
-    mean_to: Ending(False, lambda total, n: total / n),
-    norm_to: Ending(True, lambda total, n: total.sqrt()),
+ENDINGS: Mapping[Any, Reduction] = {
+    sum_to: Reduction(False, lambda total, n: total),
+    mean_to: Reduction(False, lambda total, n: total / n),
+    norm_to: Reduction(True, lambda total, n: total.sqrt()),
 }
 """The operations of a graph that reduce a value to another extent."""
 assert RUN == 128  # as above

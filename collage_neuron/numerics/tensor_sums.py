@@ -37,14 +37,14 @@ class Reduction(NamedTuple):
 
     is_square: bool
     """True if the terms are squares of the elements."""
-    finish: Callable[[float, int], float]
-    """The result in double, of the sum and the number of elements."""
+    finish: Callable[[Any, int], Any]
+    """The result in double of the sum, or in fp64 of a tensor of sums, and of the number of terms."""
 
 
-def runs_of(reduction: Reduction, x: Tensor) -> Tensor:
-    """The sums of the runs of 1-D fp32 elements: 1-D fp64."""
+def terms_of(reduction: Reduction, x: Tensor) -> Tensor:
+    """What is added, in fp64."""
     terms = x.to(torch.float64)
-    return run_sums(terms * terms if reduction.is_square else terms)
+    return terms * terms if reduction.is_square else terms
 
 
 def run_sums(terms: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def run_sums(terms: Tensor) -> Tensor:
 
 def groups_of(reduction: Reduction, x: Tensor) -> Tensor:
     """The sums of groups of 64 runs of 1-D fp32 elements: 1-D fp64."""
-    runs = runs_of(reduction, x)
+    runs = run_sums(terms_of(reduction, x))
     return folded(_padded(runs, groups_in(x.numel()) * RUNS).view(-1, RUNS))
 
 

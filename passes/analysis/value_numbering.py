@@ -106,10 +106,7 @@ class Values(Algebra):
     """
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        opaque: Mapping[fx.Node, str] | None = None,
-        numbers: Mapping[str, float] | None = None,
+        self, graph: fx.Graph, opaque: Mapping[fx.Node, str] | None = None, numbers: Mapping[str, float] | None = None
     ) -> None:
         super().__init__(exact=numbers is not None)
         self.numbers = numbers

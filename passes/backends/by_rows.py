@@ -102,7 +102,7 @@ def searching(launch: Launch, compute: Compute | None = None) -> Search:
             found = yield part, values
         else:
             found = compute(stage, [*entries, *(values[name] for name in stage.numbers)])
-        values |= dict(zip((r.name for r in stage.reduced), found, strict=True))
+        values |= dict(zip(stage.reduced, found, strict=True))
     small = {
         name: values[number]
         .expand(_shape(update, name, view, lead))

@@ -9,7 +9,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from collage_neuron.numerics.matrix_sums import DOWN, ENDINGS, along_rows, down_columns, terms_of, view_of
+from collage_neuron.numerics.matrix_sums import DOWN, ENDINGS, down_columns, view_of
+from collage_neuron.numerics.tensor_sums import run_sums, terms_of
 from collage_neuron.passes.backends.by_rows import Reduced, Values, find, results_of
 from collage_neuron.passes.backends.inline import inlined
 from collage_neuron.passes.backends.protocol import Found, Launch
@@ -82,7 +83,7 @@ class RowSums:
 
 
 def _runs(result: Reduced, x: Tensor) -> Tensor:
-    add: Callable[[Tensor], Tensor] = down_columns if result.by_columns else along_rows
+    add: Callable[[Tensor], Tensor] = down_columns if result.by_columns else run_sums
     return add(terms_of(ENDINGS[result.operation], x))
 
 

@@ -82,7 +82,7 @@ def searching(launch: Launch, compute: Callable[[Stage, Tensor], Sequence[Tensor
         found = (yield _launch_of(part, launch), rows) if stage.kind == REDUCTION else compute(stage, rows)
         if stage.kind == BETWEEN and launch.across is not None:
             found = _of_processes(stage, found, launch.across)
-        numbers |= dict(zip((r.name for r in stage.reduced), found, strict=True))
+        numbers |= dict(zip(stage.reduced, found, strict=True))
     small = {name: numbers[number] for name, number in update.small.items() if number != name}
     return Found(_rows(scalars, update.stages[-1], numbers), small)
 

@@ -10,12 +10,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from collage_neuron.passes.fp8_scaling import network_rules, rules
-from collage_neuron.passes.fp8_scaling.registry import RULES, Operands, Sizes, Unknown
-from collage_neuron.passes.fp8_scaling.sizes import Size
-
-TABLES = rules, network_rules
-"""The modules that fill the table."""
+from collage_neuron.passes.fp8_scaling import rules as rules  # which fill the table
+from collage_neuron.passes.fp8_scaling.sizes import RULES, Operands, Size, Sizes, Unknown
 
 
 def analyse(graph: Graph, given: Mapping[Node, Size]) -> dict[Node, Sizes]:

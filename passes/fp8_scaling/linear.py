@@ -52,12 +52,6 @@ class Product:
     role: str
     """`output`, `input gradient` or `weight gradient`."""
 
-    @property
-    def factors(self) -> tuple[Node, Node]:
-        """The two operands."""
-        a, b = factors(self.node)
-        return a, b
-
 
 def factors(node: Node) -> Sequence[Any]:
     """The operands of a matmul, without the bias."""

@@ -16,7 +16,16 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_neuron.passes.fp8_scaling.analyse import analyse, known, reason
-from collage_neuron.passes.fp8_scaling.linear import Joint, Product, depending_on, last, products, results_of, source
+from collage_neuron.passes.fp8_scaling.linear import (
+    Joint,
+    Product,
+    depending_on,
+    factors,
+    last,
+    products,
+    results_of,
+    source,
+)
 from collage_neuron.passes.fp8_scaling.operations import LIMITS, largest
 from collage_neuron.passes.fp8_scaling.sizes import Size
 
@@ -120,7 +129,7 @@ def plan(
     at_one = analyse(graph, {**given, **dict.fromkeys(tangents, Size(0.0))})
     operands = _operands(rewritten, joint, {n for n, size in at_one.items() if known(size)})
     for p in rewritten:
-        p.node.meta[MARK] = tuple(operands[x] for x in p.factors)
+        p.node.meta[MARK] = tuple(operands[x] for x in factors(p.node))
     reductions = {o.name: reason(x, at_one) for x, o in operands.items() if not o.is_known}
     gradients_of = {o.name for o in operands.values() if o.fmt == GRADIENT}
     return Plan(rewritten, sorted(kept), operands, gradients_of, joint, tangents, reductions, given)
@@ -137,7 +146,7 @@ def _operands(found: Sequence[Product], joint: Joint, sized: set[Node]) -> dict[
     operands: dict[Node, Operand] = {}
     called: dict[Any, str] = {}
     for p in found:
-        for x in p.factors:
+        for x in factors(p.node):
             origin = source(x)
             backward = x in joint.backward
             kind = "gradient" if backward else "input"

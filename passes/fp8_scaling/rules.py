@@ -1,4 +1,7 @@
-"""Sizes of elementwise operations, of sums and matmuls, and of operations that only move elements."""
+"""Rules for the sizes of results: of elementwise operations, sums, matmuls, and of what networks and losses add.
+
+Numbers like 0.75 are those of a normal distribution: the rms of gelu(x) is 0.57 of that of x, near x = 1.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,79 @@ from typing import Any
 
 import torch
 
-from collage_neuron.passes.fp8_scaling.registry import Operands, Sizes, Unknown, rule
-from collage_neuron.passes.fp8_scaling.sizes import Size, added, mixed, multiplied, of_number, summed
+from collage_neuron.passes.fp8_scaling.sizes import (
+    Operands,
+    Rule,
+    Size,
+    Sizes,
+    Unknown,
+    added,
+    mixed,
+    multiplied,
+    of_number,
+    rule,
+    summed,
+)
 
 aten: Any = torch.ops.aten
+
+
+def _terms(x: Operands) -> float:
+    """The number of terms of each sum of the first operand."""
+    return x.elements(x.args[0]) / max(1, x.elements())
+
+
+_SHORT: tuple[tuple[tuple[Any, ...], Rule], ...] = (
+    ((aten.neg,), lambda x: x[0].signed()),
+    ((aten.div,), lambda x: Size(x[0].log - x[1].log, x[0].positive and x[1].positive)),
+    ((aten.addcmul,), lambda x: added(x[0], multiplied(x[1], x[2]))),
+    ((aten.rsqrt,), lambda x: Size(-x[0].log / 2, True)),
+    ((aten.sqrt,), lambda x: Size(x[0].log / 2, True)),
+    ((aten.reciprocal,), lambda x: Size(-x[0].log, x[0].positive)),
+    ((aten.abs,), lambda x: Size(x[0].log, True)),
+    ((aten.where,), lambda x: mixed(x[1], x[2])),
+    # Filled with zeros or with minus infinity for a softmax: what is left is as large as before.
+    ((aten.masked_fill,), lambda x: x[0]),
+    ((aten.full, aten.full_like, aten.fill), lambda x: x[1]),
+    ((aten.scalar_tensor,), lambda x: x[0]),
+    ((aten.ones, aten.ones_like, aten.new_ones), lambda x: of_number(1)),
+    ((aten.zeros, aten.zeros_like, aten.new_zeros), lambda x: of_number(0)),
+    # Of angles from a full circle: rms sqrt(1/2), whatever the operand.
+    ((aten.sin, aten.cos), lambda x: Size(-0.5)),
+    ((aten.split, aten.split_with_sizes, aten.unbind, aten.chunk), lambda x: (x[0],) * len(x.node.meta["val"])),
+    ((aten.sum,), lambda x: summed(x[0], _terms(x))),
+    ((aten.mean,), lambda x: summed(x[0], _terms(x)).times(1 / _terms(x))),
+    # A sum of products over the inner dimension.
+    ((aten.mm, aten.bmm), lambda x: summed(multiplied(x[0], x[1]), x.shape(x.args[0])[-1])),
+    # Half of a large operand is kept; of a small one half its size.
+    ((aten.gelu, aten.silu), lambda x: Size(x[0].log - 0.8)),
+    # Gradients times a derivative from 0 to 1.
+    ((aten.gelu_backward, aten.silu_backward), lambda x: Size(x[0].log - 0.75)),
+    ((aten.tanh_backward,), lambda x: Size(x[0].log - 0.5)),
+    # Half of the squares stay.
+    ((aten.relu,), lambda x: Size(x[0].log - 0.5, True)),
+    ((aten.threshold_backward,), lambda x: Size(x[0].log - 0.5)),
+    ((aten.sigmoid,), lambda x: Size(-1.0, True)),
+    # The gradient times at most 1/4.
+    ((aten.sigmoid_backward,), lambda x: Size(x[0].log - 2)),
+    # The operand, at most 1.
+    ((aten.tanh,), lambda x: Size(min(x[0].log, -0.5))),
+    # The gradient, times the factor of the elements that are kept.
+    ((aten.native_dropout_backward,), lambda x: x[0].times(math.sqrt(max(float(x.given(2)), 1)))),
+    # Between 1/n of equal scores and 1/sqrt(n) of a single one: measured, n ** -0.75.
+    ((aten._softmax, aten._safe_softmax), lambda x: Size(-0.75 * math.log2(x.shape()[-1]), True)),
+    # The gradient times the probabilities.
+    ((aten._softmax_backward_data,), lambda x: Size(x[0].log + x[1].log)),
+    # Each row is the sum of the gradients at one token.
+    ((aten.embedding_dense_backward,), lambda x: summed(x[0].signed(), x.elements(x.args[1]) / int(x.given(2)))),
+    # The logarithm of 1 / n; and the gradient, less its sum times the probabilities.
+    ((aten._log_softmax,), lambda x: of_number(-math.log(max(2, x.shape()[-1])))),
+    ((aten._log_softmax_backward_data,), lambda x: x[0].signed()),
+)
+"""Operations whose rule is one expression."""
+
+for _targets, _of in _SHORT:
+    rule(*_targets)(_of)
 
 
 @rule(
@@ -25,12 +97,6 @@ def moved(x: Operands) -> Sizes:
     return x[0]
 
 
-@rule(aten.split, aten.split_with_sizes, aten.unbind, aten.chunk)
-def parts(x: Operands) -> Sizes:
-    """The elements of the operand, in several tensors."""
-    return (x[0],) * len(x.node.meta["val"])
-
-
 @rule(aten.cat, aten.stack)
 def joined(x: Operands) -> Sizes:
     """About as large as the largest part."""
@@ -41,12 +107,6 @@ def joined(x: Operands) -> Sizes:
 def padded(x: Operands) -> Sizes:
     """As many squares, beside zeros."""
     return x[0].times(math.sqrt(x.elements(x.args[0]) / x.elements()))
-
-
-@rule(aten.neg)
-def neg(x: Operands) -> Sizes:
-    """-a."""
-    return x[0].signed()
 
 
 @rule(aten.add, aten.sub)
@@ -64,18 +124,6 @@ def mul(x: Operands) -> Sizes:
     return Size(found.log, True) if x.args[0] is x.args[1] else found
 
 
-@rule(aten.div)
-def div(x: Operands) -> Sizes:
-    """a / b."""
-    return Size(x[0].log - x[1].log, x[0].positive and x[1].positive)
-
-
-@rule(aten.addcmul)
-def addcmul(x: Operands) -> Sizes:
-    """a + b * c."""
-    return added(x[0], multiplied(x[1], x[2]))
-
-
 @rule(aten.pow)
 def power(x: Operands) -> Sizes:
     """a ** k, of a number k."""
@@ -83,49 +131,6 @@ def power(x: Operands) -> Sizes:
     if not isinstance(k, (int, float)):
         raise Unknown
     return Size(x[0].log * k, x[0].positive or k % 2 == 0)
-
-
-@rule(aten.rsqrt)
-def rsqrt(x: Operands) -> Sizes:
-    """a ** -0.5."""
-    return Size(-x[0].log / 2, True)
-
-
-@rule(aten.sqrt)
-def sqrt(x: Operands) -> Sizes:
-    """a ** 0.5."""
-    return Size(x[0].log / 2, True)
-
-
-@rule(aten.reciprocal)
-def reciprocal(x: Operands) -> Sizes:
-    """1 / a."""
-    return Size(-x[0].log, x[0].positive)
-
-
-@rule(aten.abs)
-def absolute(x: Operands) -> Sizes:
-    """|a|."""
-    return Size(x[0].log, True)
-
-
-@rule(aten.sum)
-def total(x: Operands) -> Sizes:
-    """The sum over some dimensions, or all."""
-    return summed(x[0], x.elements(x.args[0]) / max(1, x.elements()))
-
-
-@rule(aten.mean)
-def mean(x: Operands) -> Sizes:
-    """The sum divided by the number of its terms."""
-    n = x.elements(x.args[0]) / max(1, x.elements())
-    return summed(x[0], n).times(1 / n)
-
-
-@rule(aten.mm, aten.bmm)
-def matmul(x: Operands) -> Sizes:
-    """A sum of products over the inner dimension."""
-    return summed(multiplied(x[0], x[1]), x.shape(x.args[0])[-1])
 
 
 @rule(aten.addmm, aten.baddbmm)
@@ -136,43 +141,99 @@ def addmm(x: Operands) -> Sizes:
     return added(x[0], summed(multiplied(x[1], x[2]), x.shape(x.args[1])[-1]))
 
 
-@rule(aten.where)
-def where(x: Operands) -> Sizes:
-    """One of two."""
-    return mixed(x[1], x[2])
+@rule(aten.native_dropout)
+def dropout(x: Operands) -> Sizes:
+    """1 - p of the elements, divided by that; and the mask."""
+    left = 1 - float(x.given(1))
+    return x[0].times(1 / math.sqrt(left)) if left > 0 else of_number(0), Size(0.5 * math.log2(left or 1), True)
 
 
-@rule(aten.masked_fill)
-def masked_fill(x: Operands) -> Sizes:
-    """Filled with zeros or with minus infinity for a softmax: what is left is as large as before."""
-    return x[0]
+def _attended(x: Operands, keys: Any) -> float:
+    """A mean over n values with the probabilities of `softmax`: n ** -0.75 * sqrt(n)."""
+    return -0.25 * math.log2(x.shape(keys)[-2])
 
 
-@rule(aten.full, aten.full_like, aten.fill)
-def full(x: Operands) -> Sizes:
-    """A constant."""
-    return x[1]
+@rule(aten._scaled_dot_product_flash_attention_for_cpu)
+def attention(x: Operands) -> Sizes:
+    """softmax(q @ k) @ v, and the logarithm of the sum of exponentials."""
+    n = x.shape(x.args[1])[-2]
+    return Size(x[2].log + _attended(x, x.args[1])), of_number(math.log(n + 1))
 
 
-@rule(aten.scalar_tensor)
-def scalar_tensor(x: Operands) -> Sizes:
-    """A constant."""
-    return x[0]
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def attention_backward(x: Operands) -> Sizes:
+    """Of q, k and v: the factor 1 / sqrt(d) cancels the sum over d elements of grad @ v."""
+    mean = Size(_attended(x, x.args[2]))
+    grad, q, k, v = (x[i].signed() for i in range(4))
+    return multiplied(grad, v, k, mean), multiplied(grad, v, q, mean), multiplied(grad, mean)
 
 
-@rule(aten.ones, aten.ones_like, aten.new_ones)
-def ones(x: Operands) -> Sizes:
-    """1."""
-    return of_number(1)
+def _gain(x: Operands, weight: int) -> Size:
+    return of_number(1) if x.given(weight) is None else x[weight]
 
 
-@rule(aten.zeros, aten.zeros_like, aten.new_zeros)
-def zeros(x: Operands) -> Sizes:
-    """0."""
-    return of_number(0)
+@rule(aten.native_layer_norm)
+def layer_norm(x: Operands) -> Sizes:
+    """The gain, and the bias; the mean, and 1 / rms."""
+    gain = _gain(x, 2).signed()
+    out = gain if x.given(3) is None else added(gain, x[3])
+    return out, Size(x[0].log - 3), Size(-x[0].log, True)
 
 
-@rule(aten.sin, aten.cos)
-def sine(x: Operands) -> Sizes:
-    """Of angles from a full circle: rms sqrt(1/2), whatever the operand."""
-    return Size(-0.5)
+@rule(aten.native_layer_norm_backward)
+def layer_norm_backward(x: Operands) -> Sizes:
+    """The gradient times the gain over the rms of the operand; of gain and bias, sums over rows."""
+    grad, weight = x[0].signed(), _gain(x, 5)
+    rows = x.elements(x.args[1]) / math.prod(x.args[2])  # type: ignore[arg-type]  # a shape
+    return Size(grad.log + weight.log - x[1].log), summed(grad, rows), summed(grad, rows)
+
+
+@rule(aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional, aten.native_batch_norm)
+def batch_norm(x: Operands) -> Sizes:
+    """The gain, and the bias; the mean, and 1 / rms; averages of both. Also what torch_xla calls a layer norm."""
+    gain = _gain(x, 1).signed()
+    out = gain if x.given(2) is None else added(gain, x[2])
+    mean, scale = Size(x[0].log - 3), Size(-x[0].log, True)
+    return out, mean, scale, mean, Size(2 * x[0].log, True)
+
+
+@rule(aten.native_batch_norm_backward)
+def batch_norm_backward(x: Operands) -> Sizes:
+    """The gradient times the gain over the rms of the operand; of gain and bias, sums."""
+    grad = x[0].signed()
+    of_weights = summed(grad, x.elements(x.args[0]) / x.shape(x.args[0])[1])
+    return Size(grad.log + _gain(x, 2).log - x[1].log), of_weights, of_weights
+
+
+_MEAN = 1
+"""Of a loss: the mean of all rows, torch's default."""
+
+
+@rule(aten.nll_loss_forward)
+def nll_loss(x: Operands) -> Sizes:
+    """One logarithm a row, and the number of rows."""
+    rows = x.shape(x.args[0])[0]
+    size = Size(x[0].log, True)
+    return size if x.given(3, _MEAN) <= _MEAN else summed(size, rows), of_number(rows)
+
+
+@rule(aten.nll_loss_backward)
+def nll_loss_backward(x: Operands) -> Sizes:
+    """One element of each row."""
+    rows, classes = x.shape(x.args[1])
+    grad = x[0].signed().times(1 / math.sqrt(classes))
+    return grad.times(1 / rows) if x.given(4, _MEAN) == _MEAN else grad
+
+
+@rule(aten.mse_loss)
+def mse_loss(x: Operands) -> Sizes:
+    """The mean of squared differences, or their sum."""
+    square = Size(2 * added(x[0].signed(), x[1]).log, True)
+    return summed(square, x.elements(x.args[0])) if x.given(2, _MEAN) > _MEAN else square
+
+
+@rule(aten.mse_loss_backward)
+def mse_loss_backward(x: Operands) -> Sizes:
+    """Twice the difference, divided by the number of elements if the loss is their mean."""
+    found = multiplied(x[0], added(x[1].signed(), x[2])).times(2).signed()
+    return found.times(1 / x.elements()) if x.given(3, _MEAN) == _MEAN else found

@@ -13,7 +13,7 @@ from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.tensor_sums import across
 from collage_neuron.passes.functionalize.elementwise import Builder, filled, number_fills
-from collage_neuron.passes.functionalize.matrices import MatrixBuilder, may_have_rows, states_in
+from collage_neuron.passes.functionalize.matrices import MatrixBuilder, states_in
 from collage_neuron.passes.functionalize.one_shape import Step, in_one_shape, without_idle_views
 from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, is_reduction
 from collage_neuron.passes.ir.update import Captured
@@ -98,7 +98,7 @@ def _other_graphs(step: Step, slots: int) -> Iterator[Callable[[], _Graph]]:
     step = without_idle_views(step)
     steps = [step, *in_one_shape(step)]
     yield from (partial(_elementwise, each, slots) for each in steps)
-    yield from (partial(_with_rows, each, slots) for each in steps if may_have_rows(each.shape))
+    yield from (partial(_with_rows, each, slots) for each in steps if len(each.shape) > 1)
 
 
 def _states(step: Step) -> dict[str, Ref]:

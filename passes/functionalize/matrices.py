@@ -21,7 +21,7 @@ gradient. A state of another shape has dimensions that are not known until it me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,12 +29,7 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import ENDINGS, MATRIX, NUMBER, extent_of, mean_to, norm_to, sum_to
-from collage_neuron.passes.functionalize.elementwise import (
-    Builder,
-    dimensions,
-    fills,
-    functional_overload,
-)
+from collage_neuron.passes.functionalize.elementwise import Builder, dimensions, fills, functional_overload
 from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Op, Ref, is_outer, is_reduction
 from collage_neuron.torch_privates import schema
 
@@ -72,11 +67,6 @@ def _resolved(label: Label) -> Label:
     while isinstance(label, _Size) and label.known is not label:
         label = label.known
     return label
-
-
-def may_have_rows(shape: Sequence[int]) -> bool:
-    """Returns True for the shape of a parameter that has rows and columns."""
-    return len(shape) > 1
 
 
 class MatrixBuilder(Builder):

@@ -82,13 +82,7 @@ def writes_first_argument(func: Any) -> bool:
 
 
 _REDUCTIONS = frozenset(
-    {
-        aten.sum.default,
-        aten.sum.dim_IntList,
-        aten.mean.default,
-        aten.mean.dim,
-        aten.linalg_vector_norm.default,
-    }
+    {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.linalg_vector_norm.default}
 )
 """They make one number of all elements of a tensor, if they are not given some of its dimensions."""
 

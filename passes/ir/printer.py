@@ -58,7 +58,7 @@ def format_stage_list(update: Update) -> Iterator[str]:
     if len(update.stages) > 1:
         yield "  Stages, one after another; each reads parameter, gradient and states as they were before the step:"
     for number, stage in enumerate(update.stages if len(update.stages) > 1 else ()):
-        sizes = {r.name: SIZES[update.extents.get(r.name, NUMBER)] for r in stage.reduced}
+        sizes = {name: SIZES[update.extents.get(name, NUMBER)] for name in stage.reduced}
         own = {size: [name for name, other in sizes.items() if other == size] for size in sizes.values()}
         sums = ", ".join(f"{', '.join(names)} ({size}{' each' * (len(names) > 1)})" for size, names in own.items())
         does = {REDUCTION: f"adds elements up to {sums}", NUMBERS: f"computes from such sums {sums}"}

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 ELEMENTWISE, REDUCTION, NUMBERS, BETWEEN = "elementwise", "reduction", "numbers", "between processes"
-JOINED, OPAQUE = "joined", "opaque"
+JOINED = "joined"
 
 KINDS: Mapping[str, str] = {
     ELEMENTWISE: "each element by itself, in explicit-rounding form: every backend keeps every rounding",
@@ -32,7 +32,6 @@ KINDS: Mapping[str, str] = {
     NUMBERS: "small tensors from small tensors, in explicit-rounding form",
     BETWEEN: "numbers of a part of a parameter from those of all parts, of which other processes have some",
     JOINED: "an elementwise stage with reductions in between: what `cut` makes stages of",
-    OPAQUE: "operations as they are written, in fp32: nothing is promised about their roundings",
 }
 """The kinds of stages: what each does, and what is guaranteed for its results."""
 
@@ -40,14 +39,6 @@ KINDS: Mapping[str, str] = {
 def returned(graph: fx.Graph) -> Any:
     """What a graph returns."""
     return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
-
-
-class Reduced(NamedTuple):
-    """A small tensor that a reduction gives to the stages after it."""
-
-    name: str
-    dims: tuple[int, ...] | None = None
-    """Dimensions of the parameter that are reduced away; None is all of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +58,8 @@ class Stage:
     """Keys of what it reads: components as they were before the step, and results of earlier stages."""
     outputs: tuple[str, ...]
     """Parameter-shaped results, in order: new components, and values that only later stages read."""
-    reduced: tuple[Reduced, ...] = ()
-    """Small tensors that it returns after those: of a joined stage, the new values of states of one number."""
+    reduced: tuple[str, ...] = ()
+    """Names of small tensors that it returns after those: of a joined stage, the new values of states of one number."""
     numbers: tuple[str, ...] = ()
     """Small tensors of earlier stages that it reads, one number for each parameter; or states of one number."""
 
@@ -85,7 +76,7 @@ class Stage:
     @property
     def gives(self) -> tuple[str, ...]:
         """Names of all that it returns."""
-        return (*self.outputs, *(r.name for r in self.reduced))
+        return (*self.outputs, *self.reduced)
 
     def __str__(self) -> str:
         return f"{self.kind}: {', '.join([*self.inputs, *self.numbers])} -> {', '.join(self.gives)}"

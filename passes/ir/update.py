@@ -13,7 +13,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER, extent_of
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
-from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage
+from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Stage
 
 if TYPE_CHECKING:
     from collage_neuron.numerics.formats import Format
@@ -78,7 +78,7 @@ class Update:
         """
         read = tuple(others.get("reads_small", ()))
         joins = small or read or any(node.target in OF_TENSOR or node.target in ENDINGS for node in body.nodes)
-        stage = Stage(JOINED if joins else ELEMENTWISE, body, inputs, outputs, tuple(map(Reduced, small)), read)
+        stage = Stage(JOINED if joins else ELEMENTWISE, body, inputs, outputs, tuple(small), read)
         return cls((stage,), inputs, outputs, scalars, formats, small={name: name for name in small}, **others)
 
     def with_body(self, body: fx.Graph, **others: Any) -> Update:

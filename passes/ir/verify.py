@@ -13,7 +13,7 @@ from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.numerics.tensor_sums import OF_TENSOR, across
-from collage_neuron.passes.ir.stage import BETWEEN, JOINED, KINDS, NUMBERS, OPAQUE, REDUCTION, Stage
+from collage_neuron.passes.ir.stage import BETWEEN, JOINED, KINDS, NUMBERS, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 
@@ -73,12 +73,10 @@ def _uniform(stage: Stage, block: int, blocks: Mapping[str, int]) -> set[fx.Node
 
 
 def _verify_operations(stage: Stage, words: frozenset[str]) -> None:
-    """Each operation is one of the form, but in an opaque stage; what any stage stores was rounded."""
+    """Each operation is one of the form; what is stored was rounded."""
     for node in stage.body.nodes:
         if node.target is narrow:
             _verify_store(node, words)
-        if stage.kind == OPAQUE:
-            continue
         if (
             node.op == "call_function"
             and node.target not in OPERATIONS | ON_BITS | REDUCTIONS | _reductions_in(stage)

@@ -13,7 +13,7 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import DIMENSIONS, ELEMENT, ENDINGS, NUMBER, joined
 from collage_neuron.numerics.tensor_sums import OF_TENSOR, across
-from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage, returned
+from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Stage, returned
 from collage_neuron.passes.ir.update import Update
 
 _TRUTHS = frozenset(
@@ -198,7 +198,7 @@ class _Cutting:
         first = sum(name.startswith(prefix) for name in self.known.values())
         names = {node: f"{prefix}{first + i}" for i, node in enumerate(results)}
         self.known |= names
-        return Stage(kind, body, inputs, (), tuple(map(Reduced, names.values())), numbers)
+        return Stage(kind, body, inputs, (), tuple(names.values()), numbers)
 
     def _body(
         self, results: Sequence[fx.Node], all_inputs: bool = False, has_elements: bool = False

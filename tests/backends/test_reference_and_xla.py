@@ -197,7 +197,7 @@ def special_pairs() -> Tensors:
 
 
 def test_every_operation_is_exercised() -> None:
-    """All but round_to, widen and narrow, which tests/numerics/test_eft_rounding.py runs over all their inputs."""
+    """All but round_to, widen and narrow, which tests/numerics/test_eft.py runs over all their inputs."""
     graphs = [update_of(("x", "y"), lambda x, y, f=f: [f(x, y)]).graph.graph for f in BINARY.values()]
     assert {n.target for graph in graphs for n in graph.nodes} >= OPERATIONS - {round_to}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -191,31 +190,21 @@ def graphs(model: nn.Module) -> list[Any]:
 # ---- many graphs
 
 
-def test_many_shapes_are_warned_of_once() -> None:
+def test_many_shapes_are_warned_of_once_and_more_graphs_than_are_kept_are_captured_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("collage_neuron.matmuls.forward.MOST", most := MANY + 3)
     model = compiled(nn.Linear(64, 8).bfloat16(), keep=())
     for rows in range(2, MANY + 2):
         model(batch(rows=rows))
     with pytest.warns(UserWarning, match="captured this Linear 9 times.*Pad batches to a few shapes"):
         model(batch(rows=MANY + 2))
-    for rows in range(2, MANY + 5):
-        model(batch(rows=rows))
-    assert len(graphs(model)) == MANY + 3
-
-
-def trained(model: nn.Module, sizes: Iterable[int], modes: Iterable[bool] = (True,)) -> None:
-    for rows in sizes:
-        for mode in modes:
-            model.train(mode)
-            model(batch(rows=rows)).float().sum().backward()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*Pad batches to a few shapes")
-def test_more_graphs_than_are_kept_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collage_neuron.matmuls.forward.MOST", most := 12)
-    model = compiled(nn.Linear(64, 8).bfloat16(), keep=())
+    model(batch(rows=2))
+    model(batch(rows=MANY + 3))
+    assert len(graphs(model)) == MANY + 2
     with pytest.warns(UserWarning, match=f"drops {most} graphs"):
-        trained(model, range(2, most + 4))
-    assert 0 < len(graphs(model)) < 4
+        model(batch(rows=MANY + 4))
+    model(batch(rows=3)).float().sum().backward()
+    assert len(graphs(model)) == 1
     assert "0 (forward and backward)" in collage_neuron.explain(model)
     assert copy.deepcopy(model)(batch()).shape == (32, 8)

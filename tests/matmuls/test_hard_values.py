@@ -144,13 +144,12 @@ def one_hot(seed: int, width: int) -> Tensor:
 @pytest.mark.parametrize("rescale", [0, 50])
 def test_one_hot_rows_fit(rescale: int) -> None:
     width = 1 << 18
-    model = small(width)
-    wanted = model[0](one_hot(1, width))  # type: ignore[index]  # a Sequential
+    model = nn.Sequential(nn.Linear(width, 8), nn.Linear(8, 8)).bfloat16()
+    wanted = model(one_hot(1, width))
     compiled(model, rescale=rescale)
     for seed in range(2):
         y = model(one_hot(seed, width))
-    del model.forward
-    assert error(y, model[3](model[2](model[1](wanted)))) < 0.2  # type: ignore[index]  # as above
+    assert error(y, wanted) < 0.2
 
 
 def test_outliers_that_do_not_fit_are_warned_of_once() -> None:
@@ -214,19 +213,16 @@ class Guessed(nn.Module):
 
 
 @pytest.mark.parametrize("name", far_off())
-def test_a_first_call_without_gradients_is_right(name: str) -> None:
-    model, plain = pair(Guessed(name).bfloat16())
+def test_a_first_call_without_gradients_and_a_first_step_are_right(name: str) -> None:
+    plain = Guessed(name).bfloat16()
+    model, _ = pair(plain)
     with torch.no_grad():
         y = model(batch())
         assert error(y, plain(batch())) < 0.15
         assert torch.equal(model(batch()), y)
-
-
-@pytest.mark.parametrize("name", far_off())
-def test_a_first_step_is_right(name: str) -> None:
-    models = pair(Guessed(name).bfloat16())
-    assert gradient_error(models, batch(), 2.0**-20, "layer.weight") < 0.15
-    assert gradient_error(models, batch(1), 2.0**-20, "layer.weight") < 0.15
+    models = pair(plain)
+    for seed in range(2):
+        assert gradient_error(models, batch(seed), 2.0**-20, "layer.weight") < 0.15
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "in place"])
@@ -247,15 +243,6 @@ def test_weights_that_are_exchanged_are_measured_again(how: str) -> None:
         y = model(batch())
         assert error(y, plain(batch())) < 0.15
         assert torch.equal(model(batch()), y)
-
-
-def test_weights_that_are_loaded_in_training_fit_in_the_next_call() -> None:
-    models = pair(small())
-    for seed in range(20):
-        gradient_error(models, batch(seed), 1.0)
-    for model in models:
-        model.load_state_dict({n: v * 2.0**8 if n == "2.weight" else v for n, v in model.state_dict().items()})
-    assert max(gradient_error(models, batch(seed), 1.0) for seed in (20, 21)) < 0.2
 
 
 def test_dropout_of_a_call_that_is_corrected_is_drawn_once() -> None:

@@ -27,7 +27,7 @@ from torch import nn
 
 from collage_neuron.matmuls.capture import Backend
 from collage_neuron.passes.fp8_scaling.operations import amax_powers
-from collage_neuron.passes.fp8_scaling.registry import RULES
+from collage_neuron.passes.fp8_scaling.sizes import RULES
 
 aten: Any = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

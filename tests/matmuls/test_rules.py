@@ -14,8 +14,7 @@ from torch.fx import Graph
 
 from collage_neuron.matmuls.scales import size_of
 from collage_neuron.passes.fp8_scaling.analyse import analyse, known, reason
-from collage_neuron.passes.fp8_scaling.registry import RULES
-from collage_neuron.passes.fp8_scaling.sizes import Size, added, multiplied, of_number, summed
+from collage_neuron.passes.fp8_scaling.sizes import RULES, Size, added, multiplied, of_number, summed
 
 aten: Any = torch.ops.aten
 
@@ -56,17 +55,18 @@ TOTAL = torch.tensor(32.0)
 BATCHED = (None, None, True, 0.1, 1e-5)
 
 CASES: list[tuple[Any, Sequence[Any]]] = [
-    (aten.view.default, (X, [64, 32])),
-    (aten._unsafe_view.default, (X, [64, 32])),
-    (aten.t.default, (X,)),
+    *((op.default, (X,)) for op in (aten.t, aten.clone, aten.detach, aten.alias, aten._to_copy, aten.lift_fresh_copy)),
+    *((op.default, (X,)) for op in (aten.neg, aten.abs, aten.relu, aten.ones_like)),
+    *((op.default, (Z,)) for op in (aten.gelu, aten.silu, aten.sigmoid, aten.tanh)),
+    *((op.default, (G, Z)) for op in (aten.gelu_backward, aten.silu_backward)),
+    *((op.default, (POSITIVE + 1,)) for op in (aten.rsqrt, aten.reciprocal)),
+    *((op.default, (X * 9,)) for op in (aten.sin, aten.cos)),
+    *((op, (X, 2.5)) for op in (aten.full_like.default, aten.fill.Scalar)),
+    *((op.default, (X, [64, 32])) for op in (aten.view, aten._unsafe_view)),
+    *((op, (X, 0)) for op in (aten.squeeze.dim, aten.unsqueeze.default)),
+    *((op.default, ([X, Z],)) for op in (aten.cat, aten.stack)),
     (aten.transpose.int, (X, 0, 1)),
     (aten.permute.default, (X, [1, 0])),
-    (aten.squeeze.dim, (X, 0)),
-    (aten.unsqueeze.default, (X, 0)),
-    (aten.clone.default, (X,)),
-    (aten.detach.default, (X,)),
-    (aten.alias.default, (X,)),
-    (aten._to_copy.default, (X,)),
     (aten.expand.default, (X, [4, 32, 64])),
     (aten.slice.Tensor, (X, 0, 0, 16)),
     (aten.select.int, (X, 0, 3)),
@@ -74,7 +74,6 @@ CASES: list[tuple[Any, Sequence[Any]]] = [
     (aten.embedding.default, (X, IDS)),
     (aten.clamp.default, (X, -9.0, 9.0)),
     (aten.clamp_min.default, (POSITIVE, 0.1)),
-    (aten.lift_fresh_copy.default, (X,)),
     (aten.repeat.default, (X, [2, 1])),
     (aten.flip.default, (X, [0])),
     (aten.gather.default, (X, 0, IDS[None, :].expand(4, 32).contiguous())),
@@ -82,12 +81,9 @@ CASES: list[tuple[Any, Sequence[Any]]] = [
     (aten.split_with_sizes.default, (X, [16, 16])),
     (aten.unbind.int, (X,)),
     (aten.chunk.default, (X, 2)),
-    (aten.cat.default, ([X, Z],)),
-    (aten.stack.default, ([X, Z],)),
     (aten.slice_backward.default, (X, [128, 64], 0, 0, 32, 1)),
     (aten.select_backward.default, (X, [8, 32, 64], 0, 3)),
     (aten.constant_pad_nd.default, (X, [64, 0])),
-    (aten.neg.default, (X,)),
     (aten.add.Tensor, (X, Y)),
     (aten.add.Tensor, (X, 5)),
     (aten.add.Tensor, (POSITIVE, POSITIVE)),
@@ -98,10 +94,7 @@ CASES: list[tuple[Any, Sequence[Any]]] = [
     (aten.div.Tensor, (X, 7)),
     (aten.addcmul.default, (X, Y, Z)),
     (aten.pow.Tensor_Scalar, (X, 2)),
-    (aten.rsqrt.default, (POSITIVE + 1,)),
     (aten.sqrt.default, (POSITIVE,)),
-    (aten.reciprocal.default, (POSITIVE + 1,)),
-    (aten.abs.default, (X,)),
     (aten.sum.dim_IntList, (X, [0])),
     (aten.sum.dim_IntList, (POSITIVE, [0])),
     (aten.mean.dim, (X, [-1])),
@@ -114,23 +107,11 @@ CASES: list[tuple[Any, Sequence[Any]]] = [
     (aten.where.self, (Z > 0, X, Y)),
     (aten.masked_fill.Scalar, (X, Z > 2, 0.0)),
     (aten.full.default, ([3], 2.5)),
-    (aten.full_like.default, (X, 2.5)),
-    (aten.fill.Scalar, (X, 2.5)),
     (aten.scalar_tensor.default, (2.5,)),
     (aten.ones.default, ([3],)),
-    (aten.ones_like.default, (X,)),
     (aten.new_ones.default, (X, [3])),
-    (aten.sin.default, (X * 9,)),
-    (aten.cos.default, (X * 9,)),
-    (aten.gelu.default, (Z,)),
-    (aten.silu.default, (Z,)),
-    (aten.gelu_backward.default, (G, Z)),
-    (aten.silu_backward.default, (G, Z)),
-    (aten.relu.default, (X,)),
     (aten.threshold_backward.default, (G, X, 0)),
-    (aten.sigmoid.default, (Z,)),
     (aten.sigmoid_backward.default, (G, torch.sigmoid(Z))),
-    (aten.tanh.default, (Z,)),
     (aten.tanh_backward.default, (G, torch.tanh(Z))),
     (aten.native_dropout.default, (X, 0.3, True)),
     (aten.native_dropout_backward.default, (G * (Z > -1), Z > -1, 1.2)),

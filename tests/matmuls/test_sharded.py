@@ -1,17 +1,23 @@
-"""FSDP around a model in fp8 is rejected with the reason, in either order: a graph has the parts of one process."""
+"""A model in fp8 in several processes: in DDP, before the line or after it; FSDP is rejected with the reason.
+
+A graph has the parts of one process.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from worlds import run_world
+from torch.nn.parallel import DistributedDataParallel
+from worlds import in_turn, run_world
 
 import collage_neuron
 from collage_neuron import UnsupportedModel
+from collage_neuron.matmuls.install import forward_of
 
 WRAPPINGS = ("root", "layers", "flat", "flat, original parameters")
 
@@ -49,16 +55,48 @@ def said(wrapping: str, when: str) -> str:
     return "nothing"
 
 
-def body() -> dict[tuple[str, str], str]:
+def rejections() -> dict[tuple[str, str], str]:
     return {(when, wrapping): said(wrapping, when) for when in WHEN for wrapping in WRAPPINGS}
 
 
 WHEN = ("sharded first", "compiled first", "sharded after a step")
 
 
+def reduced(before: bool) -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    model = DistributedDataParallel(model) if before else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = collage_neuron.compile(model, optimizer, matmul="fp8", rescale=0)
+    model = model if before else DistributedDataParallel(model)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    model(x).float().square().mean().backward()
+    forward = forward_of(model)
+    assert forward is not None
+    (graph,) = forward.backend.graphs
+    return [p.grad for p in model.parameters() if p.grad is not None], len(graph.plan.products)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What each of two processes finds."""
+    calls = {"fsdp": (rejections,)} | {before: (reduced, before) for before in (False, True)}
+    found: list[dict[Any, Any]] = run_world(2, tmp_path_factory.mktemp("world"), in_turn, calls)
+    return found
+
+
 @pytest.mark.slow
-def test_fsdp_is_rejected_before_compiling_and_after_it(tmp_path: Path) -> None:
-    for own in run_world(2, tmp_path, body):
-        for (when, wrapping), text in own.items():
+def test_fsdp_is_rejected_before_compiling_and_after_it(world: list[dict[Any, Any]]) -> None:
+    for own in world:
+        for (when, wrapping), text in own["fsdp"].items():
             assert "use DDP, or leave matmul='fp8' out" in text, (when, wrapping, text)
             assert text.startswith("ValueError" if when == "sharded first" else "UnsupportedModel"), (when, wrapping)
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_wherever_ddp_is(world: list[dict[Any, Any]]) -> None:
+    first, *others = [own[before] for own in world for before in (False, True)]
+    assert first[1] == 2
+    for gradients, products in others:
+        assert products == 2
+        assert all(torch.equal(a, b) for a, b in zip(first[0], gradients, strict=True))

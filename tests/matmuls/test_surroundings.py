@@ -274,15 +274,6 @@ def test_under_a_compiler_of_the_whole_it_stays_in_fp8() -> None:
     assert torch.equal(torch.compile(Outer(), backend="aot_eager")(batch()), wanted)
 
 
-def test_the_predicted_gradient_waits_for_one_that_is_there() -> None:
-    model = compiled(small())
-    (model(batch()).float().sum() * 0).backward()
-    assert graph(model).halves[1].assumed
-    found = trained(model, batch())
-    assert not graph(model).halves[1].assumed
-    assert same(found, trained(compiled(small()), batch()))
-
-
 # ---- what is rejected
 
 

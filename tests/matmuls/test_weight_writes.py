@@ -46,12 +46,17 @@ def enlarge(models: Iterable[nn.Module], factor: float) -> None:
 # ---- weights
 
 
-def test_weights_that_are_written_in_training_fit_in_the_next_call() -> None:
+@pytest.mark.parametrize("loads", [False, True])
+def test_weights_that_are_written_or_loaded_in_training_fit_in_the_next_call(loads: bool) -> None:
     models = pair()
     for seed in range(20):
         trained(models, mean_square(batch(seed)))
-    enlarge(models, 2.0**14)
-    assert trained(models, mean_square(batch(20))) < FP8
+    if loads:
+        for model in models:
+            model.load_state_dict({n: v * 2.0**8 if n == "2.weight" else v for n, v in model.state_dict().items()})
+    else:
+        enlarge(models, 2.0**14)
+    assert max(trained(models, mean_square(batch(seed))) for seed in (20, 21)) < FP8
 
 
 def test_weights_that_are_written_after_training_fit_in_the_next_evaluation() -> None:

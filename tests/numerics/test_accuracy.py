@@ -20,7 +20,7 @@ from collage_neuron import STRATEGIES, SmallSteps
 from collage_neuron.numerics.strategies import DEFAULT
 
 SEED = (200,)
-STEPS = 300
+STEPS = 200
 SHORTER = (CONDITIONS["recipe"].steps / STEPS) ** 0.5
 """Roundings that are independent add up as the square root of the steps, and the distance travelled as the steps: in a
 shorter run they are a larger part of it, by at most this factor."""
@@ -71,6 +71,7 @@ def test_the_goal_of_each_byte_count_is_met_at_large_steps(goal: Goal) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(of=3, each=False)  # as below
 @pytest.mark.parametrize("strategy", sorted({g.strategy for g in GOALS if known(g) and "1e-6" in g.conditions}))
 def test_the_goal_at_a_small_learning_rate_is_met(strategy: str) -> None:
     """In a whole run: the error of the weights' low word fades only as the distance grows."""

@@ -1,19 +1,26 @@
-"""Functions in explicit-rounding form against float64, and against torch's on special values, on each CPU backend."""
+"""Functions in explicit-rounding form against float64, and against torch's on special values, on each CPU backend.
+
+And rules of special values, which have the bits of torch's operations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 from exact import hard, on_reference, on_xla, ulp, update_of
 from natively import different, results
+from one_operation import ONE_OP, SLOT, captured
 from torch import Tensor
+from updates import rewritten
 
 from collage_neuron.numerics import functions
+from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.passes.ir.update import Update
 
 NORMAL = 2.0**-126
 
@@ -28,13 +35,10 @@ ROUNDED: dict[str, tuple[Function, Callable[[Tensor, Tensor], Tensor]]] = {
     "atan2": (lambda x, y: functions.atan2(x, y), lambda x, y: torch.atan2(x, y)),
 }
 
-Run = Callable[[Update, list[Tensor]], Tensor]
-BACKENDS: dict[str, Run] = {
-    "reference": lambda update, xs: on_reference(update, xs)[0],
-    "xla": lambda update, xs: on_xla(update, xs)[0],
-}
+Run = Callable[..., list[Tensor]]
+BACKENDS: dict[str, Run] = {"reference": on_reference, "xla": on_xla}
 if NATIVE.missing() is None:
-    BACKENDS["native"] = lambda update, xs: results(NATIVE, update, xs)[0]
+    BACKENDS["native"] = partial(results, NATIVE)
 
 EXP = 5
 """How far exp of XLA:CPU may be off, near its largest results; of the other backends it is within one unit."""
@@ -50,7 +54,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def found_by(backend: str, f: Function, xs: tuple[Tensor, Tensor]) -> Tensor:
-    return BACKENDS[backend](update_of(("x", "y"), lambda x, y: [f(x, y)]), list(xs))
+    return BACKENDS[backend](update_of(("x", "y"), lambda x, y: [f(x, y)]), list(xs))[0]
 
 
 def usual(backend: str, xs: tuple[Tensor, Tensor]) -> Tensor:
@@ -88,3 +92,20 @@ def test_the_sign_of_a_zero_is_that_of_torch(name: str, backend: str) -> None:
     others = torch.tensor([0.0, 0.0, -0.0, -0.0, 0.0, -0.0, -1.0, -1.0, torch.inf, -torch.inf])
     found, wanted = found_by(backend, f, (zeros, others)), of_torch(zeros, others)
     assert not (different(found, wanted) & ((found == 0) | (wanted == 0))).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["nan_to_num", "mask_nan", "mask_inf"])
+def test_rules_of_special_values_are_those_of_torch(name: str, backend: str) -> None:
+    formats = {"param": format_named("fp32"), "state": format_named("fp32")}
+    update = rewritten(captured(ONE_OP[name]), formats, "fp32")
+    x, y = hard()
+    given = {"param": y.flip(0), "grad": y, "state": x}
+    scalars = torch.tensor(update.scalars.run([SLOT]), dtype=torch.float32)
+    found = BACKENDS[backend](update, [given[key] for key in update.inputs], scalars)[-1]
+    wanted = fx.GraphModule(torch.nn.Module(), captured(ONE_OP[name]).graph)(*given.values(), SLOT)["state"]
+    wrong = different(found, wanted)
+    if backend == "xla":  # takes subnormal numbers for zeros
+        for z in (*given.values(), wanted):
+            wrong &= ~((z != 0) & (z.abs() < NORMAL))
+    assert not wrong.any()

@@ -59,11 +59,6 @@ def test_it_is_an_entry_of_a_table() -> None:
     assert f"exp_avg            {NAME}" in collage_neuron.explain(optimizer)
 
 
-def test_bf16_arithmetic_rejects_it() -> None:
-    with pytest.raises(ValueError, match=r"stores bf16\+256ths, which arithmetic='bf16' would round .*use arithmetic="):
-        adamw(arithmetic="bf16")
-
-
 def test_a_run_goes_on_bit_for_bit_from_a_state_dict(tmp_path: Path) -> None:
     """Through a file; torch casts what it loads to the dtype of the parameter, integers too."""
     optimizer, p = adamw()

@@ -25,7 +25,7 @@ STRATEGIES = ("light", "plus")
 KEYS = ("param", "param_lo", "exp_avg", "exp_avg_sq", "exp_avg_sq_lo")
 """The compiled optimizer's components in the order of `State`."""
 
-LEARNING_RATES = [1e-3 * min(1.0, t / 5) * (1 + math.cos(math.pi * t / 60)) / 2 for t in range(60)]
+LEARNING_RATES = [1e-3 * min(1.0, t / 5) * (1 + math.cos(math.pi * t / 30)) / 2 for t in range(30)]
 LEARNING_RATES += [0.0, 1.0, 1.0, 0.0, 1e-6]
 """Warm-up from 0, cosine decay, then the values with which a constant would be folded."""
 

@@ -117,7 +117,7 @@ def differing(plain: Plain, optimizer: Optimizer, p: Tensor, known: Tensor | Non
 NAMES = [name for name, case in CASES.items() if case.measured]
 
 
-@pytest.mark.sampled(of=2, each=False)  # what is finite depends on the format, and each example has half of the formats
+@pytest.mark.sampled(of=4, each=False)  # what is finite depends on the format, and each example has half of the formats
 @pytest.mark.parametrize("name", NAMES)
 def test_finite_exactly_where_torch_in_fp32_is(name: str) -> None:
     plain = Plain(CASES[name])
@@ -137,6 +137,7 @@ def test_finite_exactly_where_torch_in_fp32_is(name: str) -> None:
     assert plain.unsure.double().mean() <= 0.5
 
 
+@pytest.mark.sampled(of=9, each=False)  # each format is above; here it is that XLA keeps what they need
 @pytest.mark.parametrize(("strategy", "arithmetic"), [("plus", "fp32"), ("full", "fp32"), ("plus", "bf16")])
 @pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad"])
 def test_so_it_is_on_xla(name: str, strategy: str, arithmetic: str, xla: torch.device) -> None:

@@ -33,6 +33,7 @@ def steps(optimizer: Any, params: Any, others: Any, reference: Any, numbers: ran
         reference.step()
 
 
+@pytest.mark.sampled(of=3, each=False)  # formats are tested one by one in test_block_formats.py and its neighbours
 @pytest.mark.parametrize("name", [*SPLIT, *NARROW])
 def test_adamw_follows_fp32_through_a_checkpoint(name: str) -> None:
     strategy: StrategyLike = NARROW.get(name, name)

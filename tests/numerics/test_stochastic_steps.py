@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 from chances import hoeffding
-from models import differences, gpt, mlp, parameters, set_gradients, snapshot, through_torch_save, train
+from models import differences, gpt, mlp, snapshot, through_torch_save, train
 from planned import plan_update
 from torch import nn
 
 import collage_neuron
-from collage_neuron.conversion import convert
-from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.backends.registry import get
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -85,25 +82,6 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(strategy: str) -> None:
         runs.append((model, optimizer))
     assert differences(snapshot(runs[0][1]), snapshot(runs[1][1])) == []
     assert differences(snapshot(runs[0][1]), snapshot(runs[2][1])) != []
-
-
-@pytest.mark.parametrize("strategy", ["stochastic", "stochastic_states"])
-def test_both_backends_store_the_same_bits_where_they_compute_the_same_numbers(
-    xla: torch.device, strategy: str
-) -> None:
-    """SGD without momentum: one product and one sum of bf16 numbers, exact in fp32 where exponents are near."""
-    import torch_xla
-
-    ends = {}
-    for name, device in (("reference", torch.device("cpu")), ("xla", xla)):
-        params = [nn.Parameter(p.detach().bfloat16().to(device)) for p in parameters(shapes=((5, 7), (33,)))]
-        optimizer = collage_neuron.compile(torch.optim.SGD(params, lr=2**-9), strategy=strategy, seed=9)
-        for i in range(5):
-            set_gradients(params, i)
-            optimizer.step()
-            torch_xla.sync()
-        ends[name] = [p.detach().cpu() for p in params]
-    assert all(map(torch.equal, ends["reference"], ends["xla"]))
 
 
 def test_parameters_of_one_update_and_of_two_groups_draw_apart() -> None:
@@ -183,17 +161,6 @@ def test_explain_shows_where_chance_comes_in() -> None:
     assert "stochastic_round(" in text
     assert "= upper16(seed)" in text
     assert collage_neuron.bytes_per_parameter(optimizer) == 4
-
-
-def test_compile_refuses_what_kernels_cannot_draw_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "choose", lambda choice, device: get("nki"))
-    monkeypatch.setattr(convert, "require_sound", lambda backend, device, strategy: None)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    strategy = {"param": "bf16", "*": "ue5m3"}
-    with pytest.raises(UnsupportedUpdate, match=r"do not add random bits .* use backend='xla'"):
-        collage_neuron.compile(model, optimizer, strategy=strategy)
-    assert (type(optimizer), model.weight.dtype) == (torch.optim.RMSprop, torch.float32)
 
 
 def test_what_cannot_work_is_refused() -> None:

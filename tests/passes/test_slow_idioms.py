@@ -19,7 +19,7 @@ import collage_neuron
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
-STEPS = 150
+STEPS = 60
 FACTOR = 2
 """All that divides has two words, as under `full`; a copy of a gradient in one word is exact."""
 

@@ -17,7 +17,7 @@ from collage_neuron.numerics.reductions import total
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.ir.printer import format_stages, format_update
 from collage_neuron.passes.ir.scalars import ScalarProgram
-from collage_neuron.passes.ir.stage import ELEMENTWISE, KINDS, OPAQUE, REDUCTION, Reduced, Stage
+from collage_neuron.passes.ir.stage import ELEMENTWISE, KINDS, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 
@@ -29,7 +29,7 @@ def stage(
     inputs: Sequence[str],
     outputs: Sequence[str],
     body: Callable[..., Sequence[Value]],
-    reduced: Sequence[Reduced] = (),
+    reduced: Sequence[str] = (),
 ) -> Stage:
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -42,7 +42,7 @@ def descend(param: Value, grad: Value, norm: Value) -> Sequence[Value]:
     return [narrow(round_to(widen(param) - widen(grad) / norm, "bf16"), "bf16")]
 
 
-NORM = stage(REDUCTION, ["grad"], [], lambda grad: [total(widen(grad) * widen(grad))], [Reduced("norm")])
+NORM = stage(REDUCTION, ["grad"], [], lambda grad: [total(widen(grad) * widen(grad))], ["norm"])
 DESCENT = stage(ELEMENTWISE, ["param", "grad", "norm"], ["param"], descend)
 
 
@@ -65,15 +65,13 @@ def test_what_runs_one_elementwise_stage_rejects_others() -> None:
     assert one.graph is DESCENT.graph
     with pytest.raises(UnsupportedUpdate, match="has the stages reduction, elementwise; only one elementwise stage"):
         _ = update_of(NORM, DESCENT).graph
-    with pytest.raises(UnsupportedUpdate, match="has the stages opaque; only one elementwise stage"):
-        _ = update_of(replace(DESCENT, kind=OPAQUE)).only_stage
 
 
 @pytest.mark.parametrize("name", registry.names())
 def test_a_backend_says_that_it_runs_one_elementwise_stage(name: str) -> None:
     backend = registry.get(name)
     assert backend.supports(update_of(DESCENT)) is None
-    for update in (update_of(NORM, DESCENT), update_of(DESCENT, DESCENT), update_of(replace(DESCENT, kind=OPAQUE))):
+    for update in (update_of(NORM, DESCENT), update_of(DESCENT, DESCENT)):
         reason = backend.supports(update)
         assert reason is not None
         assert "one elementwise stage" in reason
@@ -86,16 +84,12 @@ BROKEN: dict[str, tuple[Callable[[], Update], str]] = {
     "twice": (lambda: update_of(NORM, NORM, DESCENT), "stage 1 gives norm, and so does a stage before it"),
     "missing": (lambda: update_of(NORM), "no stage gives param, which the update stores"),
     "results": (
-        lambda: update_of(NORM, replace(DESCENT, reduced=(Reduced("more"),))),
+        lambda: update_of(NORM, replace(DESCENT, reduced=("more",))),
         "returns 1 values, not its 2 outputs, sums and counts in order",
     ),
     "operation": (
-        lambda: update_of(stage(REDUCTION, ["grad"], [], lambda g: [torch.erfinv(g)], [Reduced("norm")]), DESCENT),
+        lambda: update_of(stage(REDUCTION, ["grad"], [], lambda g: [torch.erfinv(g)], ["norm"]), DESCENT),
         "is not an operation of explicit-rounding form",
-    ),
-    "rounding": (
-        lambda: update_of(stage(OPAQUE, ["grad"], ["param"], lambda g: [narrow(torch.erfinv(g), "bf16")])),
-        "without a round_to: a rounding was lost",
     ),
 }
 
@@ -105,14 +99,6 @@ def test_verify_finds_what_does_not_fit(name: str) -> None:
     make, message = BROKEN[name]
     with pytest.raises(VerificationError, match=message):
         verify(make())
-
-
-def test_an_opaque_stage_runs_any_operation() -> None:
-    foreign = stage(OPAQUE, ["grad"], ["direction"], lambda g: [torch.erfinv(widen(g))])
-    store = stage(ELEMENTWISE, ["direction"], ["param"], lambda x: [narrow(round_to(x, "bf16"), "bf16")])
-    verify(update_of(foreign, store))
-    with pytest.raises(VerificationError, match="is not an operation of explicit-rounding form"):
-        verify(update_of(replace(foreign, kind=ELEMENTWISE), store))
 
 
 def test_the_key_of_a_component_is_its_value_before_the_step() -> None:

@@ -16,7 +16,7 @@ from updates import rewritten
 
 import collage_neuron
 from collage_neuron.errors import VerificationError
-from collage_neuron.numerics.eft import narrow, round_to, sqrt
+from collage_neuron.numerics.eft import round_to, sqrt
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.ir.printer import format_graph
@@ -76,12 +76,6 @@ BROKEN: dict[str, Callable[[Update], Update]] = {
 def test_what_is_not_explicit_rounding_form_is_caught(message: str) -> None:
     with pytest.raises(VerificationError, match=message):
         verify(BROKEN[message](adamw_update("plus", "fp32")))
-
-
-def test_narrow_stores_only_what_fits() -> None:
-    update = adamw_update("plus", "fp32")
-    stored = [n for n in update.graph.graph.nodes if n.target is narrow]
-    assert len(stored) == len(update.outputs)
 
 
 def test_explain_shows_formats_bytes_and_both_graphs() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from collage_neuron.numerics.block_formats import I8Q4, I8Q8, I16Q4, I16Q8, U8Q16, U16Q8, U16Q16, RootWords
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16, UE5M3
+from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
 from collage_neuron.numerics.storage import storage_named
 
 ROOTS: dict[str, RootWords] = {
@@ -18,10 +18,9 @@ ROOTS: dict[str, RootWords] = {
 WIDE = ("u16q8", "u16q16")
 """Codes of 16 bits without a sign, stored as an int16's."""
 FLOATS = {"fp16": FP16, "e4m3": E4M3, "e5m2": E5M2}
-NAMES = (*ROOTS, "ue5m3", *FLOATS)
-UNSIGNED = ("u16q8", "u16q16", "u8q16", "ue5m3")
-LEAST = {"ue5m3": UE5M3.LEAST} | {name: fmt.least for name, fmt in ROOTS.items()}
-LEAST |= {name: fmt.least for name, fmt in FLOATS.items()}
+NAMES = (*ROOTS, *FLOATS)
+UNSIGNED = ("u16q8", "u16q16", "u8q16")
+LEAST = {name: fmt.least for name, fmt in ROOTS.items()} | {name: fmt.least for name, fmt in FLOATS.items()}
 """The smallest power of two of a block."""
 
 
@@ -30,8 +29,6 @@ def codes(name: str) -> Tensor:
     if name in FLOATS:
         bits = torch.arange(_last(name) + 1)
         return torch.cat([bits, bits - (1 << (storage_named(name).bits - 1))])
-    if name == "ue5m3":
-        return torch.arange(256)
     most, floor = int(ROOTS[name].most), int(ROOTS[name].floor)
     if ROOTS[name].signed:
         return torch.arange(-most, most + 1)
@@ -43,7 +40,7 @@ def large(name: str) -> tuple[int, int]:
     if name in FLOATS:
         digits = storage_named(name).digits - 1
         return _last(name) >> digits << digits, _last(name)
-    return (int(ROOTS[name].low), int(ROOTS[name].most)) if name in ROOTS else (248, 255)
+    return int(ROOTS[name].low), int(ROOTS[name].most)
 
 
 def _last(name: str) -> int:
@@ -85,8 +82,6 @@ def exact(name: str, code: int | Fraction) -> Fraction:
         size: Fraction = (root**q - origin**q) / 2
         return -size if code < 0 else size
     code = int(code)
-    if name == "ue5m3":
-        return _float(code, 3) * Fraction(2) ** -31
     storage = storage_named(name)
     assert storage.precision is not None
     sign = code < 0

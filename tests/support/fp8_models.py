@@ -17,6 +17,7 @@ import collage_neuron
 from collage_neuron.matmuls.capture import Captured
 from collage_neuron.matmuls.forward import Fp8Forward
 from collage_neuron.matmuls.install import forward_of
+from collage_neuron.passes.fp8_scaling.linear import factors
 
 SMALL = Shape(batch=4, block=16, width=32, heads=2, layers=1, vocab=64)
 LIMITS = {"e4m3": (3, -6, 240.0), "e5m2": (2, -14, 57344.0)}
@@ -204,7 +205,7 @@ def by_layer(model: nn.Module) -> Callable[[str], tuple[int, int, int] | None]:
 
     def of(name: str) -> tuple[int, int, int] | None:
         mine = [p for p in plan.products if p.parameter == f"{name}.weight"]
-        names = {(p.role, plan.operands[x].name) for p in mine for x in p.factors}
+        names = {(p.role, plan.operands[x].name) for p in mine for x in factors(p.node)}
         if not mine:
             return None
         (x,) = {n for role, n in names if role == "output" and n != f"{name}.weight"}

@@ -204,6 +204,15 @@ OTHERS: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
     "(g - old m) squared": (_belief(new=False, product=True), ("m", "v"), {"v"}),
     "(g - old m) * (g - new m)": (_belief(new=True, product=True), ("m", "v"), {"v"}),
     "absolute value": (named("v", lambda s, g, b, p: s["v"].mul_(b).add_(g.abs(), alpha=1 - b)), ("v",), {"v"}),
+    "cube of the magnitude": (of_v(lambda v, g, b: v.mul_(b).add_(g.abs() ** 3, alpha=1 - b)), ("v",), {"v"}),
+    "fourth power": (of_v(lambda v, g, b: v.mul_(b).add_(g**4, alpha=1 - b)), ("v",), {"v"}),
+    "square of the square": (of_v(lambda v, g, b: v.mul_(b).add_((g * g) ** 2, alpha=1 - b)), ("v",), {"v"}),
+    "a power of three halves": (
+        of_v(lambda v, g, b: v.mul_(b).add_(3 * g.abs() * g.abs().sqrt(), alpha=1 - b)), ("v",), {"v"},
+    ),
+    "the larger magnitude": (
+        of_v(lambda v, g, b: v.mul_(b).add_(torch.maximum(g.abs(), g * g), alpha=1 - b)), ("v",), {"v"},
+    ),
     "g * sign(g)": (named("v", lambda s, g, b, p: s.update(v=b * s["v"] + (1 - b) * (g * g.sign()))), ("v",), {"v"}),
     "where(g > 0, g, -g)": (
         named("v", lambda s, g, b, p: s["v"].lerp_(torch.where(g > 0, g, -g), 1 - b)), ("v",), {"v"},
@@ -284,6 +293,7 @@ FAST: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
         ("m",),
         set(),
     ),
+    "of the smaller": (of_m(lambda m, g, b, p: m.mul_(b).add_(torch.minimum(g, g.abs()), alpha=1 - b)), ("m",), set()),
     "of a cube": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * g * g, alpha=1 - b)), ("m",), set()),
     "of g times the parameter": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * p, alpha=1 - b)), ("m",), set()),
     "nesterov": (

@@ -22,7 +22,7 @@ from collage_neuron.runtime import step_plan
 from collage_neuron.trace.scalar_program import Settings, follow
 
 STEPS = 2000
-ELEMENTS = 4096 if WHOLE else 1024
+ELEMENTS = 4096 if WHOLE else 512
 
 
 class Moments64(NamedTuple):

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.matrix_sums import ENDINGS, Ending
+from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, RUNS, Reduction, groups_in
 from collage_neuron.passes.backends.native.jobs import Compiled, Step
 from collage_neuron.passes.backends.native.kernel import FlatWriter, slots_of
@@ -43,7 +43,7 @@ HALF = LANES // 2
 """Lanes of the elements with even numbers, and of those with odd ones."""
 
 
-_ADDED: Mapping[Any, Reduction | Ending] = {**OF_TENSOR, **ENDINGS}
+_ADDED: Mapping[Any, Reduction] = {**OF_TENSOR, **ENDINGS}
 
 
 class RunWriter(FlatWriter):

@@ -77,7 +77,7 @@ def terms_of(pieces: Pieces, measures: Tensor, is_square: bool) -> tuple[Tensor,
 
 def nothing_of(kind: Any) -> float:
     """The result for a tensor without elements."""
-    return OF_TENSOR[kind].finish(0.0, 0)
+    return float(OF_TENSOR[kind].finish(0.0, 0))
 
 
 def measure_of(update: Update, totals: Tensor) -> Measure:
@@ -139,7 +139,8 @@ def of_values(operation: Any, x: Tensor, extent: str) -> Tensor:
 def _over_last(operation: Any, x: Tensor) -> Tensor:
     count, is_square = x.shape[-1], ENDINGS[operation].is_square
     if not x.numel():
-        return ENDINGS[operation].finish(x.new_zeros(x.shape[:-1]), count)
+        nothing: Tensor = ENDINGS[operation].finish(x.new_zeros(x.shape[:-1]), count)
+        return nothing
     unit = power_of_two(x).amax(-1, keepdim=True).clamp(LEAST, LARGEST)  # of powers: it never meets a NaN
     scaled = x * inverse_power_of_two(unit)
     found = FINISH[operation](folded(_squares(scaled) if is_square else scaled), count).hi

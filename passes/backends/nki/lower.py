@@ -29,7 +29,6 @@ from collage_neuron.passes.backends.nki.ir import Column, Program
 from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
 from collage_neuron.passes.backends.nki.schedule import assign
 from collage_neuron.passes.backends.nki.tiling import Cut, cut_of, parts_of, tiling_of
-from collage_neuron.passes.backends.nki.words import reason_against_draws
 from collage_neuron.passes.backends.protocol import AUTO
 from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION
 from collage_neuron.passes.ir.update import Update
@@ -234,7 +233,7 @@ def _reason_against(update: Update) -> str | None:
             f"kernels for NKI do not lay words out as {', '.join(other)} yet; use backend='xla', or a format whose "
             f"words are {' or '.join(sorted(LAYOUTS))}"
         )
-    return reason_against_draws(update)
+    return None
 
 
 def _generation(target: str, dialect: str) -> Generation:

@@ -42,7 +42,7 @@ from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.passes.backends.nki.tiling import Cut, Tiling
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.scalars import ScalarProgram
-from collage_neuron.passes.ir.stage import REDUCTION, Reduced, Stage
+from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 OF_ROW: Mapping[Any, Any] = {sum_to: sum_of, mean_to: mean_of, norm_to: norm_of}
@@ -120,7 +120,7 @@ def _sum(is_square: bool) -> Update:
     """The reduction of a tensor to its sum, or to its norm."""
     graph, kind = fx.Graph(), norm_of if is_square else sum_of
     graph.output((graph.call_function(kind, (graph.placeholder(X),)),))
-    stage = Stage(REDUCTION, graph, (X,), (), (Reduced(kind.__name__),))
+    stage = Stage(REDUCTION, graph, (X,), (), (kind.__name__,))
     return Update((stage,), (X,), (), ScalarProgram(), {})
 
 

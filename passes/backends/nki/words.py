@@ -43,15 +43,7 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics import eft
 from collage_neuron.numerics.block_formats import BLOCK
-from collage_neuron.numerics.eft import (
-    bits_of,
-    block_max,
-    from_bits,
-    power_of_two,
-    shift_right,
-    stochastic_round,
-    widen,
-)
+from collage_neuron.numerics.eft import block_max, power_of_two, shift_right, stochastic_round, widen
 from collage_neuron.passes.backends.nki.ir import Column, Operand, Spread, Tile, Value, View
 from collage_neuron.passes.ir.scalars import DRAWING
 from collage_neuron.passes.ir.update import Update
@@ -193,13 +185,6 @@ INDEX = "index"
 
 READERS = (widen, stochastic_round)
 """Operations that read random bits as a number from 0 to 65535."""
-
-
-def reason_against_draws(update: Update) -> str | None:
-    """Why no kernel can draw what `update` draws; None if one can."""
-    if update.draws and any(n.target in (bits_of, from_bits) for n in update.graph.graph.nodes):
-        return "kernels for NKI do not add random bits to those of a number (format ue5m3) yet; use backend='xla'"
-    return None
 
 
 def check_is_draw(node: fx.Node) -> None:

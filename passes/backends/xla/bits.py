@@ -9,7 +9,6 @@ from collage_neuron.numerics.eft import (
     EXPONENT,
     beyond,
     bits_of,
-    from_bits,
     inverse_power_of_two,
     limit_places,
     places,
@@ -72,7 +71,6 @@ ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
     limit_places: _limit_places,
     beyond: _beyond,
     bits_of: lower_bits_of,
-    from_bits: lower_from_bits,
 }
 """How each operation is written, given its operands; whole numbers of a graph stay numbers."""
 

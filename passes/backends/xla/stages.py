@@ -100,7 +100,7 @@ class _Writer:
         *before, last = self.update.stages
         for stage in before:
             found, results = self._computed(stage, [])
-            self.values |= {r.name: found[x] for r, x in zip(stage.reduced, results, strict=True)}
+            self.values |= {name: found[x] for name, x in zip(stage.reduced, results, strict=True)}
         found, results = self._computed(last, [self.hlo.numbers(self.view)] if self.update.draws else [])
         return self._stored(found, results)
 

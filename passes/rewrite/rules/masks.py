@@ -40,15 +40,6 @@ def clamp(a: Arithmetic, x: Any, min: Any = None, max: Any = None) -> Any:
 FINITE = torch.finfo(torch.float32).max
 """The largest number: only infinity is above."""
 
-COMPARISONS = {
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-}
-
 
 def _comparison(compare: Callable[[Fp32, Fp32], Fp32]) -> Rule:
     def compares(a: Arithmetic, x: Any, y: Any) -> Any:
@@ -58,9 +49,9 @@ def _comparison(compare: Callable[[Fp32, Fp32], Fp32]) -> Rule:
     return compares
 
 
-for _name, _compare in COMPARISONS.items():
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _packet: Any = getattr(aten, _name)
-    rule(_packet.Tensor, _packet.Scalar)(_comparison(_compare))
+    rule(_packet.Tensor, _packet.Scalar)(_comparison(getattr(operator, _name)))
 
 
 @rule(aten.logical_and.default, aten.bitwise_and.Tensor)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import collage_neuron
 from collage_neuron.numerics.block_formats import BLOCK
-from collage_neuron.numerics.eft import bits_of, block_max, from_bits, narrow, power_of_two, widen
+from collage_neuron.numerics.eft import bits_of, block_max, narrow, power_of_two, widen
 from collage_neuron.numerics.formats import FORMATS, Component, Format
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends import registry
@@ -44,7 +44,7 @@ def update_with_blocks(scale: str = "fp32", measured: bool = False, unread: tupl
     small, parity = torch.abs(x) < 1.0, index & 1
     first = power_of_two(block_max(x * old, BLOCK)) * c
     second = block_max(1.0 / (x + first), BLOCK)
-    share = from_bits(bits_of(x) ^ bits_of(second))
+    share = widen((bits_of(x) ^ bits_of(second)) & 0xFFFFF)
     y = torch.where(small, share, x * 0.5 + widen(parity) * second)
     third = block_max(old, BLOCK) + c
     out: list[Any] = [narrow(y, "fp32"), narrow(first + third if scale == "fp32" else widen(word), scale)]

@@ -209,14 +209,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return bool(abs(float((a == b).double().mean()) - 0.5) < 6 / 2 / len(a) ** 0.5)
 
 
-def test_what_adds_random_bits_to_those_of_a_number_is_rejected() -> None:
-    s = step_of(CASES["sgd_momentum"], {"param": "bf16", "momentum_buffer": "i8q8"}, "fp32")
-    assert lower_to_nki(s.update).plan.draws
-    unsigned = step_of(CASES["adamw"], {"param": "bf16", "exp_avg": "bf16", "exp_avg_sq": "ue5m3"}, "fp32")
-    with pytest.raises(UnsupportedUpdate, match=r"do not add random bits to those of a number \(format ue5m3\) yet"):
-        lower_to_nki(unsigned.update)
-
-
 def test_bits_read_in_another_way_are_rejected() -> None:
     graph = fx.Graph()
     x, index = _proxies(graph)

@@ -89,7 +89,7 @@ def test_the_tables_are_those_in_the_documentation() -> None:
     """Two strategies and two formats, a kernel each, and why there is none; a measured step; and two of a model."""
     document = Path(__file__).parents[3] / "docs" / "kernels.md"
     rows = kernel_tables.table(adamw_update, ["split433", "stochastic"], ["trn1"]).splitlines()[2:]
-    rows += kernel_tables.format_costs(["i8q4", "ue5m3"], ["trn1"]).splitlines()[2:]
+    rows += kernel_tables.format_costs(["i8q4", "fp16"], ["trn1"]).splitlines()[2:]
     rows += kernel_tables.monitored_costs(["plus"], ["trn1"]).splitlines()[2:]
     rows += kernel_tables.steps(["split433"], ["trn1", "trn3"]).splitlines()[2:]
     assert len(rows) == 8

@@ -50,7 +50,7 @@ from collage_neuron.passes.backends.nki.row_sums import (
 from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, parts_of
 from collage_neuron.passes.ir.scalars import ScalarProgram
-from collage_neuron.passes.ir.stage import REDUCTION, Reduced, Stage
+from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 DIALECTS = ("nki", "beta1")
@@ -64,7 +64,7 @@ def kernel(dialect: str, storage: str = "fp32") -> Kernel:
     graph = fx.Graph()
     x: Any = widen(fx.Proxy(graph.placeholder("x"), fx.proxy.GraphAppendingTracer(graph)))
     graph.output(tuple(kind(x).node for kind in KINDS))
-    stage = Stage(REDUCTION, graph, ("x",), (), tuple(Reduced(kind.__name__) for kind in KINDS))
+    stage = Stage(REDUCTION, graph, ("x",), (), tuple(kind.__name__ for kind in KINDS))
     update = Update((stage,), ("x",), (), ScalarProgram(), {})
     with pytest.MonkeyPatch.context() as patch:
         search_less(patch)
