@@ -158,18 +158,12 @@ def explain(optimizer: Optimizer | torch.nn.Module, *, graphs: bool = False, pas
     return "\n".join([*(_explain_group(optimizer, i, job, graphs) for i, job in jobs), *last])
 
 
-def explain_measured(optimizer: Optimizer, graphs: bool = False) -> str:
-    """Does what `explain(optimizer, passes=True)` does, for the updates that a monitored step runs."""
-    return "\n".join(_explain_passes(optimizer, i, job, graphs, measured=True) for i, job in _jobs(optimizer))
-
-
-def _explain_passes(optimizer: Optimizer, index: int, job: step_plan.Job, whole: bool, measured: bool = False) -> str:
+def _explain_passes(optimizer: Optimizer, index: int, job: step_plan.Job, whole: bool) -> str:
     """Describes what each pass makes of an update."""
     name, arithmetic = base_of(type(optimizer)).__name__, job.settings.arithmetic
-    watched = job.watched if measured else frozenset[str]()
     stored = ", ".join(f"{key} as {fmt.name} ({fmt.bytes} bytes)" for key, fmt in job.update.formats.items())
     head = f"param_groups[{index}] of {name}: {_strategy(job)}, arithmetic {arithmetic}\nstored: {stored}"
-    pipeline = passes_of(job.update.formats, arithmetic, watched, job.update.far)
+    pipeline = passes_of(job.update.formats, arithmetic, frozenset(), job.update.far)
     text = "\n\n".join([head, *_paragraphs(job.recording, pipeline, whole)])
     return "".join(f"{fill(line, 118, subsequent_indent='      ')}\n" for line in text.splitlines())
 

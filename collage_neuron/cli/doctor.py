@@ -35,7 +35,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "native": ("llvmlite",),
     "xla": ("torch-xla",),
     "demo": ("matplotlib", "tqdm"),
-    "report": ("matplotlib", "plotly"),
+    "report": ("plotly",),
 }
 """What the extras for users bring (pyproject.toml)."""
 

@@ -21,54 +21,32 @@ from collage_neuron.cli.html_page import Card, document, table
 from collage_neuron.errors import LogError
 from collage_neuron.monitoring.run_log import Line, Log, read_logs
 
-NEEDS = {"plotly": "the page"}
-"""What needs a package of the extra `report`; the others are needed by `--map`."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `report`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's .jsonl log, or a folder of them")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    add_map = "write the maps of EDQ by module as a picture too: .png, .svg or .pdf"
-    parser.add_argument("--map", type=picture, metavar="FILE", help=add_map)
-
-
-def picture(text: str) -> Path:
-    """An argparse type: a file name with a picture format that matplotlib can write."""
-    path = Path(text)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a picture: name a file that ends in .png, .svg or .pdf")
-    return path
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Writes the page, and the picture; returns the exit status."""
+    """Writes the page; returns the exit status."""
     try:
         logs = read_logs(options.runs, lambda error: print(f"report: left out: {error}", file=sys.stderr))
-        # All is drawn before anything is written: an error leaves both files as they were.
-        files = {options.out: page(logs).encode()}
-        if options.map is not None:
-            files[options.map] = _map(logs, options.map.suffix[1:])
-        for path, content in files.items():
-            _write(path, content)
-            opened = ": open it in a browser" * (path == options.out)
-            print(f"wrote {path} ({len(content) / 1e6:.1f} MB){opened}")
-        print("\n".join(verdicts(logs)))
-        print(conclusion(logs))
+        content = page(logs).encode()
+        _write(options.out, content)
+        print(f"wrote {options.out} ({len(content) / 1e6:.1f} MB): open it in a browser")
+        print("\n".join([*verdicts(logs), conclusion(logs)]))
     except LogError as error:
         print(f"report: {error}{_of_compare(options.runs)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("plotly", "matplotlib", "numpy"):
+        if (error.name or "").partition(".")[0] != "plotly":
             raise
-        print(f"report: {NEEDS.get(missing, '--map')} needs {missing}; pip install '.[report]'", file=sys.stderr)
+        print("report: the page needs plotly; pip install '.[report]'", file=sys.stderr)
         return 2
     except OSError as error:
-        print(
-            f"report: {error.filename} cannot be written ({error.strerror}); name another with --out or --map",
-            file=sys.stderr,
-        )
+        said = f"report: {error.filename} cannot be written ({error.strerror}); name another with --out"
+        print(said, file=sys.stderr)
         return 2
     return 0
 
@@ -78,13 +56,6 @@ def _of_compare(given: Sequence[Path]) -> str:
     pages = [path / "compare.html" for path in given if (path / "compare.html").is_file()]
     written = f"; the command compare writes a page of its own, here {pages[0]}" if pages else ""
     return f"{written}. A run writes a log with monitor(optimizer, model, to=JsonLog('runs/name.jsonl'))" * bool(pages)
-
-
-def _map(logs: Sequence[Log], form: str) -> bytes:
-    drawn = module_maps.picture(logs, form)
-    if drawn is None:
-        raise LogError("no run logged its modules, so there is no map of them; leave out --map")
-    return drawn
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from run_logs import ABOUT, Write, line
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
 import collage_neuron
@@ -82,21 +81,14 @@ def test_a_map_averages_neighbours_and_names_what_bare_numbers_are(write: Write)
     assert figures(page([log]))["chart6"]["layout"]["yaxis"]["ticktext"] == ["head", "body.0 (Linear)"]
 
 
-@pytest.mark.parametrize(
-    ("package", "words"), [("plotly", "the page needs plotly"), ("matplotlib", "--map needs matplotlib")]
-)
 def test_a_missing_package_is_named_with_the_extra(
-    package: str, words: str, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plotly", "plotly.offline"):
+        monkeypatch.setitem(sys.modules, name, None)
     out = tmp_path / "r.html"
-    assert main(["report", str(write("a.jsonl", line(1))), "--out", str(out), "--map", str(tmp_path / "m.png")]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert "pip install '.[report]'" in said
+    assert main(["report", str(write("a.jsonl", line(1))), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == "report: the page needs plotly; pip install '.[report]'\n"
     assert not out.exists()
 
 
@@ -115,17 +107,6 @@ def test_the_command_writes_the_page_whole_or_says_why_not(
     assert main(["report", str(good), "--out", str(tmp_path / "none" / "r.html")]) == 2
     assert "none/r.html cannot be written (No such file or directory); name another" in capsys.readouterr().err
     assert list(tmp_path.glob("*.tmp")) == []
-
-
-def test_the_maps_alone_are_a_picture(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good, bare, out = write("a.jsonl", line(1), line(2)), write("b.jsonl", {"step": 1}), tmp_path / "r.html"
-    assert main(["report", str(good), "--out", str(out), "--map", str(tmp_path / "map.png")]) == 0
-    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["report", str(bare), "--out", str(out), "--map", str(tmp_path / "none.png")]) == 2
-    assert "no run logged its modules" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["report", str(good), "--map", "map.txt"])
-    assert "map.txt is not a picture: name a file that ends in .png" in capsys.readouterr().err
 
 
 def test_the_table_has_the_learning_rate_and_seed_and_below_it_what_ran(write: Write) -> None:

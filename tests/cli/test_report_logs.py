@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from run_logs import ABOUT, Write, line
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
 from collage_neuron.cli.main import main
