@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from collage_neuron.cli.charts import Figure
@@ -20,30 +19,12 @@ LONGEST = 30
 """Characters of a module's name beside a map, of which the end is kept; the hover text has all of them."""
 
 
-@dataclass(frozen=True)
-class Map:
-    """The map of one run: `cells[module][column]` is a mean of |1 - EDQ / ||raw update||, or None if not measured."""
-
-    log: Log
-    modules: Sequence[str]
-    steps: Sequence[int]
-    cells: Sequence[Sequence[float | None]]
-
-
-def maps(logs: Sequence[Log]) -> list[Map]:
-    """One map for each run that logged its modules; all have the same modules, in the same order."""
+def figures(logs: Sequence[Log]) -> Iterator[tuple[str, Figure]]:
+    """The map of each run that logged its modules, with its title; all have the same modules, in the same order."""
     runs = [log for log in logs if any(record.get("modules") for record in log.records)]
     modules = list(dict.fromkeys(name for log in runs for record in log.records for name in record.get("modules", {})))
-    return [_map(log, modules) for log in runs]
-
-
-def _map(log: Log, modules: Sequence[str]) -> Map:
-    records = [record for record in log.records if record.get("modules")]
-    # More cells than pixels would make the page large, and the picture no better.
-    size = math.ceil(len(records) / COLUMNS)
-    columns = [records[i : i + size] for i in range(0, len(records), size)]
-    cells = [[_cell(name, column) for column in columns] for name in modules]
-    return Map(log, modules, [column[0]["step"] for column in columns], cells)
+    names = labels(logs, modules)
+    yield from ((f"EDQ by module: {log.name}", heat_map(log, modules, names)) for log in runs)
 
 
 def _cell(module: str, records: Sequence[Line]) -> float | None:
@@ -58,16 +39,21 @@ def labels(logs: Sequence[Log], modules: Sequence[str]) -> list[str]:
     return [f"{name} ({kinds[name]})" if name in kinds else name for name in modules]
 
 
-def heat_map(drawn: Map, names: Sequence[str]) -> Figure:
-    """The map, on the scale that all maps share: dark is lossless, bright is lost."""
+def heat_map(log: Log, modules: Sequence[str], names: Sequence[str]) -> Figure:
+    """|1 - EDQ / ||raw update|| |, on the scale that all maps share: dark is lossless, bright is lost."""
+    records = [record for record in log.records if record.get("modules")]
+    # More cells than pixels would make the page large, and the picture no better.
+    size = math.ceil(len(records) / COLUMNS)
+    columns = [records[i : i + size] for i in range(0, len(records), size)]
+    cells = [[_cell(name, column) for column in columns] for name in modules]
     place = list(range(len(names)))
     trace = {
         "type": "heatmap",
-        "x": list(drawn.steps),
+        "x": [column[0]["step"] for column in columns],
         "y": place,
-        "z": [[None if x is None else round(math.log10(x), 3) for x in row] for row in drawn.cells],
-        "text": [[None if x is None else f"{x:.2g}" for x in row] for row in drawn.cells],
-        "customdata": [[name] * len(drawn.steps) for name in names],
+        "z": [[None if x is None else round(math.log10(x), 3) for x in row] for row in cells],
+        "text": [[None if x is None else f"{x:.2g}" for x in row] for row in cells],
+        "customdata": [[name] * len(columns) for name in names],
         "hovertemplate": "%{customdata}<br>step %{x}: |1 - EDQ| = %{text}<extra></extra>",
         "hoverongaps": False,
         "zmin": math.log10(FLOOR),
@@ -95,11 +81,3 @@ def _short(name: str) -> str:
     """The end of a name that is too long, from a dot on if there is one."""
     end = name[-LONGEST + 1 :]
     return name if len(name) <= LONGEST else "…" + end[end.find(".") + 1 :]
-
-
-def figures(logs: Sequence[Log]) -> Iterator[tuple[str, Figure]]:
-    """Each run's map with its title."""
-    every_map = maps(logs)
-    names = labels(logs, every_map[0].modules) if every_map else []
-    for drawn in every_map:
-        yield f"EDQ by module: {drawn.log.name}", heat_map(drawn, names)

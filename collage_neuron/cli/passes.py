@@ -28,9 +28,8 @@ How to read it. `captured` is the second step, as the optimizer writes it; each 
 one leaves what runs. A pass removes the lines marked - and adds those marked +; --full prints all after each pass.
 # begins what the lines below it are part of: reading a stored value, a captured operation, storing a new value.
 s0, s1, ... are numbers that Python computes in each step; c0, c1, ... the fp32 numbers made of them, which reach the
-device; param_lo and the like the second word of a stored value. p * s0 with s0 near 1 becomes p + p * (s0 - 1), which
-loses nothing of the small part. row, column, number: what a sum is given for. Operations are torch's and Python's, and
-those of collage_neuron/numerics, whose docstrings say what they do."""
+device; param_lo and the like the second word of a stored value. row, column, number: what a sum is given for.
+Operations are torch's and Python's, and those of collage_neuron/numerics, whose docstrings say what they do."""
 
 
 def text(optimizer: str, strategy: str | None, arithmetic: str, full: bool = False) -> str:

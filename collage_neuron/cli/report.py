@@ -10,7 +10,6 @@ import html
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -83,12 +82,11 @@ MAP_NOTE = (
 ABOVE_NOTE = "minus the loss of the run of fp32 at the same step, a running mean; in the grey band the axis is linear"
 
 TABLE_NOTE = (
-    "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. Lost updates: "
-    "those that were not zero and changed no bit of the weight; lost, bf16 word: those that did not change the "
-    "bf16 number of the weight, with which the model computes; what they add is kept in its other number, if it "
-    "has one. Stalled: elements of a state that should have become smaller and stayed as they were stored. All "
-    "are means over the measured steps; docs/monitor.md explains them. In a chart, a click on a name in the "
-    "legend hides its lines, a double click all others; drag to zoom, double-click to return."
+    f"{charts.MEANING}; lost, bf16 word: those that did not change the bf16 number of the weight, with which the model "
+    "computes; what they add is kept in its other number, if it has one. Stalled: elements of a state that should have "
+    "become smaller and stayed as they were stored. All are means over the measured steps; docs/monitor.md explains "
+    "them. In a chart, a click on a name in the legend hides its lines, a double click all others; drag to zoom, "
+    "double-click to return."
 )
 
 
@@ -104,11 +102,7 @@ def column(value: Callable[[Line], Any], form: str, of: Callable[[list[float]], 
 
 def about(key: str) -> Callable[[Log], str]:
     """A column: an entry of the description of the run."""
-    return lambda log: _shown(log.about.get(key, ""))
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return lambda log: f"{value:g}" if isinstance(value := log.about.get(key, ""), float) else str(value)
 
 
 SUMMARY: tuple[Cell, ...] = (
@@ -129,7 +123,7 @@ SUMMARY: tuple[Cell, ...] = (
 
 def _stalled(log: Log) -> str:
     names = dict.fromkeys(name for record in log.records for name in record.get("total", {}).get("stalled", {}))
-    cells = {name: column(partial(charts.stalled, name), "{:.1f} %")(log) for name in names}
+    cells = {name: column(charts.stalled(name), "{:.1f} %")(log) for name in names}
     return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -18,7 +19,7 @@ pytest.importorskip("plotly")
 import collage_neuron
 from collage_neuron.cli.charts import above_fp32
 from collage_neuron.cli.main import main
-from collage_neuron.cli.module_maps import COLUMNS, FLOOR, maps
+from collage_neuron.cli.module_maps import COLUMNS, FLOOR
 from collage_neuron.cli.report import page
 from collage_neuron.explanation import about
 from collage_neuron.monitoring.run_log import read_log, read_logs
@@ -73,12 +74,12 @@ def test_a_map_averages_neighbours_and_names_what_bare_numbers_are(write: Write)
     kinds = {"module_kinds": {"body.0": "Linear"}}
     steps = [line(i, 1.0 if i % 2 else 0.5) for i in range(1, 2 * COLUMNS + 1)]
     log = read_log(write("a.jsonl", ABOUT | kinds, *steps), "a")
-    (found,) = maps([log])
-    assert list(found.modules) == ["head", "body.0"]
-    assert len(found.steps) == len(found.cells[0]) == COLUMNS
-    assert found.cells[0][0] == (FLOOR + 0.5) / 2
-    assert found.cells[1][0] == FLOOR
-    assert figures(page([log]))["chart6"]["layout"]["yaxis"]["ticktext"] == ["head", "body.0 (Linear)"]
+    drawn = figures(page([log]))["chart6"]
+    head, body = drawn["data"][0]["z"]
+    assert len(drawn["data"][0]["x"]) == len(head) == COLUMNS
+    assert head[0] == round(math.log10((FLOOR + 0.5) / 2), 3)
+    assert body[0] == math.log10(FLOOR)
+    assert drawn["layout"]["yaxis"]["ticktext"] == ["head", "body.0 (Linear)"]
 
 
 def test_a_missing_package_is_named_with_the_extra(
