@@ -215,7 +215,7 @@ def curves(m: Measures) -> dict[str, float]:
     }  # fmt: skip
 
 
-def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The numbers in nested mappings, by their path."""
     for name, value in values.items():
         if isinstance(value, Mapping):

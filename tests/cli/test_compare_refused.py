@@ -129,4 +129,4 @@ def test_a_script_that_fails_is_shown_from_its_own_line_on(
 def test_an_error_that_is_not_of_the_script_is_shown_whole(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "table", lambda runs: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        main(["compare", str(script), "--steps", "1"])
+        main(["compare", str(script), "--steps", "1", "--strategies", "bf16"])

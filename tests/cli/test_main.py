@@ -54,7 +54,7 @@ assert "torch._dynamo" not in sys.modules  # takes two seconds more, and only a 
             "collage_neuron.errors.StepInterrupted",
             "dir(collage_neuron)",
         ],
-        2,
+        4,
     ),
 )
 def test_public_names_are_there_whatever_is_imported_first(first: str) -> None:

