@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from as_written import Shampoo
-from checkpoints_of_both import adamw, equal, in_ours, saved_from
-from models import differences, mlp, snapshot, through_torch_save, train
+from checkpoints_of_both import adamw, are_alike_after, equal, in_ours, saved_from
+from models import mlp, through_torch_save, train
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
@@ -34,23 +35,16 @@ def test_a_run_may_be_gone_on_with_under_another_strategy_and_hears_what_that_me
     model, optimizer = in_ours("bf16")
     for strategy, told in (
         ("plus", r"from 10 to 14 .*Gained: param in bf16x2 instead of bf16 \(rounded to 2\*\*-17 instead of 2\*\*-8\)"),
-        (
-            "fp32",
-            r"from 14 to 20 .*Gained: param in bf16\+fp32 .* exp_avg in fp32 .* Lost: nothing, every value is car",
-        ),
+        ("fp32", r"from 14 to 20 .*Gained: param in bf16\+fp32 .* exp_avg in fp32 .* Lost: nothing, every value is"),
     ):
         before = get_fp32_state_dict(model, optimizer)
         model, optimizer, message = resumed_with(strategy, *saved_from(model, optimizer))
-        assert_matches(message, told)
+        assert re.search(told, message)
         assert equal(get_fp32_state_dict(model, optimizer), before)  # gaining words changes no value
         train(model, optimizer, range(3, 6))
     model, optimizer, message = resumed_with("light", *saved_from(model, optimizer))
-    assert_matches(message, r"from 20 to 12 .*Gained: nothing. Lost: param in bf16x2 .*exp_avg in bf16 instead of fp32")
-
-
-def assert_matches(message: str, pattern: str) -> None:
-    with pytest.raises(RuntimeError, match=pattern):
-        raise RuntimeError(message)
+    lost = r"from 20 to 12 .*Gained: nothing. Lost: param in bf16x2 .*exp_avg in bf16 instead of fp32"
+    assert re.search(lost, message)
 
 
 @pytest.mark.parametrize("strategy", ["plus", "fp32"])
@@ -89,9 +83,7 @@ def test_a_checkpoint_goes_through_a_file_bit_for_bit(strategy: str, through: Th
     other, compiled = in_ours(chosen, steps=0, seed=1)
     other.load_state_dict(weights)
     compiled.load_state_dict(through(states, tmp_path))
-    for m, o in ((model, optimizer), (other, compiled)):
-        train(m, o, range(3, 5))
-    assert differences(snapshot(compiled), snapshot(optimizer)) == []
+    are_alike_after((model, optimizer), (other, compiled), range(3, 5))
 
 
 def test_tensors_and_numbers_of_a_group_go_through_safetensors(tmp_path: Path) -> None:

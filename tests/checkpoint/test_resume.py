@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints_of_both import adamw, are_alike_after, in_ours, in_torch
 from models import (
     MODES,
     REPRESENTATIVE,
-    bits,
     differences,
     mlp,
     parameters,
@@ -32,10 +32,6 @@ import collage_neuron
 from collage_neuron import STRATEGIES, exact_value
 
 HALF, WHOLE = 3, 6
-
-
-def adamw(model: nn.Module) -> Optimizer:
-    return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, amsgrad=True)
 
 
 MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -165,42 +161,16 @@ def test_a_run_goes_on_in_a_new_process_bit_for_bit(runs: Runs, name: str) -> No
 # --- state_dict and load_state_dict -----------------------------------------------------------------------------------
 
 
-def compiled(strategy: str, steps: int = HALF, make: Callable[[], nn.Module] = mlp) -> tuple[nn.Module, Optimizer]:
-    model = make()
-    model, optimizer = collage_neuron.compile(model, adamw(model), strategy=strategy)
-    train(model, optimizer, range(steps))
-    return model, optimizer
-
-
-@pytest.mark.parametrize("strategy", ["fp32", "fp32_states"])
-def test_fp32_states_survive_loading(strategy: str) -> None:
-    """torch casts states to the dtype of the parameter, which is bf16 here."""
-    _, optimizer = compiled(strategy)
-    saved = copy.deepcopy(optimizer.state_dict())
-    _, other = compiled(strategy, steps=0)
-    other.load_state_dict(saved)
-    names = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} | ({"param_master"} if strategy == "fp32" else set())
-    for old, new in zip(optimizer.state.values(), other.state.values(), strict=True):
-        assert {k for k, v in new.items() if v.dim() > 0} == names
-        for name in names:
-            assert new[name].dtype == torch.float32
-            assert torch.equal(bits(new[name]), bits(old[name]))
-            assert not torch.equal(old[name], old[name].bfloat16().float())  # a cast would have been seen
-
-
 def test_a_state_may_be_saved_and_loaded_before_the_first_step() -> None:
     """Then there are only low words in it."""
-    model, optimizer = compiled("plus", steps=0)
+    model, optimizer = in_ours("plus", steps=0)
     saved = copy.deepcopy(optimizer.state_dict())
     weights = copy.deepcopy(model.state_dict())
     assert {tuple(s) for s in saved["state"].values()} == {("param_lo",)}
-    train(model, optimizer, range(2))
-    other_model = mlp(1)
-    other_model, other = collage_neuron.compile(other_model, adamw(other_model), strategy="plus")
+    other_model, other = in_ours("plus", steps=0, seed=1)
     other_model.load_state_dict(weights)
     other.load_state_dict(saved)
-    train(other_model, other, range(2))
-    assert differences(snapshot(optimizer), snapshot(other)) == []
+    are_alike_after((model, optimizer), (other_model, other), range(2))
 
 
 def test_a_state_with_parameters_that_never_had_a_gradient_loads() -> None:
@@ -215,47 +185,35 @@ def test_a_state_with_parameters_that_never_had_a_gradient_loads() -> None:
 
 
 def test_a_checkpoint_of_ours_brings_its_strategy_and_says_so() -> None:
-    source, optimizer = compiled("full")
-    model, other = compiled("plus", steps=0)
+    source, optimizer = in_ours("full")
+    model, other = in_ours("plus", steps=0)
     model.load_state_dict(source.state_dict())
     with pytest.warns(UserWarning, match=r"compiled for strategy 'plus'.* goes on with .* 'full'.* To switch: collage"):
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert other.param_groups[0]["collage_strategy"] == "full"
-    for m, o in ((source, optimizer), (model, other)):
-        train(m, o, [HALF])
-    assert differences(snapshot(optimizer), snapshot(other)) == []
+    are_alike_after((source, optimizer), (model, other), range(HALF, HALF + 1))
 
 
 # --- from a plain torch run -----------------------------------------------------------------------------------------
-
-
-def plain() -> tuple[nn.Module, Optimizer, dict[str, Any]]:
-    """A model that torch trained in fp32, its optimizer, and the optimizer's checkpoint."""
-    model = mlp()
-    optimizer = adamw(model)
-    train(model, optimizer, range(HALF))
-    optimizer.zero_grad()
-    return model, optimizer, copy.deepcopy(optimizer.state_dict())
 
 
 @pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plain_torch_checkpoint_keeps_the_strategy_and_goes_on_like_compiling_in_mid_training(strategy: str) -> None:
     """So the moments are split, not cast: bit for bit as `compile` splits those it finds."""
-    model, optimizer, _ = plain()
+    model, optimizer = in_torch()
+    saved, weights = copy.deepcopy((optimizer.state_dict(), model))
     collage_neuron.compile(model, optimizer, strategy=strategy)
-    weights, _, saved = plain()
     other = adamw(weights)
     collage_neuron.compile(weights, other, strategy=strategy)
     other.load_state_dict(saved)
     assert other.param_groups[0]["collage_strategy"] == strategy
-    for m, o in ((model, optimizer), (weights, other)):
-        train(m, o, range(HALF, WHOLE))
-    assert differences(snapshot(optimizer), snapshot(other)) == []
+    are_alike_after((model, optimizer), (weights, other), range(HALF, WHOLE))
 
 
 def test_a_plain_torch_checkpoint_leaves_the_low_words_of_weights_that_were_compiled_from_fp32() -> None:
-    weights, _, saved = plain()
+    weights, trained = in_torch()
+    saved = trained.state_dict()
     exact = [p.detach().clone() for p in weights.parameters()]
     optimizer = adamw(weights)
     collage_neuron.compile(weights, optimizer)

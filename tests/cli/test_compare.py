@@ -73,7 +73,7 @@ LINE = """
 import sys, torch, collage_neuron
 torch.manual_seed(int(sys.argv[1]))
 model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
 model, optimizer = collage_neuron.compile(model, optimizer, bytes=12)
 for step in range(3):
     x = torch.randn(8, 4)

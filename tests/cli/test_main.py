@@ -45,18 +45,13 @@ assert "torch._dynamo" not in sys.modules  # takes two seconds more, and only a 
 """
 
 
-@pytest.mark.parametrize(
-    "first",
-    part(
-        [
-            "import collage_neuron.explanation",
-            "from collage_neuron.api import compile",
-            "collage_neuron.errors.StepInterrupted",
-            "dir(collage_neuron)",
-        ],
-        4,
-    ),
-)
+FIRST = (
+    "import collage_neuron.explanation", "from collage_neuron.api import compile", "dir(collage_neuron)",
+    "collage_neuron.errors.StepInterrupted",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("first", part(FIRST, 4))
 def test_public_names_are_there_whatever_is_imported_first(first: str) -> None:
     subprocess.run([sys.executable, "-c", PUBLIC.format(first=first)], check=True)
 

@@ -16,14 +16,6 @@ from collage_neuron.errors import LogError
 from collage_neuron.monitoring.run_log import read_log, read_logs
 
 
-def test_a_log_is_its_lines(write: Write) -> None:
-    log = read_log(write("a.jsonl", ABOUT, line(1), line(2)), "a")
-    assert log.about == ABOUT
-    assert log.steps == [1, 2]
-    assert log.series(lambda r: r["loss"]) == ([1, 2], [3.0, 1.5])
-    assert not log.truncated
-
-
 @pytest.mark.parametrize("cut", [1, 30, 200])
 def test_half_a_last_line_is_left_out(write: Write, cut: int) -> None:
     log = read_log(write("a.jsonl", ABOUT, line(1), json.dumps(line(2))[:cut], end=""), "a")

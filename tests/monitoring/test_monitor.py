@@ -46,19 +46,15 @@ def test_a_record_has_the_effective_update_of_every_module(
     before = {n: collage_neuron.exact_value(optimizer, p).cpu().double() for n, p in model.named_parameters()}
     train(model, optimizer, [9])
     sync(device)
-    record, now = (
-        last(monitor),
-        {n: collage_neuron.exact_value(optimizer, p).cpu() for n, p in model.named_parameters()},
-    )
-    effects = {name: value.double() - before[name] for name, value in now.items()}
+    record, now = last(monitor), {n: collage_neuron.exact_value(optimizer, p) for n, p in model.named_parameters()}
+    effects = {name: value.cpu().double() - before[name] for name, value in now.items()}
     for module in ("embedding", "norm", "qkv"):
         e = torch.cat([x.flatten() for name, x in effects.items() if name.rpartition(".")[0] == module])
         found = record.modules[module]
         assert found.elements == e.numel()
         assert found.pair.norm == pytest.approx(float(e.norm()), rel=400 * 2**-24)
-        assert round(found.pair.lost / 100 * (e.numel() * (1 - found.zero / 100))) == int((e == 0).sum()) - round(
-            found.zero / 100 * e.numel()
-        )
+        zero = round(found.zero / 100 * e.numel())
+        assert round(found.pair.lost / 100 * (e.numel() - zero)) == int((e == 0).sum()) - zero
     assert record.total.elements == sum(e.numel() for e in effects.values())
 
 
@@ -150,8 +146,7 @@ def test_a_skipped_step_has_no_record() -> None:
         optimizer.step()
         assert (monitor.latest() is None) == (i == 0)
     assert collage_neuron.skipped_steps(optimizer) == 2
-    assert last(monitor).step == 1
-    assert math.isfinite(last(monitor).total.raw_norm)
+    assert (last(monitor).step, math.isfinite(last(monitor).total.raw_norm)) == (1, True)
 
 
 # Records -------------------------------------------------------------------------------------------------------------
@@ -357,14 +352,12 @@ def test_what_cannot_be_monitored_is_refused() -> None:
     with pytest.raises(TypeError, match=r"AdamW is not compiled, .*; call collage_neuron.compile\(optimizer\) first"):
         collage_neuron.monitor(optimizer)
     collage_neuron.compile(optimizer)
-    for every in (0, -1, 2.5, "10", None):
-        with pytest.raises(ValueError, match=f"every is {every!r}; give a number of steps, 1 or more"):
-            collage_neuron.monitor(optimizer, every=every)  # type: ignore[arg-type]
-    for keep in (-1, 1.5):
-        with pytest.raises(ValueError, match=f"keep is {keep}; give a number of records, 0 or more, or None"):
-            collage_neuron.monitor(optimizer, keep=keep)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="taken is -1; give a number of steps, 0 or more"):
-        collage_neuron.monitor(optimizer, taken=-1)
+    wrong: list[tuple[str, Any, str]] = [("every", x, "a number of steps, 1 or more") for x in (0, -1, 2.5, "10", None)]
+    wrong += [("keep", x, "a number of records, 0 or more, or None") for x in (-1, 1.5)]
+    wrong += [("taken", -1, "a number of steps, 0 or more"), ("unread", 0, "a number of steps, 1 or more")]
+    for name, value, said in wrong:
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; give {said}"):
+            collage_neuron.monitor(optimizer, **{name: value})
     with pytest.raises(TypeError, match=r"Sequential is not an optimizer; write monitor\(optimizer, model\)"):
         collage_neuron.monitor(mlp(), optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the model is a str"):
