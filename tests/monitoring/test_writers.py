@@ -143,7 +143,7 @@ def test_what_is_no_number_is_refused_at_the_first_step() -> None:
         ({"loss": torch.ones((), dtype=torch.complex64)}, r"loss is a tensor of shape \[\] and torch\.complex64"),
     ):
         with pytest.raises(TypeError, match=f"{said}; log a number, a tensor with one element"):
-            monitor.log(**value)  # type: ignore[arg-type]
+            monitor.log(**value)
     with pytest.raises(ValueError, match="'step' is the monitor's own name"):
         monitor.log(step=3)
     with pytest.raises(TypeError, match=r"'runs/a\.jsonl', which is not a Writer; wrap it"):
