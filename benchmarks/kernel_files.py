@@ -1,19 +1,21 @@
-"""Keeps kernels_nki/: two kernels as files, to be read, and hashes of the others that the command `kernels` has.
+"""Keeps kernels_nki/: two kernels as files, to be read, and hashes of the others in `kernel_examples.py`.
 
 python benchmarks/kernel_files.py            # writes what is missing or out of date
 python benchmarks/kernel_files.py --check    # generates every kernel, says what is out of date, and fails
+python benchmarks/kernel_files.py --all out  # writes every kernel, for each target, as files in the folder `out`
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from kernel_examples import FOLDERS, KERNELS, source
+
 from collage_neuron import kernels_nki
-from collage_neuron.cli.kernels import FOLDERS, KERNELS, source, written
 
 FOLDER = Path(kernels_nki.__file__).parent
 
@@ -31,7 +33,7 @@ def files() -> Iterator[tuple[Path, str]]:
     """Every file that is kept: path and text."""
     for folder, names in KEPT.items():
         target, dialect = FOLDERS[folder]
-        doc = f'"""Generated kernels for {target}, dialect {dialect}: see `python -m collage_neuron kernels`."""\n'
+        doc = f'"""Generated kernels for {target}, dialect {dialect}: see `benchmarks/kernel_files.py`."""\n'
         yield FOLDER / folder / "__init__.py", doc
         yield from ((FOLDER / folder / f"{name}.py", source(folder, name)) for name in names)
     yield FOLDER / HASHES, "".join(f"{digest}  {name}\n" for name, digest in hashes().items())
@@ -64,14 +66,27 @@ def _stale_hashes(path: Path) -> list[str]:
     return [f"{path}: {name}: out of date" for name in wrong] or [f"{path}: out of date"]
 
 
+def written(wanted: Iterable[tuple[Path, str]]) -> list[Path]:
+    """Writes the files that are missing or out of date; their paths."""
+    # A file that is up to date keeps its time.
+    changed = [(p, text) for p, text in wanted if not p.exists() or p.read_text() != text]
+    for path, text in changed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return [path for path, _ in changed]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the files, or checks them; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; say what is out of date, and fail")
-    is_check = parser.parse_args(arguments).check
-    lines = stale() if is_check else [f"wrote {path}" for path in written(files())]
+    parser.add_argument("--all", type=Path, metavar="FOLDER", help="write every kernel, for each target, into FOLDER")
+    options = parser.parse_args(arguments)
+    every = ((options.all / folder / f"{name}.py", source(folder, name)) for folder in FOLDERS for name in KERNELS)
+    wanted = every if options.all else files()
+    lines = stale() if options.check else [f"wrote {path}" for path in written(wanted)]
     print("\n".join(lines) or "all kernels are up to date")
-    return int(is_check and bool(lines))
+    return int(options.check and bool(lines))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/kernel_tables.py                     # prints all tables, in a minute or two
     python benchmarks/kernel_tables.py --write             # puts them into docs/kernels.md
     python benchmarks/kernel_tables.py --summary           # AdamW's step by strategy, beside that of fp32 masters
-    python -m collage_neuron kernels --model llama-7b      # the time of a step on a model of yours
+    python benchmarks/kernel_tables.py --model 4096x4096,4096    # the time of a step on tensors of these shapes
 
 No number is a measurement.
 """
@@ -21,21 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.fx as fx
+from kernel_examples import Entry, adamw, adamw_kernel, adamw_update, job_of
 from torch.optim import SGD
 
-from collage_neuron.cli.kernels import (
-    MODELS,
-    Entry,
-    Shapes,
-    adamw,
-    adamw_kernel,
-    adamw_update,
-    job_of,
-    works_of,
-)
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BUILT_IN
-from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
+from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
 from collage_neuron.numerics.threefry import Words, threefry
 from collage_neuron.passes.backends.nki.bodies import Count, calibrated, count_as, time_of, with_bodies
 from collage_neuron.passes.backends.nki.cost import ADAMW_BF16
@@ -215,6 +206,49 @@ def _operations() -> Iterator[tuple[str, int]]:
 
 # A step on a model ----------------------------------------------------------------------------------------------------
 
+Shapes = list[tuple[int, ...]]
+
+
+def llama_7b() -> Shapes:
+    """The parameters of Llama-7B (Touvron et al., 2023): 32 layers of width 4096, MLPs of 11008, 32000 words."""
+    width, hidden, words = 4096, 11008, 32000
+    layer = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden), (width,), (width,)]
+    return [(words, width), *layer * 32, (width,), (words, width)]
+
+
+MODELS: Mapping[str, Callable[[], Shapes]] = {"llama-7b": llama_7b}
+"""Presets by name."""
+
+
+def shapes_of(model: str) -> Shapes:
+    """The shapes of a preset, or of a list such as `4096x4096,4096`.
+
+    Raises:
+        ValueError: `model` is neither.
+    """
+    if model in MODELS:
+        return MODELS[model]()
+    try:
+        shapes = [tuple(int(n) for n in shape.split("x")) for shape in model.split(",")]
+    except ValueError:
+        shapes = []
+    if not shapes or any(n < 1 for shape in shapes for n in shape):
+        raise ValueError(f"--model {model}: choose {', '.join(MODELS)}, or give shapes such as 4096x4096,4096")
+    return shapes
+
+
+def works_of(kernel: Kernel, shapes: Shapes) -> list[Work]:
+    """What the kernel of a step does for parameters of these shapes."""
+    return [Work(kernel, math.prod(shape), kernel.cut(shape)) for shape in shapes]
+
+
+def answer(model: str, strategy: str) -> Iterator[str]:
+    """The estimated time of AdamW's step on one core of each target, and that of fp32 master weights."""
+    works = {name: [works_of(adamw_kernel(name, t), shapes_of(model)) for t in TARGETS] for name in (strategy, "fp32")}
+    for name, of_targets in works.items():
+        times = (sum(map(time_of, with_bodies(own))) / 1e6 for own in of_targets)
+        yield f"{name}: {', '.join(f'{ms:.3g} ms on {t}' for t, ms in zip(TARGETS, times, strict=True))}"
+
 
 def divided(shapes: Shapes, cores: int) -> Shapes:
     """What one core has of parameters that are divided along their first dimension, as ZeRO does."""
@@ -320,9 +354,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put all tables into docs/kernels.md")
     parser.add_argument("--summary", action="store_true", help="print AdamW's step by strategy alone")
+    parser.add_argument("--model", help=f"print the time of a step on it: {', '.join(MODELS)}, or its shapes")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default=DEFAULT, help="with --model: that of AdamW")
     options = parser.parse_args(arguments)
-    if options.summary:
-        for line in summary():
+    if options.summary or options.model:
+        for line in summary() if options.summary else answer(options.model, options.strategy):
             print(line, flush=True)
     else:
         print(put_into(PAGE, costs()) if options.write else costs())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -32,76 +32,38 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
 
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack  # Python 3.10 has no Unpack
+
+    class _OfClass(TypedDict, total=False):  # the keywords of `compile(OptimizerClass)`
+        strategy: StrategyLike | None
+        arithmetic: str
+        backend: str
+        nonfinite: str
+        seed: int
+        validate: str
+        unsupported: str | None
+        verbose: bool
+
+    class _OfOptimizer(_OfClass, total=False):  # those of `compile(optimizer)`
+        bytes: int | None
+
+    class _OfModel(_OfOptimizer, total=False):  # those of `compile(model)` and `compile(model, optimizer)`
+        buffers: str
+        keep_fp32: Choice | Iterable[Choice] | None
+        matmul: str | None
+        keep: Iterable[str] | None
+        rescale: int
+
+
 @overload
-def compile(
-    target: Model,
-    optimizer: Opt,
-    /,
-    *,
-    strategy: StrategyLike | None = ...,
-    bytes: int | None = ...,
-    arithmetic: str = ...,
-    backend: str = ...,
-    nonfinite: str = ...,
-    seed: int = ...,
-    buffers: str = ...,
-    keep_fp32: Choice | Iterable[Choice] | None = ...,
-    validate: str = ...,
-    unsupported: str | None = ...,
-    verbose: bool = ...,
-    matmul: str | None = ...,
-    keep: Iterable[str] | None = ...,
-    rescale: int = ...,
-) -> tuple[Model, Opt]: ...
+def compile(target: Model, optimizer: Opt, /, **settings: Unpack[_OfModel]) -> tuple[Model, Opt]: ...
 @overload
-def compile(
-    target: Model,
-    /,
-    *,
-    strategy: StrategyLike | None = ...,
-    bytes: int | None = ...,
-    arithmetic: str = ...,
-    backend: str = ...,
-    nonfinite: str = ...,
-    seed: int = ...,
-    buffers: str = ...,
-    keep_fp32: Choice | Iterable[Choice] | None = ...,
-    validate: str = ...,
-    unsupported: str | None = ...,
-    verbose: bool = ...,
-    matmul: str | None = ...,
-    keep: Iterable[str] | None = ...,
-    rescale: int = ...,
-) -> Model: ...
+def compile(target: Model, /, **settings: Unpack[_OfModel]) -> Model: ...
 @overload
-def compile(
-    target: Opt,
-    /,
-    *,
-    strategy: StrategyLike | None = ...,
-    bytes: int | None = ...,
-    arithmetic: str = ...,
-    backend: str = ...,
-    nonfinite: str = ...,
-    seed: int = ...,
-    validate: str = ...,
-    unsupported: str | None = ...,
-    verbose: bool = ...,
-) -> Opt: ...
+def compile(target: Opt, /, **settings: Unpack[_OfOptimizer]) -> Opt: ...
 @overload
-def compile(
-    target: type[Opt],
-    /,
-    *,
-    strategy: StrategyLike | None = ...,
-    arithmetic: str = ...,
-    backend: str = ...,
-    nonfinite: str = ...,
-    seed: int = ...,
-    validate: str = ...,
-    unsupported: str | None = ...,
-    verbose: bool = ...,
-) -> type[Opt]: ...
+def compile(target: type[Opt], /, **settings: Unpack[_OfClass]) -> type[Opt]: ...
 
 
 def compile(
@@ -174,9 +136,8 @@ def compile(
             optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
             TranslationError is raised before anything is changed. ``off`` skips this (docs/development/validation.md).
         unsupported: deprecated, without effect. An update that cannot be compiled (matrix products, tensors in lists)
-            runs its ``step()`` as it is written, on fp32 values of all parameters and states that exist for the
-            duration of a step; these are stored in the strategy's formats, states of other shapes stay as the optimizer
-            made them, and one warning (`RunsAsWritten`) says so. See docs/as_written.md.
+            runs its ``step()`` as it is written, on fp32 values that exist for the duration of a step, and one warning
+            (`RunsAsWritten`) says so. See docs/as_written.md.
         verbose: after its first step the optimizer says in one line what was compiled, for how many parameters, under
             which strategy, with how many bytes, by which backend. It is a record of level INFO in the log
             ``collage_neuron``, or a line on stderr if the program has not configured logging; of several processes
@@ -221,7 +182,7 @@ def compile(
         return compiled_class(target, settings)
     if isinstance(target, Optimizer) and optimizer is None:
         with wrappers.followed(optimizer=target):
-            check_unshared(_params_of(target))
+            check_unshared(params_of(target))
             within_budget(target, settings)
         watch_models_of(target)
         return target
@@ -237,7 +198,7 @@ def compile(
         check_buffers(target, buffers, named)
         stay = kept(target, buffers, named)
         with wrappers.followed(target, optimizer):
-            check_unshared(_params_of(optimizer), target.parameters())
+            check_unshared(params_of(optimizer), target.parameters())
             within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
             cast_beside(target, optimizer, stay, named)
         if matmul is not None:
@@ -259,7 +220,3 @@ def _check_choice(choice: str, target: object) -> None:
             f"buffers={choice!r} needs the model, and without it no buffer is changed: leave it out, or write "
             "compile(model, optimizer, buffers=...)"
         )
-
-
-def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return params_of(optimizer)

@@ -217,11 +217,10 @@ def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tens
 
 def _move(pairs: Sequence[Pair], weight: float) -> None:
     """Moves averages toward values by the fraction `weight`, a tensor: XLA would recompile for each Python number."""
-    weights: dict[torch.device, torch.Tensor] = {}
+    on_host = torch.tensor([weight], dtype=torch.float32, device="cpu")
+    weights = {device: on_host.to(device) for device in {average.device for average, _ in pairs}}
     for average, value in pairs:
-        there = torch.tensor([weight], dtype=torch.float32, device="cpu").to(average.device)
-        w = weights.setdefault(average.device, there)
-        moved = average + (value - average) * w.to(average.dtype)
+        moved = average + (value - average) * weights[average.device].to(average.dtype)
         average.copy_(moved.reshape(average.shape))  # one of a single number is broadcast to the weight's shape
 
 

@@ -32,9 +32,8 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     """
     require_compiled(optimizer)
     if isinstance(value, (int, float)):
-        value = torch.full_like(
-            p.detach(), torch.tensor(value, dtype=torch.float64, device="cpu").float().item(), dtype=torch.float32
-        )
+        number = torch.tensor(value, dtype=torch.float64, device="cpu").float().item()
+        value = torch.full_like(p.detach(), number, dtype=torch.float32)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"the value is a {type(value).__name__} and no tensor or number; nothing was written")
     group = next((g for g in optimizer.param_groups if any(p is q for q in g["params"])), None)

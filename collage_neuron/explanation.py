@@ -24,14 +24,7 @@ from collage_neuron.optimizer.first_step_report import line_of
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.passes.analysis.state_roles import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
-from collage_neuron.passes.ir.printer import (
-    fold_draws,
-    format_changes,
-    format_graph,
-    format_stage_list,
-    format_stages,
-    format_update,
-)  # fmt: skip
+from collage_neuron.passes.ir import printer
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
@@ -158,18 +151,12 @@ def explain(optimizer: Optimizer | torch.nn.Module, *, graphs: bool = False, pas
     return "\n".join([*(_explain_group(optimizer, i, job, graphs) for i, job in jobs), *last])
 
 
-def explain_measured(optimizer: Optimizer, graphs: bool = False) -> str:
-    """Does what `explain(optimizer, passes=True)` does, for the updates that a monitored step runs."""
-    return "\n".join(_explain_passes(optimizer, i, job, graphs, measured=True) for i, job in _jobs(optimizer))
-
-
-def _explain_passes(optimizer: Optimizer, index: int, job: step_plan.Job, whole: bool, measured: bool = False) -> str:
+def _explain_passes(optimizer: Optimizer, index: int, job: step_plan.Job, whole: bool) -> str:
     """Describes what each pass makes of an update."""
     name, arithmetic = base_of(type(optimizer)).__name__, job.settings.arithmetic
-    watched = job.watched if measured else frozenset[str]()
     stored = ", ".join(f"{key} as {fmt.name} ({fmt.bytes} bytes)" for key, fmt in job.update.formats.items())
     head = f"param_groups[{index}] of {name}: {_strategy(job)}, arithmetic {arithmetic}\nstored: {stored}"
-    pipeline = passes_of(job.update.formats, arithmetic, watched, job.update.far)
+    pipeline = passes_of(job.update.formats, arithmetic, frozenset(), job.update.far)
     text = "\n\n".join([head, *_paragraphs(job.recording, pipeline, whole)])
     return "".join(f"{fill(line, 118, subsequent_indent='      ')}\n" for line in text.splitlines())
 
@@ -179,16 +166,16 @@ def _paragraphs(recording: Recording, pipeline: Sequence[Pass], whole: bool) -> 
 
     Unless the text is to be `whole`, the operations that draw random bits are one line.
     """
-    text = format_graph(recording.captured.graph)
+    text = printer.format_graph(recording.captured.graph)
     numbers = f"  # numbers of the next step:\n  {_slots(recording)}"
     yield f"captured: The step of one parameter as its optimizer writes it.\n{numbers}\n{text}"
     for each, update in run_passes(recording.captured, pipeline):
-        before, text = text, format_update(update, parts=True)
-        text = text if whole else fold_draws(text)
+        before, text = text, printer.format_update(update, parts=True)
+        text = text if whole else printer.fold_draws(text)
         sentence = (type(each).__doc__ or "").partition("\n")[0]
         idle = f"  (nothing to do: {getattr(each, 'idle', 'it is as it was')})"
-        shown = text if whole else format_changes(before, text)
-        stages = "".join(f"{line}\n" for line in format_stage_list(update))
+        shown = text if whole else printer.format_changes(before, text)
+        stages = "".join(f"{line}\n" for line in printer.format_stage_list(update))
         yield f"{each.name}: {sentence}\n{idle if text == before else f'{stages}{shown}'}"
 
 
@@ -197,11 +184,8 @@ def _slots(recording: Recording) -> str:
 
 
 def _explain_group(optimizer: Optimizer, index: int, job: step_plan.Job, graphs: bool) -> str:
-    settings, elements, sizes = (
-        Settings.of(job.group),
-        first_step_report.elements_of([job]),
-        first_step_report.sizes_of(optimizer, job),
-    )
+    settings = Settings.of(job.group)
+    elements, sizes = first_step_report.elements_of([job]), first_step_report.sizes_of(optimizer, job)
     formats = {name: fmt.name for name, fmt in job.update.formats.items()}
     formats |= _small(job.recording.captured)
     formats |= {name: "as made" for name in sizes if name not in (*formats, "grad")} | {"grad": "as given"}
@@ -210,58 +194,41 @@ def _explain_group(optimizer: Optimizer, index: int, job: step_plan.Job, graphs:
         f"param_groups[{index}]: {_strategy(job)}, arithmetic {settings.arithmetic}, "
         f"backend {job.backend.name}, {each:.3g} bytes a parameter"
     )
-    return "\n".join(
-        [
-            head,
-            *_explain_budget(optimizer, job, each),
-            *(_row(name, fmt, sizes[name], elements) for name, fmt in formats.items()),
-            _row("total", "", sum(sizes.values()), elements),
-            *_explain_shape(job),
-            *_explain_roles(job, settings),
-            *(_explain_graphs(job) if graphs else ()),
-        ]
-    )
+    rows = _rows({name: (fmt, sizes[name]) for name, fmt in formats.items()}, sum(sizes.values()), elements)
+    more = [*_explain_roles(job, settings), *(_explain_graphs(job) if graphs else ())]
+    return "\n".join([head, *_explain_budget(optimizer, job, each), *rows, *more])
 
 
-def _row(name: str, fmt: str, size: int, elements: int) -> str:
-    """A row of the table: the format of a state, its bytes per parameter, and those of all parameters."""
-    each = f"{size / elements:.3g} bytes"
-    return f"  {name:<18} {fmt:<10} {each:<12} {size / 1e6:10,.3f} MB"
+def _rows(states: Mapping[str, tuple[str, int]], total: int, elements: int) -> Iterator[str]:
+    """The table: the format of each state, its bytes per parameter, and those of all parameters."""
+    for name, (fmt, size) in {**states, "total": ("", total)}.items():
+        each = f"{size / elements:.3g} bytes"
+        yield f"  {name:<18} {fmt:<10} {each:<12} {size / 1e6:10,.3f} MB"
 
 
 def _explain_graphs(job: step_plan.Job) -> Iterator[str]:
     yield "captured update (every number a slot):"
-    yield format_graph(job.recording.captured.graph)
+    yield printer.format_graph(job.recording.captured.graph)
     yield f"slots of this step: {_slots(job.recording)}"
     yield "scalar vector (doubles on the host, rounded once):"
     yield from (f"  {line}" for line in str(job.update.scalars).splitlines())
     yield "rewritten update (fp32 values, every rounding a round_to):"
-    yield format_stages(job.update)
+    yield printer.format_stages(job.update)
 
 
 def _explain_as_written(optimizer: Optimizer, index: int, group: Mapping[str, Any], reason: str) -> str:
     """Describes a group whose steps run as written."""
-    found, elements = (
-        memory_estimate.bytes_by_name(optimizer, dict(group)),
-        max(1, sum(p.numel() for p in group["params"])),
-    )
+    found, elements = memory_estimate.bytes_by_name(optimizer, dict(group)), sum(p.numel() for p in group["params"])
     formats = {**memory_estimate.formats_by_name(optimizer, dict(group)), "grad": "as given"}
-    elsewhere = memory_estimate.bytes_elsewhere(optimizer)
-    rows = [_row(name, fmt, found.get(name, 0), elements) for name, fmt in formats.items()]
+    elsewhere, total, elements = memory_estimate.bytes_elsewhere(optimizer), sum(found.values()), max(1, elements)
     head = (
         f"param_groups[{index}]: strategy {Settings.of(group).strategy}, step() as written on fp32 values, "
-        f"{sum(found.values()) / elements:.3g} bytes a parameter"
+        f"{total / elements:.3g} bytes a parameter"
     )
-    return "\n".join(
-        [
-            head,
-            *rows,
-            _row("total", "", sum(found.values()), elements),
-            *([f"in attributes and settings: {elsewhere / 1e6:.3g} MB of all groups"] if elsewhere else []),
-            f"during a step: {memory_estimate.bytes_of_values(optimizer) / 1e6:.3g} MB of fp32 values of all groups",
-            f"why it is not captured: {reason}",
-        ]
-    )
+    rows = _rows({name: (fmt, found.get(name, 0)) for name, fmt in formats.items()}, total, elements)
+    more = [f"in attributes and settings: {elsewhere / 1e6:.3g} MB of all groups"] if elsewhere else []
+    more += [f"during a step: {memory_estimate.bytes_of_values(optimizer) / 1e6:.3g} MB of fp32 values of all groups"]
+    return "\n".join([head, *rows, *more, f"why it is not captured: {reason}"])
 
 
 def _small(captured: Captured) -> dict[str, str]:
@@ -293,14 +260,10 @@ def _strategy(job: step_plan.Job) -> str:
     return f"strategy {Settings.of(job.group).strategy}"
 
 
-def _explain_shape(job: step_plan.Job) -> Iterator[str]:
-    seen = job.recording.captured.seen_as
-    if seen is not None:
-        yield f"seen in the shape {list(seen)}, whose rows and columns are meant"
-
-
 def _explain_roles(job: step_plan.Job, settings: Settings) -> Iterator[str]:
     """Lists states that accumulate slowly, those that the update divides by, and which of these may lose updates."""
+    if (seen := job.recording.captured.seen_as) is not None:
+        yield f"seen in the shape {list(seen)}, whose rows and columns are meant"
     graph, dtype = job.recording.captured.graph, job.params[0].dtype
     lacking = imprecise_states(graph, settings, dtype).difference(job.recording.captured.small)
     lines = {

@@ -35,12 +35,6 @@ CHOICES = ("pass", "skip")
 """`pass`: NaN and Inf propagate through the optimizer's own arithmetic. `skip`: see `skipped_steps`."""
 
 
-def check_choice(choice: str) -> None:
-    """Raises ValueError for an unknown one."""
-    if choice not in CHOICES:
-        raise ValueError(f"unknown nonfinite {choice!r}; choose one of {', '.join(CHOICES)}")
-
-
 @dataclass(frozen=True)
 class Settings:
     """Strategy, arithmetic, backend, treatment of gradients that are not finite, seed, validation."""
@@ -57,7 +51,8 @@ class Settings:
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)
         check_name(self.backend)
-        check_choice(self.nonfinite)
+        if self.nonfinite not in CHOICES:
+            raise ValueError(f"unknown nonfinite {self.nonfinite!r}; choose one of {', '.join(CHOICES)}")
         if self.validate not in ("on", "off"):
             raise ValueError(f"unknown validate {self.validate!r}; choose on or off")
         if not isinstance(self.verbose, bool):

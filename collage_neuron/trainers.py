@@ -55,10 +55,8 @@ def hugging_face_average(
     """
     from transformers import TrainerCallback
 
-    class AverageCallback(_InTrainer, TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
-        """See `hugging_face_average`."""
-
-    return AverageCallback(every, start, use_buffers, _how(decay, avg_fn, multi_avg_fn, device))
+    how = {"decay": decay, "avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn, "device": device, "use_buffers": use_buffers}
+    return type("AverageCallback", (_InTrainer, TrainerCallback), {})(every, start, how)
 
 
 def lightning_average(
@@ -77,16 +75,7 @@ def lightning_average(
     rounded to the module's dtype, are in the module during validation and from the end of the fit on; the trained
     weights come back bit for bit in between. In a checkpoint, as with Lightning's, `state_dict` has the averages, for
     `load_from_checkpoint`, `current_model_state` the trained weights, and `averaging_state` the averages in fp32; a
-    resumed run has all of them. `callback.average` is the `AveragedModel`.
-
-    Args:
-        decay: of an exponential moving average; the default is the mean of all updates.
-        every: the number of optimizer steps from one update to the next.
-        start: the number of optimizer steps before the first update; until then the module is validated as it is.
-        avg_fn: as in `AveragedModel`.
-        multi_avg_fn: as in `AveragedModel`.
-        use_buffers: average floating-point buffers too; otherwise they are copied in each update.
-        device: the device of the averages; by default that of the module.
+    resumed run has all of them. `callback.average` is the `AveragedModel`. Arguments are as in `hugging_face_average`.
 
     Raises:
         ImportError: lightning is not installed.
@@ -94,14 +83,8 @@ def lightning_average(
     """
     from lightning.pytorch.callbacks import Callback
 
-    class AverageCallback(_InLightning, Callback):  # type: ignore[misc]  # Lightning is not read by mypy
-        """See `lightning_average`."""
-
-    return AverageCallback(every, start, use_buffers, _how(decay, avg_fn, multi_avg_fn, device))
-
-
-def _how(decay: float | None, *rest: Any) -> dict[str, Any]:
-    return {"decay": decay, **dict(zip(("avg_fn", "multi_avg_fn", "device"), rest, strict=True))}
+    how = {"decay": decay, "avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn, "device": device, "use_buffers": use_buffers}
+    return type("AverageCallback", (_InLightning, Callback), {})(every, start, how)
 
 
 class _Averaging:
@@ -109,12 +92,12 @@ class _Averaging:
 
     average: AveragedModel
 
-    def __init__(self, every: int, start: int, use_buffers: bool, how: dict[str, Any]) -> None:
+    def __init__(self, every: int, start: int, how: dict[str, Any]) -> None:
         if every < 1:
             raise ValueError(f"every is {every}; give the number of steps from one update to the next, from 1 on")
         scratch = torch.nn.Linear(1, 1)
         AveragedModel(scratch, torch.optim.SGD(scratch.parameters()), **how)  # checks the arguments
-        self.every, self.start, self.how = every, start, how | {"use_buffers": use_buffers}
+        self.every, self.start, self.how = every, start, how
         self.model: torch.nn.Module | None = None
         self.trained: list[torch.Tensor] = []
         """While the averages are in the model: what it has been trained to."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean, stdev
 from typing import Any
 
 from collage_neuron.cli.palette import assigned
 from collage_neuron.monitoring.run_log import Line, Log
 from collage_neuron.monitoring.writers import flat
+
+MEANING = (
+    "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. Lost updates: those "
+    "that were not zero and changed no bit of the weight"
+)
 
 BASELINES = ("bf16", "fp32", "fp32_states", "stochastic", "stochastic_states")
 """The strategies that others are compared with; they are drawn thin and on top, so that no line hides another."""
@@ -108,16 +112,11 @@ def line_chart(chart: Lines, logs: Sequence[Log]) -> Figure | None:
     if not any(trace["showlegend"] for trace in traces):
         return None
     traces.sort(key=lambda trace: -trace["line"]["width"])  # thin lines last, over the thick ones
-    value_axis = {"title": {"text": chart.label}, "type": chart.scale, **_range(chart, traces)}
-    return {
-        "data": traces,
-        "layout": {
-            "showlegend": len(logs) > 1,
-            "hovermode": "x unified",
-            "xaxis": {"title": {"text": "step"}},
-            "yaxis": value_axis,
-        },
+    axes = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": chart.label}, "type": chart.scale, **_range(chart, traces)},
     }
+    return {"data": traces, "layout": {"showlegend": len(logs) > 1, "hovermode": "x unified", **axes}}
 
 
 def above_fp32(logs: Sequence[Log], steps: str = "step") -> Figure | None:
@@ -231,29 +230,24 @@ def stall_charts(logs: Sequence[Log]) -> Iterator[Lines]:
     """One chart per state whose stalled elements were measured."""
     note = "elements that should have become smaller and are stored as they were"
     for state in _keys(logs, lambda r: r.get("total", {}).get("stalled", {})):
-        yield Lines(f"Stalled: {state}", partial(stalled, state), "per cent of them", note=note, shows=(0, 100))
+        yield Lines(f"Stalled: {state}", stalled(state), "per cent of them", note=note, shows=(0, 100))
 
 
-def stalled(state: str, record: Line) -> Any:
-    """Stalled elements of a state in per cent."""
-    return record["total"]["stalled"][state]
+def stalled(state: str) -> Callable[[Line], Any]:
+    """A function that reads the stalled elements of a state, in per cent, from a record."""
+    return lambda record: record["total"]["stalled"][state]
 
 
 def memory_charts(logs: Sequence[Log]) -> Iterator[Lines]:
     """One chart per kind of memory that was logged."""
     for title in _keys(logs, memory):
-        yield Lines(title, partial(_memory_of, title), "MiB", shows=(0,))
-
-
-def _memory_of(title: str, record: Line) -> float:
-    return memory(record)[title]
+        yield Lines(title, lambda record, title=title: memory(record)[title], "MiB", shows=(0,))  # type: ignore[misc]
 
 
 def memory(record: Line) -> dict[str, float]:
     """The logged memory in MiB, by the title of its chart; it was logged as one number or by kind."""
-    logged = record.get("memory", {})
-    values = dict(flat("", logged)) if isinstance(logged, Mapping) else {"": logged}
-    known = {kind.lstrip("/"): x / 2**20 for kind, x in values.items() if isinstance(x, (int, float))}
+    logged = flat("", {"": record.get("memory", {})})
+    known = {kind.lstrip("/"): x / 2**20 for kind, x in logged if isinstance(x, (int, float))}
     return {f"Memory: {kind}" if kind else "Memory": x for kind, x in known.items()}
 
 

@@ -15,28 +15,14 @@ import torch
 from torch import Tensor
 
 from collage_neuron.api import compile
-from collage_neuron.cli import builtin_gpt
+from collage_neuron.cli import builtin_gpt, user_script
 from collage_neuron.cli.compare_results import ALONE, UNCOMPILED, Run, figure_page, remarks, table
-from collage_neuron.cli.user_script import (
-    SEED,
-    Made,
-    ScriptFailed,
-    check_request,
-    failure,
-    has_make,
-    load_script,
-    make_of,
-    next_loss,
-    run_process,
-    seed_everything,
-)
+from collage_neuron.cli.user_script import Made, ScriptFailed
 from collage_neuron.conversion.override import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.explanation import bytes_per_parameter
 from collage_neuron.monitoring.monitor import monitor
 from collage_neuron.numerics.strategies import STRATEGIES
-
-Strategies = Sequence[str]
 
 DEFAULT = ("bf16", "split312", "split412", "split422", "split423", "plus", "split433", "fp32")
 """Pure bf16, fp32 masters, and between them the paper's `plus`, `split312` with the memory of bf16, and the first row
@@ -49,14 +35,13 @@ STRETCHES = 20
 
 def train(make: Callable[[], Made], strategy: str, seed: int, steps: int, verbose: bool = True) -> Run:
     """One run of `steps` steps."""
-    seed_everything(seed)
-    made, run = make(), Run(strategy, seed)
+    user_script.seed_everything(seed)
+    made, run, size = make(), Run(strategy, seed), math.ceil(steps / STRETCHES)
     watching = None
     if strategy != UNCOMPILED:
         compile_made(made, strategy, verbose)
-        watching = monitor(made.optimizer, made.model, every=math.ceil(steps / STRETCHES))
+        watching = monitor(made.optimizer, made.model, every=size)
     device = next(made.model.parameters()).device
-    size = math.ceil(steps / STRETCHES)
     for done in range(0, steps, size):
         count = min(size, steps - done)
         began = perf_counter()
@@ -81,7 +66,7 @@ def compile_made(made: Made, strategy: str, verbose: bool = True) -> None:
 def take_step(made: Made, device: torch.device) -> Tensor:
     """One step of an ordinary training loop; returns the loss."""
     made.optimizer.zero_grad()
-    loss = next_loss(made)
+    loss = user_script.next_loss(made)
     loss.backward()
     made.optimizer.step()
     if made.scheduler is not None:
@@ -121,10 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "seed"
     )
     add("script", nargs="?", type=Path, help=help_of_script)
-    known = (
-        f"any of {', '.join([*STRATEGIES, UNCOMPILED])}, or that the script registers (default: {' '.join(DEFAULT)})"
-    )
-    add("--strategies", nargs="+", default=DEFAULT, metavar="NAME", help=known)
+    known = ", ".join([*STRATEGIES, UNCOMPILED])
+    help_of_strategies = f"any of {known}, or that the script registers (default: {' '.join(DEFAULT)})"
+    add("--strategies", nargs="+", default=DEFAULT, metavar="NAME", help=help_of_strategies)
     add("--steps", type=positive, help=f"training steps of a script that defines make() (default: {STEPS})")
     add("--seeds", type=seed, nargs="+", default=[0], help="each strategy is trained with each (default: 0)")
     add("--out", type=Path, default=Path("compare"), help="a folder for the figure and outputs (default: %(default)s)")
@@ -148,7 +132,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     """Runs the comparison and prints it; `arguments` are the script's own. Returns the exit status."""
     strategies, seeds = list(dict.fromkeys(options.strategies)), list(dict.fromkeys(options.seeds))
     try:
-        if options.script and options.script.is_file() and not has_make(options.script):
+        if options.script and options.script.is_file() and not user_script.has_make(options.script):
             runs = _processes(options, strategies, seeds, arguments)
         else:
             runs = _made(options, strategies, seeds, arguments)
@@ -156,7 +140,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         print(f"compare: {error}", file=sys.stderr)
         return 1 if isinstance(error, ScriptFailed) else 2
     except Exception as error:  # whatever a script raises
-        said = failure(error, options.script) if options.script else None
+        said = user_script.failure(error, options.script) if options.script else None
         if said is None:
             raise
         print(said, file=sys.stderr)
@@ -173,33 +157,35 @@ def _again(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     """The command that was given, as far as the sentence about seeds needs it."""
     if options.script is None:
         return ALONE
-    given = [*arguments] if has_make(options.script) or SEED in " ".join(arguments) else [*arguments, "--seed", SEED]
+    takes = user_script.has_make(options.script) or user_script.SEED in " ".join(arguments)
+    given = [*arguments, *(() if takes else ("--seed", user_script.SEED))]
     return " ".join([ALONE, str(options.script), *(["--", *given] if given else [])])
 
 
-def _made(options: argparse.Namespace, strategies: Strategies, seeds: Sequence[int], rest: Sequence[str]) -> list[Run]:
+def _made(
+    options: argparse.Namespace, strategies: Sequence[str], seeds: Sequence[int], rest: Sequence[str]
+) -> list[Run]:
     """The runs of a script that defines `make()`, in this process."""
     if VARIABLE in os.environ:
         raise ScriptError(f"{VARIABLE} is set, and would override every strategy that is to be compared: unset it")
-    steps = options.steps or STEPS
-    make = load_script(options.script, rest) if options.script else make_of(builtin_gpt, "builtin_gpt")
-    for name in strategies:
-        if name not in (*STRATEGIES, UNCOMPILED):
-            raise ScriptError(
-                f"unknown strategy {name!r}; choose from {', '.join([*STRATEGIES, UNCOMPILED])}, or let the script "
-                "import what registers yours in collage_neuron.extend.STRATEGIES"
-            )
-    return compare(make, strategies, seeds, steps)
+    path = options.script
+    make = user_script.load_script(path, rest) if path else user_script.make_of(builtin_gpt, "builtin_gpt")
+    if unknown := [name for name in strategies if name not in (*STRATEGIES, UNCOMPILED)]:
+        raise ScriptError(
+            f"unknown strategy {unknown[0]!r}; choose from {', '.join([*STRATEGIES, UNCOMPILED])}, or let the script "
+            "import what registers yours in collage_neuron.extend.STRATEGIES"
+        )
+    return compare(make, strategies, seeds, options.steps or STEPS)
 
 
 def _processes(
-    options: argparse.Namespace, strategies: Strategies, seeds: Sequence[int], rest: Sequence[str]
+    options: argparse.Namespace, strategies: Sequence[str], seeds: Sequence[int], rest: Sequence[str]
 ) -> list[Run]:
     """The runs of a script that has the changed line."""
-    check_request(options.script, strategies, seeds, rest, options.steps)
+    user_script.check_request(options.script, strategies, seeds, rest, options.steps)
     unknown_first = sorted(strategies, key=STRATEGIES.__contains__)  # a misspelt name fails before anything is trained
     runs = [
-        run_process(options.script, rest, strategy, seed, options.out / f"{strategy}-{seed}.txt")
+        user_script.run_process(options.script, rest, strategy, seed, options.out / f"{strategy}-{seed}.txt")
         for strategy, seed in _each_run(unknown_first, seeds)
     ]
     return sorted(runs, key=lambda run: strategies.index(run.strategy))

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from collage_neuron.cli.charts import CHARTS, Figure, above_fp32, line_chart
+from collage_neuron.cli.charts import CHARTS, MEANING, Figure, above_fp32, line_chart
 from collage_neuron.cli.html_page import Card, document
 from collage_neuron.cli.html_page import table as html_table
 from collage_neuron.cli.palette import assigned
@@ -137,25 +137,16 @@ def _meaning(runs: Sequence[Run], tiny: bool) -> Iterator[str]:
     if is_printed(runs):
         line = next((run.loss_line for run in runs if run.loss_line), "")
         shown = f", here from `{line if len(line) <= SHOWN else line[: SHOWN - 3] + '...'}`" if line else ""
-        last = (
-            "the last that a run printed" if _takes_last(runs) else "the mean of the last twentieth that a run printed"
-        )
-        yield f"loss is {last}{shown}"
+        takes_last = all(len(run.losses) // 20 < 2 for run in runs)
+        yield f"loss is the {'last' if takes_last else 'mean of the last twentieth'} that a run printed{shown}"
         steps = "speeds are compared by `step`, which a script with make() shows"
         yield f"whole run is wall time with imports and generating code; {steps}"
         yield "bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"
     if any(run.records for run in runs):
-        yield (
-            "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. Lost "
-            "updates: those that were not zero and changed no bit of the weight"
-        )
+        yield MEANING
     if any(run.seconds for run in runs):
         model = "this tiny model" if tiny else "the model"
         yield f"step is the forward pass, the backward pass and the update of {model}, on this machine"
-
-
-def _takes_last(runs: Sequence[Run]) -> bool:
-    return all(len(run.losses) // 20 < 2 for run in runs)
 
 
 def is_printed(runs: Sequence[Run]) -> bool:
@@ -240,12 +231,9 @@ def figure_page(runs: Sequence[Run], heading: str, sentences: Sequence[str]) -> 
         spread = ", mean over the seeds; shaded: their standard deviation" * several
         note = f"minus the loss of fp32 from the same seed, a running mean{spread}; in the grey band the axis is linear"
         cards.append(("Loss above fp32 over the run", note, difference))
-    first = [log for log, run in zip(logs, runs, strict=True) if run.seed == runs[0].seed]
-    shown = [log for log in first if log.name == "fp32"] or first
-    what = "there is no fp32 to compare with" if shown is first else "of fp32, which the others are compared with"
-    if curves := line_chart(CHARTS[0], shown):
+    elif curves := line_chart(CHARTS[0], [log for log in logs if log.about["seed"] == runs[0].seed]):
         curves["layout"]["xaxis"]["title"]["text"] = steps
-        cards.append(("Loss over the run", f"of the first seed; {what}", curves))
+        cards.append(("Loss over the run", "of the first seed; there is no fp32 to compare with", curves))
     head, rows = cells(runs)
     return document(heading, sentences, html_table(head, rows, assigned(strategies_of(runs))), [cards], "compare")
 
@@ -261,13 +249,12 @@ def as_log(run: Run) -> Log:
 
 def loss_over_memory(runs: Sequence[Run]) -> Figure | None:
     """A point for each strategy: bytes per parameter, and its final loss, above fp32's where that was trained."""
-    points = [(name, _losses(name, runs), colour) for name, colour in
-              zip(strategies_of(runs), assigned(strategies_of(runs)), strict=True) if name != UNCOMPILED]  # fmt: skip
+    names = strategies_of(runs)
+    points = [(name, _losses(name, runs), colour) for name, colour in zip(names, assigned(names), strict=True)]
+    points = [point for point in points if point[1] and point[0] != UNCOMPILED]
     sizes = {run.strategy: run.bytes_per_parameter for run in runs}
     traces: list[dict[str, Any]] = []
     for name, losses, colour in points:
-        if not losses:
-            continue
         spread = stdev(losses) if len(losses) > 1 else 0.0
         traces.append({
             "type": "scatter", "mode": "markers", "name": name, "x": [sizes[name]], "y": [fmean(losses)],

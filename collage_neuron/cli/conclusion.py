@@ -20,30 +20,25 @@ SETTLED = 20
 
 def title(logs: Sequence[Log]) -> str:
     """Model, optimizer, date and runs, of what the logs say: `GPT, AdamW, 22 November 2026: bf16, plus`."""
-    parts = [", ".join(_all(logs, key, str)) for key in ("model", "optimizer")]
-    parts.append(" to ".join(_ends(_all(logs, "date", _day))))
+    parts = [", ".join(_all(logs, key)) for key in ("model", "optimizer")]
+    days = [_day(text) for text in _all(logs, "date")]
+    parts.append(" to ".join(dict.fromkeys(days[:1] + days[-1:])))
     of = ", ".join(part for part in parts if part)
     names = ", ".join(log.name for log in logs)
     return f"{of}: {names}" if of else names
 
 
-def _all(logs: Sequence[Log], key: str, show: Callable[[object], str]) -> list[str]:
-    return list(dict.fromkeys(show(log.about[key]) for log in sorted(logs, key=_date) if log.about.get(key)))
+def _all(logs: Sequence[Log], key: str) -> list[str]:
+    """What the logs say of something, by date."""
+    by_date = sorted(logs, key=lambda log: str(log.about.get("date", "")))
+    return list(dict.fromkeys(str(log.about[key]) for log in by_date if log.about.get(key)))
 
 
-def _date(log: Log) -> str:
-    return str(log.about.get("date", ""))
-
-
-def _ends(days: list[str]) -> list[str]:
-    return days if len(days) < 3 else [days[0], days[-1]]
-
-
-def _day(text: object) -> str:
+def _day(text: str) -> str:
     try:
-        day = date.fromisoformat(str(text)[:10])
+        day = date.fromisoformat(text[:10])
     except ValueError:
-        return str(text)
+        return text
     return f"{day.day} {day:%B %Y}"
 
 
@@ -130,10 +125,9 @@ def _verdict(log: Log) -> str:
     ratio, share = _mean(log, edq("pair")), _mean(log, lost("pair"))
     if ratio is None or share is None:
         return "what arrives of its updates was not measured"
-    if abs(ratio - 1) < ARRIVED and share < NAMED:
-        return "nothing to mend"
-    if abs(ratio - 1) < ARRIVED and _is_lost_late(log):
-        return "nothing to mend: updates were lost at the end, where they are almost 0"
+    if abs(ratio - 1) < ARRIVED and (share < NAMED or _is_lost_late(log)):
+        late = ": updates were lost at the end, where they are almost 0"
+        return f"nothing to mend{late * (share >= NAMED)}"
     if log.about.get("strategy") == "fp32":
         return "fp32 loses them too: the updates are small beside the weights"
     return "updates are lost: a strategy with more bytes per parameter keeps more (docs/strategies.md)"
@@ -160,8 +154,7 @@ def _is_lost_late(log: Log) -> bool:
 def _operands(log: Log) -> str:
     """What the last measurement of fp8 operands asks for."""
     measured: dict[str, dict[str, float | None]] = next((r["fp8"] for r in reversed(log.records) if r.get("fp8")), {})
-    known = {name: {k: 0.0 if x is None else x for k, x in numbers.items()} for name, numbers in measured.items()}
-    said = worst(known)
+    said = worst({name: {k: x or 0.0 for k, x in numbers.items()} for name, numbers in measured.items()})
     return "" if said is None else f"In {log.name}, {said}."
 
 

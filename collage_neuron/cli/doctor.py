@@ -13,13 +13,13 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 
 from collage_neuron._version import __version__
 from collage_neuron.conversion.override import VARIABLE
 from collage_neuron.numerics.strategies import STRATEGIES
-from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.nki.target import WANTED, installed
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose, get, names, passed_over
@@ -35,7 +35,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "native": ("llvmlite",),
     "xla": ("torch-xla",),
     "demo": ("matplotlib", "tqdm"),
-    "report": ("matplotlib", "plotly"),
+    "report": ("plotly",),
 }
 """What the extras for users bring (pyproject.toml)."""
 
@@ -74,14 +74,11 @@ def backends() -> Iterator[Row]:
     """The backend that `auto` takes for parameters on the CPU and on a GPU, and what others lack."""
     yield _taken(torch.device("cpu"))
     if torch.cuda.is_available():
-        device = torch.device("cuda")
-        yield "cuda", f"{torch.cuda.get_device_name(device)}: backend {choose('auto', device).name}", "ok"
+        yield "cuda", torch.cuda.get_device_name(), "ok"
+        yield _taken(torch.device("cuda"))
     else:
         yield "cuda", "not available", "-"
-    for name in names():
-        lacks = get(name).missing()
-        if lacks is not None:
-            yield name, lacks, "-"
+    yield from ((name, lacks, "-") for name in names() if (lacks := get(name).missing()) is not None)
 
 
 def _taken(device: torch.device) -> Row:
@@ -102,13 +99,15 @@ LOST = "loses roundings, or numbers that it should add: a step would be wrong"
 
 def probes() -> Iterator[Row]:
     """For each backend, how many checks show that its device keeps every rounding and adds every number."""
+    said_of = {torch.device("cpu")}
     for backend, device_of in devices():
         where = backend.name
         try:
             device = device_of()
             where = f"{backend.name} on {device}"
             backend.prepare(device)
-            if device.type == torch_neuron.NAME:
+            if device not in said_of:
+                said_of.add(device)
                 yield _taken(device)
             failed = failures(backend, device)
         except Exception as error:  # what a plug-in raises, where it cannot run, is its own
@@ -150,8 +149,7 @@ def verdict(sections: Mapping[str, Sequence[Row]], reasons: bool = True) -> str:
     faults = dict(_faults(sections))
     probed = dict.fromkeys(item.partition(" on ")[0] for item, *_ in sections["probes"])
     known = [name for name in probed if name in names() and name not in faults]
-    because = ((name, f", because {why}" if reasons else " (reasons above)") for name, why in faults.items())
-    not_ready = [f"not: {name}{why}" for name, why in because]
+    not_ready = [f"not: {name}{f', because {why}' if reasons else ' (reasons above)'}" for name, why in faults.items()]
     return "; ".join([f"ready on: {', '.join(known) or 'nothing'}", *not_ready])
 
 
@@ -184,19 +182,11 @@ KINDS = {"native": " (compiled code)", "reference": " (eager PyTorch, slow)"}
 
 def in_words(sections: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     """What updates parameters where, one sentence a line, and why other backends do not."""
-    rows, faults = {item: value for row in sections.values() for item, value, _ in row}, dict(_faults(sections))
-    ready = {name for item in rows if (name := item.partition(" on ")[0]) in names() and name not in faults}
-    cpu = rows.get("parameters on cpu", "").removeprefix("backend ")
-    where = [f"on the CPU are updated by `{cpu}`{KINDS.get(cpu, '')}"] if cpu else []
-    where += ["on XLA devices by `xla`"] if "xla" in ready else []
-    where += ["on this Neuron device by `nki`"] if "nki" in ready else []
-    cuda = rows.get("cuda", "").rpartition(": backend ")[2] if ": backend " in rows.get("cuda", "") else ""
-    where += [f"on CUDA devices by `{cuda}`{KINDS.get(cuda, '')}"] if cuda else []
-    if where:
-        yield f"Parameters {', '.join(where)}."
-    if "reference" in ready and cpu != "reference":
-        yield f"`reference`{KINDS['reference']} runs everywhere."
-    for name, why in faults.items():
+    for item, value, _ in chain.from_iterable(sections.values()):
+        if item.startswith("parameters on "):
+            name = value.removeprefix("backend ")
+            yield f"{item.capitalize()} are updated by `{name}`{KINDS.get(name, '')}."
+    for name, why in _faults(sections):
         expected = ", as expected without a Trainium device" if why.endswith((ABSENT, NO_DEVICE)) else ""
         yield f"Not on Trainium (`nki`): {why}{expected}." if name == "nki" else f"Not by `{name}`: {why}."
 

@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import chain, islice
+from itertools import chain, count
 
 from collage_neuron.cli import palette
 from collage_neuron.cli.charts import Figure
@@ -23,32 +23,30 @@ def document(heading: str, sentences: Sequence[str], body: str, cards: Sequence[
     """
     name = html.escape(heading)
     said = "".join(f"<p class=conclusion>{html.escape(sentence)}</p>" for sentence in sentences)
-    charts = {f"chart{i}": card for i, card in enumerate(chain.from_iterable(cards))}
-    # Charts are numbered through all groups: report.js finds each by its id.
-    named = iter(charts.items())
-    groups = ("".join(_section(*one) for one in islice(named, len(group))) for group in cards if group)
+    number = count()  # through all groups: report.js finds each chart by its id
+    groups = ("".join(_section(f"chart{next(number)}", card) for card in group) for group in cards if group)
     sections = "".join(f"<div class=cards>{group}</div>" for group in groups)
+    figures = {f"chart{i}": figure for i, (_, _, figure) in enumerate(chain.from_iterable(cards))}
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<title>{name}</title><style>{palette.css()}{_file('report.css')}</style></head><body><h1>{name}</h1>{said}{body}"
         f"<noscript><p>The charts need JavaScript.</p></noscript>{sections}"
         f"<p class=note>Written by python -m collage_neuron {command}.</p>"
-        f"{_scripts({chart: figure for chart, (_, _, figure) in charts.items()})}</body></html>\n"
+        f"{_scripts(figures)}</body></html>\n"
     )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[str]) -> str:
     """A table whose rows begin with a square of their colour in the palette; narrow windows show a block for each."""
     names = [html.escape(name) for name in head]
-    lines = "".join(_row(names, [html.escape(cell) for cell in row], c) for row, c in zip(rows, colours, strict=True))
-    return f"<div class=scrolls><table><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>{lines}</table></div>"
-
-
-def _row(names: Sequence[str], cells: Sequence[str], colour: str) -> str:
-    others = zip(names[1:], cells[1:], strict=True)
-    named = "".join(f"<td data-name='{name}'>{cell}</td>" for name, cell in others)  # report.css shows it if narrow
-    return f"<tr><td class=swatch><i style='background:var(--of-{colour})'></i>{cells[0]}</td>{named}</tr>"
+    lines = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"]
+    for row, colour in zip(rows, colours, strict=True):
+        first, *others = map(html.escape, row)
+        # report.css shows the names if the window is narrow.
+        named = "".join(f"<td data-name='{n}'>{cell}</td>" for n, cell in zip(names[1:], others, strict=True))
+        lines.append(f"<tr><td class=swatch><i style='background:var(--of-{colour})'></i>{first}</td>{named}</tr>")
+    return f"<div class=scrolls><table>{''.join(lines)}</table></div>"
 
 
 def _section(name: str, card: Card) -> str:
@@ -62,11 +60,8 @@ def _scripts(figures: Mapping[str, Figure]) -> str:
     from plotly.offline import get_plotlyjs  # an extra: imported only where a page is written
 
     data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")  # a name may hold </script>
-    drawing = _file("report.js")
-    return (
-        f"<script>{get_plotlyjs()}</script><script type='application/json' id=figures>{data}</script>"
-        f"<script>{drawing}</script>"
-    )
+    shown = f"<script type='application/json' id=figures>{data}</script>"
+    return f"<script>{get_plotlyjs()}</script>{shown}<script>{_file('report.js')}</script>"
 
 
 def _file(name: str) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import Any
 
 from collage_neuron.cli.charts import Figure
 from collage_neuron.monitoring.run_log import Line, Log
@@ -22,30 +19,12 @@ LONGEST = 30
 """Characters of a module's name beside a map, of which the end is kept; the hover text has all of them."""
 
 
-@dataclass(frozen=True)
-class Map:
-    """The map of one run: `cells[module][column]` is a mean of |1 - EDQ / ||raw update||, or None if not measured."""
-
-    log: Log
-    modules: Sequence[str]
-    steps: Sequence[int]
-    cells: Sequence[Sequence[float | None]]
-
-
-def maps(logs: Sequence[Log]) -> list[Map]:
-    """One map for each run that logged its modules; all have the same modules, in the same order."""
+def figures(logs: Sequence[Log]) -> Iterator[tuple[str, Figure]]:
+    """The map of each run that logged its modules, with its title; all have the same modules, in the same order."""
     runs = [log for log in logs if any(record.get("modules") for record in log.records)]
     modules = list(dict.fromkeys(name for log in runs for record in log.records for name in record.get("modules", {})))
-    return [_map(log, modules) for log in runs]
-
-
-def _map(log: Log, modules: Sequence[str]) -> Map:
-    records = [record for record in log.records if record.get("modules")]
-    # More cells than pixels would make the page large, and the picture no better.
-    size = math.ceil(len(records) / COLUMNS)
-    columns = [records[i : i + size] for i in range(0, len(records), size)]
-    cells = [[_cell(name, column) for column in columns] for name in modules]
-    return Map(log, modules, [column[0]["step"] for column in columns], cells)
+    names = labels(logs, modules)
+    yield from ((f"EDQ by module: {log.name}", heat_map(log, modules, names)) for log in runs)
 
 
 def _cell(module: str, records: Sequence[Line]) -> float | None:
@@ -56,41 +35,35 @@ def _cell(module: str, records: Sequence[Line]) -> float | None:
 
 def labels(logs: Sequence[Log], modules: Sequence[str]) -> list[str]:
     """Names to show: where a name is a bare number, what it is stands behind it, as `0 (Linear)`."""
-    kinds: dict[str, str] = {}
-    for log in logs:
-        logged = log.about.get("module_kinds", {})
-        kinds |= {name: str(kind) for name, kind in logged.items()} if isinstance(logged, Mapping) else {}
+    kinds = {name: kind for log in logs for name, kind in log.about.get("module_kinds", {}).items()}
     return [f"{name} ({kinds[name]})" if name in kinds else name for name in modules]
 
 
-def heat_map(drawn: Map, names: Sequence[str]) -> Figure:
-    """A map for plotly.js, on the scale that all maps share: dark is lossless, bright is lost."""
-    logs = [[None if x is None else math.log10(x) for x in row] for row in drawn.cells]
-    shown = [[None if x is None else f"{x:.2g}" for x in row] for row in drawn.cells]
+def heat_map(log: Log, modules: Sequence[str], names: Sequence[str]) -> Figure:
+    """|1 - EDQ / ||raw update|| |, on the scale that all maps share: dark is lossless, bright is lost."""
+    records = [record for record in log.records if record.get("modules")]
+    # More cells than pixels would make the page large, and the picture no better.
+    size = math.ceil(len(records) / COLUMNS)
+    columns = [records[i : i + size] for i in range(0, len(records), size)]
+    cells = [[_cell(name, column) for column in columns] for name in modules]
     place = list(range(len(names)))
     trace = {
         "type": "heatmap",
-        "x": list(drawn.steps),
+        "x": [column[0]["step"] for column in columns],
         "y": place,
-        "z": [[None if x is None else round(x, 3) for x in row] for row in logs],
-        "text": shown,
-        "customdata": [[name] * len(drawn.steps) for name in names],
+        "z": [[None if x is None else round(math.log10(x), 3) for x in row] for row in cells],
+        "text": [[None if x is None else f"{x:.2g}" for x in row] for row in cells],
+        "customdata": [[name] * len(columns) for name in names],
         "hovertemplate": "%{customdata}<br>step %{x}: |1 - EDQ| = %{text}<extra></extra>",
         "hoverongaps": False,
         "zmin": math.log10(FLOOR),
         "zmax": 0,
         "colorscale": [[place / 5, colour] for place, colour in enumerate(INFERNO)],
         "colorbar": {
-            "thickness": 12,
-            "tickvals": [-6, -4, -2, 0],
-            "ticktext": ["1e-6", "1e-4", "0.01", "1"],
-            "orientation": "h",
-            "y": 1,
-            "yref": "container",
-            "yanchor": "top",
-            "x": 0.5,
+            "tickvals": [-6, -4, -2, 0], "ticktext": ["1e-6", "1e-4", "0.01", "1"], "thickness": 12,
+            "orientation": "h", "x": 0.5, "y": 1, "yref": "container", "yanchor": "top",
         },
-    }
+    }  # fmt: skip
     every = math.ceil(len(names) / 60)
     ticks = {"tickvals": place[::every], "ticktext": [_short(name) for name in names[::every]]}
     return {
@@ -108,50 +81,3 @@ def _short(name: str) -> str:
     """The end of a name that is too long, from a dot on if there is one."""
     end = name[-LONGEST + 1 :]
     return name if len(name) <= LONGEST else "…" + end[end.find(".") + 1 :]
-
-
-def picture(logs: Sequence[Log], form: str) -> bytes | None:
-    """All maps side by side as a picture, drawn by matplotlib; None if no run logged its modules."""
-    every_map = maps(logs)
-    if not every_map:
-        return None
-    import matplotlib as mpl  # an extra: imported only where a picture is asked for
-    from matplotlib.figure import Figure as Picture
-
-    # Text stays text, and names inside an SVG do not change from one drawing to the next.
-    style: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "collage_neuron"}
-    with mpl.rc_context(style):
-        names = labels(logs, every_map[0].modules)
-        width, height = 2.2 + max(9, 3.4 * len(every_map)), 1.1 + 0.17 * max(4, min(60, len(names)))
-        figure = Picture(figsize=(width, height), layout="constrained")
-        row = figure.subplots(1, len(every_map), squeeze=False, sharey=True)[0]
-        for axes, drawn in zip(row, every_map, strict=True):
-            shown = _draw(axes, drawn)
-        every = math.ceil(len(names) / 60)
-        row[0].set_yticks(range(0, len(names), every), names[::every], fontsize=7)
-        figure.colorbar(shown, ax=list(row), label="|1 - EDQ / ||raw update|| |", shrink=0.9)
-        out = io.BytesIO()
-        figure.savefig(out, format=form, dpi=100)
-        return out.getvalue()
-
-
-def _draw(axes: Any, drawn: Map) -> Any:
-    from matplotlib.colors import LogNorm
-
-    # matplotlib leaves NaN out, which shows the colour of what is behind the cells.
-    cells = [[math.nan if x is None else x for x in row] for row in drawn.cells]
-    extent = (drawn.steps[0] - 0.5, drawn.log.steps[-1] + 0.5, len(drawn.modules) - 0.5, -0.5)
-    shown = axes.imshow(
-        cells, aspect="auto", interpolation="nearest", norm=LogNorm(FLOOR, 1), cmap="inferno", extent=extent
-    )
-    axes.set(title=drawn.log.name, xlabel="step")
-    axes.set_facecolor("0.85")  # not measured
-    return shown
-
-
-def figures(logs: Sequence[Log]) -> Iterator[tuple[str, Figure]]:
-    """Each run's map with its title."""
-    every_map = maps(logs)
-    names = labels(logs, every_map[0].modules) if every_map else []
-    for drawn in every_map:
-        yield f"EDQ by module: {drawn.log.name}", heat_map(drawn, names)

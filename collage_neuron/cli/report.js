@@ -27,7 +27,7 @@ function draw() {
   for (const [id, figure] of Object.entries(figures)) {
     const isMap = figure.data[0].type === "heatmap";
     Plotly.react(id, figure.data.map(coloured), layout(figure.layout, isMap),
-      { displayModeBar: false });
+      { displaylogo: false, modeBarButtons: [["toImage"]], toImageButtonOptions: { format: "svg" } });
   }
 }
 

@@ -10,7 +10,6 @@ import html
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,54 +20,32 @@ from collage_neuron.cli.html_page import Card, document, table
 from collage_neuron.errors import LogError
 from collage_neuron.monitoring.run_log import Line, Log, read_logs
 
-NEEDS = {"plotly": "the page"}
-"""What needs a package of the extra `report`; the others are needed by `--map`."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `report`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's .jsonl log, or a folder of them")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    add_map = "write the maps of EDQ by module as a picture too: .png, .svg or .pdf"
-    parser.add_argument("--map", type=picture, metavar="FILE", help=add_map)
-
-
-def picture(text: str) -> Path:
-    """An argparse type: a file name with a picture format that matplotlib can write."""
-    path = Path(text)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a picture: name a file that ends in .png, .svg or .pdf")
-    return path
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Writes the page, and the picture; returns the exit status."""
+    """Writes the page; returns the exit status."""
     try:
         logs = read_logs(options.runs, lambda error: print(f"report: left out: {error}", file=sys.stderr))
-        # All is drawn before anything is written: an error leaves both files as they were.
-        files = {options.out: page(logs).encode()}
-        if options.map is not None:
-            files[options.map] = _map(logs, options.map.suffix[1:])
-        for path, content in files.items():
-            _write(path, content)
-            opened = ": open it in a browser" * (path == options.out)
-            print(f"wrote {path} ({len(content) / 1e6:.1f} MB){opened}")
-        print("\n".join(verdicts(logs)))
-        print(conclusion(logs))
+        content = page(logs).encode()
+        _write(options.out, content)
+        print(f"wrote {options.out} ({len(content) / 1e6:.1f} MB): open it in a browser")
+        print("\n".join([*verdicts(logs), conclusion(logs)]))
     except LogError as error:
         print(f"report: {error}{_of_compare(options.runs)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("plotly", "matplotlib", "numpy"):
+        if (error.name or "").partition(".")[0] != "plotly":
             raise
-        print(f"report: {NEEDS.get(missing, '--map')} needs {missing}; pip install '.[report]'", file=sys.stderr)
+        print("report: the page needs plotly; pip install '.[report]'", file=sys.stderr)
         return 2
     except OSError as error:
-        print(
-            f"report: {error.filename} cannot be written ({error.strerror}); name another with --out or --map",
-            file=sys.stderr,
-        )
+        said = f"report: {error.filename} cannot be written ({error.strerror}); name another with --out"
+        print(said, file=sys.stderr)
         return 2
     return 0
 
@@ -78,13 +55,6 @@ def _of_compare(given: Sequence[Path]) -> str:
     pages = [path / "compare.html" for path in given if (path / "compare.html").is_file()]
     written = f"; the command compare writes a page of its own, here {pages[0]}" if pages else ""
     return f"{written}. A run writes a log with monitor(optimizer, model, to=JsonLog('runs/name.jsonl'))" * bool(pages)
-
-
-def _map(logs: Sequence[Log], form: str) -> bytes:
-    drawn = module_maps.picture(logs, form)
-    if drawn is None:
-        raise LogError("no run logged its modules, so there is no map of them; leave out --map")
-    return drawn
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -112,12 +82,11 @@ MAP_NOTE = (
 ABOVE_NOTE = "minus the loss of the run of fp32 at the same step, a running mean; in the grey band the axis is linear"
 
 TABLE_NOTE = (
-    "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. Lost updates: "
-    "those that were not zero and changed no bit of the weight; lost, bf16 word: those that did not change the "
-    "bf16 number of the weight, with which the model computes; what they add is kept in its other number, if it "
-    "has one. Stalled: elements of a state that should have become smaller and stayed as they were stored. All "
-    "are means over the measured steps; docs/monitor.md explains them. In a chart, a click on a name in the "
-    "legend hides its lines, a double click all others; drag to zoom, double-click to return."
+    f"{charts.MEANING}; lost, bf16 word: those that did not change the bf16 number of the weight, with which the model "
+    "computes; what they add is kept in its other number, if it has one. Stalled: elements of a state that should have "
+    "become smaller and stayed as they were stored. All are means over the measured steps; docs/monitor.md explains "
+    "them. In a chart, a click on a name in the legend hides its lines, a double click all others; drag to zoom, "
+    "double-click to return."
 )
 
 
@@ -133,11 +102,7 @@ def column(value: Callable[[Line], Any], form: str, of: Callable[[list[float]], 
 
 def about(key: str) -> Callable[[Log], str]:
     """A column: an entry of the description of the run."""
-    return lambda log: _shown(log.about.get(key, ""))
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return lambda log: f"{value:g}" if isinstance(value := log.about.get(key, ""), float) else str(value)
 
 
 SUMMARY: tuple[Cell, ...] = (
@@ -158,7 +123,7 @@ SUMMARY: tuple[Cell, ...] = (
 
 def _stalled(log: Log) -> str:
     names = dict.fromkeys(name for record in log.records for name in record.get("total", {}).get("stalled", {}))
-    cells = {name: column(partial(charts.stalled, name), "{:.1f} %")(log) for name in names}
+    cells = {name: column(charts.stalled(name), "{:.1f} %")(log) for name in names}
     return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell)
 
 

@@ -13,16 +13,16 @@ script prints validation losses (`val loss 2.1`), these count alone.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
 import os
 import random
 import re
 import subprocess
+import symtable
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from types import ModuleType
@@ -132,9 +132,8 @@ def failure(error: Exception, path: Path) -> str | None:
         frames = frames.tb_next
     if frames is None and not isinstance(error, SyntaxError):
         return None
-    hint = ""
-    if "bfloat16" in str(error).lower():
-        hint = ": the model is bf16 here; give it inputs.to(torch.bfloat16), or run it under torch.autocast"
+    hint = ": the model is bf16 here; give it inputs.to(torch.bfloat16), or run it under torch.autocast"
+    hint *= "bfloat16" in str(error).lower()
     return "".join(traceback.format_exception(error.with_traceback(frames))) + f"compare: {path} failed{hint}"
 
 
@@ -175,20 +174,10 @@ SHOWN = 15
 def has_make(path: Path) -> bool:
     """Returns True if the script defines, or imports, a name `make`; also if it cannot be parsed."""
     try:
-        body = ast.parse(path.read_text()).body
+        top = symtable.symtable(path.read_text(), str(path), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError):
         return True  # what is wrong with it is said where it is loaded
-    # At the top level alone, as an import would find it.
-    return any("make" in _names(node) for node in body)
-
-
-def _names(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield node.name
-    elif isinstance(node, (ast.Import, ast.ImportFrom)):
-        yield from (alias.asname or alias.name for alias in node.names)
-    else:
-        yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return any(name.get_name() == "make" and (name.is_assigned() or name.is_imported()) for name in top)
 
 
 def check_request(
@@ -227,10 +216,9 @@ def run_process(path: Path, arguments: Sequence[str], strategy: str, seed: int, 
             "collage_neuron.compile(), or hides warnings of the log 'collage_neuron'. Add the changed line, or make() "
             f"({PATTERN} is a pattern to copy); what it said is in {out}"
         )
-    losses, loss_line = losses_in(text), last_line_in(text)
-    if not losses:
+    if not (losses := losses_in(text)):
         raise ScriptError(f"{path} prints no loss; print one as `loss 2.345` (what it printed is in {out})")
-    return Run(strategy, seed, bytes_in(text, strategy), losses, whole=seconds, loss_line=loss_line)
+    return Run(strategy, seed, bytes_in(text, strategy), losses, whole=seconds, loss_line=last_line_in(text))
 
 
 def bytes_in(text: str, strategy: str) -> float:
@@ -250,9 +238,8 @@ def losses_in(text: str) -> list[float]:
 
 def last_line_in(text: str) -> str:
     """The line that has the last of the losses; of a progress bar, what it showed last."""
-    matches = _printed_in(text)
-    lines = re.split(r"[\r\n]", text[: matches[-1].end()])[-1:] if matches else []
-    return "".join(lines).strip()
+    *_, last = _printed_in(text)
+    return re.split(r"[\r\n]", text[: last.end()])[-1].strip()
 
 
 def _printed_in(text: str) -> list[re.Match[str]]:

@@ -77,9 +77,8 @@ class Measures:
         return cls(elements, alone | all_sums, {"lost high": all_counts["lost pair"]} | all_counts)
 
     def __add__(self, other: Measures) -> Measures:
-        return Measures(
-            self.elements + other.elements, _added(self.sums, other.sums), _added(self.counts, other.counts)
-        )
+        sums, counts = _added(self.sums, other.sums), _added(self.counts, other.counts)
+        return Measures(self.elements + other.elements, sums, counts)
 
     @property
     def raw_norm(self) -> float:
@@ -126,9 +125,8 @@ class Measures:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        stalls = [f"{name} stalled {percent:.1f} %" for name, percent in self.stalled.items()]
-        words = [f"EDQ {self.pair.ratio:.4f} (high {self.high.ratio:.4f})", f"lost {self.pair.lost:.2f} %", *stalls]
-        return ", ".join(words)
+        stalls = "".join(f", {name} stalled {percent:.1f} %" for name, percent in self.stalled.items())
+        return f"EDQ {self.pair.ratio:.4f} (high {self.high.ratio:.4f}), lost {self.pair.lost:.2f} %{stalls}"
 
 
 def _under(prefix: str, numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Any
 from weakref import finalize, ref
 
@@ -103,9 +103,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _about(self) -> dict[str, Any]:
@@ -133,7 +131,8 @@ class Monitor:
             for i, group in enumerate(self._alive.param_groups):
                 for j, each in enumerate(group["params"]):
                     name = names.get(id(each), f"{i}.{j}")
-                    self._places[each] = Place(i, name, module_of(name) if id(each) in names else name)
+                    module = name.rpartition(".")[0] if id(each) in names else ""
+                    self._places[each] = Place(i, name, module or name)
         place: Place = self._places[p]
         return place
 
@@ -175,11 +174,6 @@ def _kind(name: str, kinds: Mapping[str, str]) -> str:
     return f"parameter {index} of group {group}" if index else "parameter"
 
 
-def module_of(name: str) -> str:
-    """The name of the module that owns the parameter `name`; for a parameter of the model itself, `name`."""
-    return name.rpartition(".")[0] or name
-
-
 def monitor(
     optimizer: Optimizer,
     model: torch.nn.Module | None = None,
@@ -201,10 +195,9 @@ def monitor(
         record.modules["blocks.0.attention"].pair.lost
         record.total.stalled                 # {"exp_avg_sq": 0.0}
 
-    The numbers, defined in `collage_neuron.monitoring.metrics`, are additional results of the update's own graph. Steps
-    that are not measured run the same graph as without a monitor, and nothing is fetched from the device until somebody
-    reads it. A step is measured if its number is a multiple of `every`. The number comes from the optimizer's own count
-    (state `step`), or is counted from `taken` if the optimizer has none.
+    The numbers, defined in `collage_neuron.monitoring.metrics`, are additional results of the update's own graph; steps
+    that are not measured run the graph that they run without a monitor. A step is measured if its number is a multiple
+    of `every`: the optimizer's own count (state `step`), or one from `taken` if it has none.
 
     Args:
         optimizer: a compiled optimizer, or the ordinary one of a model given to `compile` alone.
@@ -212,19 +205,15 @@ def monitor(
             `GROUP.INDEX`.
         every: the number of steps from one measured step to the next.
         keep: the number of records kept in `history`; None keeps all.
-        to: writers that receive the measured steps while training runs (`JsonLog`, `TensorBoard`, `Live`:
-            docs/monitor.md). They receive a step after it was read and the next step has begun, and the last steps from
-            `close()` or when Python exits. A writer that fails is switched off with a RuntimeWarning.
-        unread: the number of measured steps that may stay on the device before the oldest is read; None means 64, or
-            the limit of a writer (1 for `Live`).
-        taken: the number of steps taken before, for an optimizer that does not count them (SGD, Lion); without it a
-            resumed run is measured, and logged, from step 1.
+        to: writers that receive each measured step after it was read and the next one has begun, and the last from
+            `close()` or when Python exits (docs/monitor.md). One that fails is switched off with a RuntimeWarning.
+        unread: the number of measured steps that may stay on the device; None means 64, or the limit of a writer.
+        taken: the number of steps taken before, for an optimizer that does not count them (SGD, Lion).
 
     Raises:
         TypeError: `optimizer` is not a compiled optimizer, or `model` is not a model.
-        ValueError: `every` or `unread` is not an integer above 0, or `keep` or `taken` is not one above -1; the
-            optimizer has a monitor already; a group runs on a backend that cannot measure (one of your own, if it
-            does not say that it can).
+        ValueError: a number is out of range; the optimizer has a monitor already; a group runs on a backend that cannot
+            measure (one of your own, if it does not say that it can).
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not an optimizer; write monitor(optimizer, model)")

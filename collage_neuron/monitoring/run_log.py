@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,8 @@ def read_logs(paths: Sequence[Path], leave_out: Callable[[NoSteps], object] = la
     Files of a folder that have no step yet are left out, and passed to `leave_out`.
     """
     files = [(file, path.is_dir()) for path in paths for file in _files(path)]
-    if not files:
-        raise LogError("no log was named; give .jsonl files of runs, or folders of them")
-    names = _names([file for file, _ in files])
     logs = []
-    for (file, of_folder), name in zip(files, names, strict=True):
+    for (file, of_folder), name in zip(files, _names([file for file, _ in files]), strict=True):
         try:
             logs.append(read_log(file, name))
         except NoSteps as error:  # noqa: PERF203  # reading a file costs more than the try
@@ -76,10 +74,9 @@ def read_logs(paths: Sequence[Path], leave_out: Callable[[NoSteps], object] = la
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    logs = sorted(path.rglob("*.jsonl"))
-    if not logs:
-        raise LogError(f"{path} holds no .jsonl file; name the log of a run, or a folder of them")
-    return logs
+    if logs := sorted(path.rglob("*.jsonl")):
+        return logs
+    raise LogError(f"{path} holds no .jsonl file; name the log of a run, or a folder of them")
 
 
 def _names(files: Sequence[Path]) -> list[str]:
@@ -107,7 +104,7 @@ def read_log(path: Path, name: str) -> Log:
         raise NoSteps(
             f"{path} holds no measured step; the run was stopped before its first, or this is not the log of a run"
         )
-    return Log(name, path, about, records, bool(rest) and _whole(rest) is None)
+    return Log(name, path, about, records, bool(rest) and not _is_json(rest))
 
 
 def mend(path: Path) -> None:
@@ -116,7 +113,7 @@ def mend(path: Path) -> None:
         return
     _, rest = _lines(path)
     with path.open("r+b") as file:
-        if rest and _whole(rest) is None:
+        if rest and not _is_json(rest):
             file.truncate(path.stat().st_size - len(rest.encode()))
         elif rest:
             file.seek(0, io.SEEK_END)
@@ -134,36 +131,41 @@ def _lines(path: Path) -> tuple[list[Line], str]:
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"{path} cannot be read as text ({error}); give the .jsonl log of a run") from None
     rest = lines.pop()
-    if _whole(rest) is not None:  # the newline alone is missing
+    if _is_json(rest):  # the newline alone is missing
         lines.append(rest)
     return [_checked(path, number, text) for number, text in enumerate(lines, 1) if text.strip()], rest
 
 
-def _whole(text: str) -> Any:
-    """The JSON value, or None if the text is not JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+def _is_json(text: str) -> bool:
+    with suppress(ValueError):
+        return json.loads(text) is not None
+    return False
 
 
 def _checked(path: Path, number: int, text: str) -> Line:
     """A line of a log; LogError if it is not what a monitor writes."""
     try:
         value = json.loads(text)
+        why = _why_foreign(value)
     except json.JSONDecodeError as error:
-        raise _foreign(path, number, f"it is not JSON ({error.msg} at column {error.colno})") from None
+        why = f"it is not JSON ({error.msg} at column {error.colno})"
+    if why:
+        said = f"{path}, line {number} is not of the log of a run: {why}; give .jsonl files that a run wrote"
+        raise LogError(said) from None
+    line: Line = value
+    return line
+
+
+def _why_foreign(value: Any) -> str:
     if not isinstance(value, dict):
-        raise _foreign(path, number, "it is not a JSON object")
-    step = value.get("step", 0)
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise _foreign(path, number, f"its step is {step!r}, not a whole number")
-    modules = value.get("modules", {})
+        return "it is not a JSON object"
+    if type(step := value.get("step", 0)) is not int:
+        return f"its step is {step!r}, not a whole number"
     if not _measured(value.get("total", {})):
-        raise _foreign(path, number, "its total is not what a monitor writes")
-    if not isinstance(modules, dict) or not all(map(_measured, modules.values())):
-        raise _foreign(path, number, "its modules are not what a monitor writes")
-    return value
+        return "its total is not what a monitor writes"
+    modules = value.get("modules", {})
+    well = isinstance(modules, dict) and all(map(_measured, modules.values()))
+    return "" if well else "its modules are not what a monitor writes"
 
 
 def _measured(value: Any) -> bool:
@@ -173,7 +175,3 @@ def _measured(value: Any) -> bool:
 
 def _numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(x is None or isinstance(x, (int, float)) for x in value.values())
-
-
-def _foreign(path: Path, number: int, why: str) -> LogError:
-    return LogError(f"{path}, line {number} is not of the log of a run: {why}; give .jsonl files that a run wrote")

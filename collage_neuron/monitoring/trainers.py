@@ -32,8 +32,6 @@ def hugging_face_monitor(*, every: int | None = None, to: Writer | Sequence[Writ
     from transformers import TrainerCallback
 
     class MonitorCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by the type checker
-        """Measures from the start of a training to its end."""
-
         measured: Monitor | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -64,12 +62,7 @@ def lightning_monitor(*, every: int = 10, to: Writer | Sequence[Writer] = (), mo
 
     They are logged with `LightningModule.log_dict`, so they reach every logger and `trainer.callback_metrics`, under
     the tags of `TensorBoard` (`collage/edq`, ...). With several optimizers, those of the second are `collage/1/edq`,
-    and so on, and `to` receives the first.
-
-    Args:
-        every: the number of steps from one measured step to the next.
-        to: writers, as in `monitor`; of several processes, that of rank 0 has them.
-        modules: whether to log two numbers for each module too.
+    and so on, and `to` receives the first. Arguments are as in `hugging_face_monitor`.
 
     Raises:
         ImportError: lightning is not installed.
@@ -77,8 +70,6 @@ def lightning_monitor(*, every: int = 10, to: Writer | Sequence[Writer] = (), mo
     from lightning.pytorch.callbacks import Callback
 
     class MonitorCallback(Callback):  # type: ignore[misc]  # Lightning is not read by the type checker
-        """Measures from the start of a fit to its end."""
-
         measured: Sequence[Monitor] = ()
         last_step: int = 0
 

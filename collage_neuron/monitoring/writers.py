@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from collage_neuron import errors
 from collage_neuron.monitoring import run_log
@@ -122,13 +122,6 @@ class _Tagged(Writer):
         raise NotImplementedError
 
 
-class Scalars(Protocol):
-    """torch.utils.tensorboard.SummaryWriter, tensorboardX's, or any other object with this method."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Adds a point to the curve `tag`."""
-
-
 class TensorBoard(_Tagged):
     """Scalars for TensorBoard: `collage/...` of the whole, `collage_modules/NAME/...` of each module.
 
@@ -136,11 +129,12 @@ class TensorBoard(_Tagged):
     `collage/NAME`. NaN (a ratio with a zero denominator) is left out.
 
     Args:
-        writer: a SummaryWriter; you close it.
+        writer: a SummaryWriter of torch.utils.tensorboard or tensorboardX, or any other object with
+            `add_scalar(tag, scalar_value, global_step)`; you close it.
         modules: whether to write two curves for each module too.
     """
 
-    def __init__(self, writer: Scalars, modules: bool = True) -> None:
+    def __init__(self, writer: Any, modules: bool = True) -> None:
         super().__init__(modules)
         self._writer = writer
 
@@ -150,18 +144,6 @@ class TensorBoard(_Tagged):
 
     def close(self) -> None:
         getattr(self._writer, "flush", lambda: None)()
-
-
-class WandbRun(Protocol):
-    """A run of Weights & Biases, as `wandb.init()` returns it."""
-
-    config: Any
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> Any:
-        """Makes `step_metric` the axis over which `name` is drawn."""
-
-    def log(self, data: dict[str, Any]) -> object:
-        """Adds a row of numbers."""
 
 
 class WandB(_Tagged):
@@ -176,7 +158,7 @@ class WandB(_Tagged):
         modules: whether to write two curves for each module too.
     """
 
-    def __init__(self, run: WandbRun, modules: bool = True) -> None:
+    def __init__(self, run: Any, modules: bool = True) -> None:
         super().__init__(modules)
         self._run = run
         for tags in ("collage/*", "collage_modules/*"):
@@ -187,16 +169,6 @@ class WandB(_Tagged):
 
     def _add(self, tagged: dict[str, float], step: int) -> None:
         self._run.log({**tagged, "collage/step": step})
-
-
-class MlflowMetrics(Protocol):
-    """The module `mlflow`, which writes into its active run, or any other object with these functions."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> object:
-        """Adds a point to each of the curves."""
-
-    def set_tags(self, tags: dict[str, Any]) -> object:
-        """Sets tags of the run."""
 
 
 class MLflow(_Tagged):
@@ -210,7 +182,7 @@ class MLflow(_Tagged):
         modules: whether to write two curves for each module too.
     """
 
-    def __init__(self, mlflow: MlflowMetrics, modules: bool = True) -> None:
+    def __init__(self, mlflow: Any, modules: bool = True) -> None:
         super().__init__(modules)
         self._mlflow = mlflow
 
@@ -243,7 +215,7 @@ def curves(m: Measures) -> dict[str, float]:
     }  # fmt: skip
 
 
-def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The numbers in nested mappings, by their path."""
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""Generated kernels for trn1, dialect beta1: see `python -m collage_neuron kernels`."""
+"""Generated kernels for trn1, dialect beta1: see `benchmarks/kernel_files.py`."""

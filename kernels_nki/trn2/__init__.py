@@ -1,1 +1,1 @@
-"""Generated kernels for trn2, dialect nki: see `python -m collage_neuron kernels`."""
+"""Generated kernels for trn2, dialect nki: see `benchmarks/kernel_files.py`."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import pickletools
-import zipfile
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from as_written import Shampoo
-from checkpoints_of_both import adamw, equal, in_ours, in_torch, saved_from
-from models import differences, mlp, snapshot, through_torch_save, train
+from checkpoints_of_both import adamw, are_alike_after, equal, in_ours, saved_from
+from models import mlp, through_torch_save, train
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
@@ -37,31 +35,16 @@ def test_a_run_may_be_gone_on_with_under_another_strategy_and_hears_what_that_me
     model, optimizer = in_ours("bf16")
     for strategy, told in (
         ("plus", r"from 10 to 14 .*Gained: param in bf16x2 instead of bf16 \(rounded to 2\*\*-17 instead of 2\*\*-8\)"),
-        (
-            "fp32",
-            r"from 14 to 20 .*Gained: param in bf16\+fp32 .* exp_avg in fp32 .* Lost: nothing, every value is car",
-        ),
+        ("fp32", r"from 14 to 20 .*Gained: param in bf16\+fp32 .* exp_avg in fp32 .* Lost: nothing, every value is"),
     ):
         before = get_fp32_state_dict(model, optimizer)
         model, optimizer, message = resumed_with(strategy, *saved_from(model, optimizer))
-        assert_matches(message, told)
+        assert re.search(told, message)
         assert equal(get_fp32_state_dict(model, optimizer), before)  # gaining words changes no value
         train(model, optimizer, range(3, 6))
     model, optimizer, message = resumed_with("light", *saved_from(model, optimizer))
-    assert_matches(message, r"from 20 to 12 .*Gained: nothing. Lost: param in bf16x2 .*exp_avg in bf16 instead of fp32")
-
-
-def assert_matches(message: str, pattern: str) -> None:
-    with pytest.raises(RuntimeError, match=pattern):
-        raise RuntimeError(message)
-
-
-def test_nothing_is_said_where_nothing_is_gained_or_lost() -> None:
-    model, optimizer = in_ours("plus")
-    collage_neuron.compile(optimizer, strategy={"param": "bf16x2", "exp_avg_sq": "bf16x2", "*": "bf16"})
-    _, fresh = in_ours("plus", steps=0)
-    collage_neuron.compile(fresh, strategy="bf16")  # no state yet
-    train(model, optimizer, [0])
+    lost = r"from 20 to 12 .*Gained: nothing. Lost: param in bf16x2 .*exp_avg in bf16 instead of fp32"
+    assert re.search(lost, message)
 
 
 @pytest.mark.parametrize("strategy", ["plus", "fp32"])
@@ -100,9 +83,7 @@ def test_a_checkpoint_goes_through_a_file_bit_for_bit(strategy: str, through: Th
     other, compiled = in_ours(chosen, steps=0, seed=1)
     other.load_state_dict(weights)
     compiled.load_state_dict(through(states, tmp_path))
-    for m, o in ((model, optimizer), (other, compiled)):
-        train(m, o, range(3, 5))
-    assert differences(snapshot(compiled), snapshot(optimizer)) == []
+    are_alike_after((model, optimizer), (other, compiled), range(3, 5))
 
 
 def test_tensors_and_numbers_of_a_group_go_through_safetensors(tmp_path: Path) -> None:
@@ -137,7 +118,9 @@ def test_a_tensor_of_a_container_that_is_missing_is_named() -> None:
         to_tensors({"state": {}, "param_groups": [{"params": [], "x": {"collage tensor": "state.0.m"}}]})
 
 
-def test_what_is_no_literal_is_named() -> None:
+def test_what_is_no_literal_and_no_state_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no 'state'; found '0.weight', .*: is it an optimizer's state_dict\(\)\?"):
+        to_tensors(mlp().state_dict())
     with pytest.raises(ValueError, match=r"param_groups.0.schedule is <.*>: not a number, a text, or a list, tuple"):
         to_tensors({"state": {}, "param_groups": [{"params": [], "schedule": object()}]})
 
@@ -156,32 +139,3 @@ def test_what_is_no_literal_is_named() -> None:
 def test_names_that_we_did_not_write_are_refused(tensors: Any, metadata: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_tensors(tensors, metadata)
-
-
-def test_what_is_no_state_of_an_optimizer_has_no_tensors() -> None:
-    with pytest.raises(ValueError, match=r"no 'state'; found '0.weight', .*: is it an optimizer's state_dict\(\)\?"):
-        to_tensors(in_torch()[0].state_dict())
-
-
-def names_in_pickle(data: bytes) -> set[str]:
-    """The Python names that a file of torch.save asks for when it is loaded."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        pickled = archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl")))
-    return {str(arg).replace(" ", ".") for op, arg, _ in pickletools.genops(pickled) if op.name == "GLOBAL"}
-
-
-@pytest.mark.sampled(of=3)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_checkpoint_asks_for_nothing_but_tensors(strategy: str) -> None:
-    buffer = io.BytesIO()
-    model, optimizer = in_ours(strategy)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
-    allowed = {
-        "collections.OrderedDict",
-        "torch.BFloat16Storage",
-        "torch.CharStorage",
-        "torch.FloatStorage",
-        "torch.ShortStorage",
-        "torch._utils._rebuild_tensor_v2",
-    }
-    assert names_in_pickle(buffer.getvalue()) <= allowed

@@ -12,7 +12,7 @@ import torch
 from checkpoints_of_both import equal, farthest, in_ours, in_torch, saved_from
 from models import differences, mlp, run_script, snapshot, train
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import collage_neuron
@@ -129,20 +129,6 @@ def test_an_average_of_exact_values_is_one_in_fp32_and_an_averaged_model_is_not(
     bound = 3 * n * 2**-24 * largest
     assert farthest(average, wide) <= bound
     assert farthest([p.detach() for p in in_bf16.module.parameters()], wide) > 10 * bound
-
-
-def test_a_plain_sgd_without_state_round_trips() -> None:
-    model = mlp()
-    model, optimizer = collage_neuron.compile(model, SGD(model.parameters(), lr=0.1))
-    train(model, optimizer, [0])
-    weights, states = get_fp32_state_dict(model, optimizer)
-    assert states["state"] == {}
-    other = mlp(1)
-    other, compiled = collage_neuron.compile(other, SGD(other.parameters(), lr=0.1))
-    set_fp32_state_dict(other, compiled, model_state_dict=weights, optim_state_dict=states)
-    for m, o in ((model, optimizer), (other, compiled)):
-        train(m, o, [1])
-    assert equal(get_fp32_state_dict(model, optimizer), get_fp32_state_dict(other, compiled))
 
 
 XLA = """

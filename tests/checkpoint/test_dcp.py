@@ -36,6 +36,14 @@ def save(run: Run, folder: Path, options: StateDictOptions) -> None:
     state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
 
+def trained(run: Run, folder: Path, options: StateDictOptions = OPTIONS["nested"]) -> Run:
+    """The run after three steps, saved in the folder."""
+    train(*run, range(3))
+    run[1].zero_grad()
+    save(run, folder, options)
+    return run
+
+
 def load(run: Run, folder: Path, options: StateDictOptions, planner: DefaultLoadPlanner | None = None) -> None:
     model, optimizer = get_state_dict(*run, options=options)
     state_dict_loader.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder, planner=planner)
@@ -52,10 +60,7 @@ def go_on(run: Run, steps: range) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 model", "bf16 model"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_goes_on_bit_for_bit(strategy: str, dtype: torch.dtype, options: str, tmp_path: Path) -> None:
-    run = start(strategy, 0, dtype)
-    train(*run, range(3))
-    run[1].zero_grad()
-    save(run, tmp_path, OPTIONS[options])
+    run = trained(start(strategy, 0, dtype), tmp_path, OPTIONS[options])
     whole = go_on(run, range(3, 6))
     other = start(strategy, 1, dtype)
     load(other, tmp_path, OPTIONS[options])
@@ -69,11 +74,9 @@ def test_tied_weights_and_an_optimizer_without_states_go_on(kind: Any, tmp_path:
         model: nn.Module = gpt(seed)
         optimizer: Optimizer = kind(model.parameters(), lr=1e-2)
         runs.append(collage_neuron.compile(model, optimizer))
-    train(*runs[0], range(2))
-    runs[0][1].zero_grad()
-    save(runs[0], tmp_path, StateDictOptions())
+    trained(runs[0], tmp_path)
     load(runs[1], tmp_path, StateDictOptions())
-    assert differences(go_on(runs[1], range(2, 4)), go_on(runs[0], range(2, 4))) == []
+    assert differences(go_on(runs[1], range(3, 5)), go_on(runs[0], range(3, 5))) == []
 
 
 @pytest.mark.sampled(of=3)
@@ -93,10 +96,7 @@ def test_without_the_rule_for_an_empty_state_moments_would_be_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The control: low words that `compile` made count as an initialised state, and the step is not taken."""
-    run = start("plus", 0)
-    train(*run, range(3))
-    run[1].zero_grad()
-    save(run, tmp_path, StateDictOptions())
+    trained(start("plus", 0), tmp_path)
     monkeypatch.setattr(States, "__bool__", lambda self: len(self) > 0)
     other = start("plus", 1)
     load(other, tmp_path, StateDictOptions())
@@ -117,10 +117,7 @@ def test_an_empty_state_stays_one_of_ours() -> None:
 
 def test_a_template_of_another_strategy_is_refused_by_the_key(tmp_path: Path) -> None:
     """It reads what it knows; the words that it does not know would be lost without a word."""
-    run = start("full", 0)
-    train(*run, range(3))
-    run[1].zero_grad()
-    save(run, tmp_path, StateDictOptions())
+    trained(start("full", 0), tmp_path)
     other = start("plus", 1)
     with (
         pytest.warns(UserWarning, match="goes on with those of the checkpoint"),
@@ -143,10 +140,8 @@ def test_low_words_that_went_through_a_template_of_another_type_are_refused(
         model = mlp(seed)
         return collage_neuron.compile(model, kind(model.parameters(), lr=1e-2), strategy=strategy)
 
-    run, other = made(0, old), made(1, new)
-    train(*run, range(3))
-    run[1].zero_grad()
-    save(run, tmp_path, OPTIONS[options])
+    trained(made(0, old), tmp_path, OPTIONS[options])
+    other = made(1, new)
     planner = DefaultLoadPlanner(allow_partial_load=partial)
     with pytest.raises((ValueError, CheckpointException), match=r"_lo|collage_formats"):
         load(other, tmp_path, OPTIONS[options], planner)

@@ -19,7 +19,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import SmallSteps
-from collage_neuron.checkpoint.fp32 import get_fp32_state_dict
 from collage_neuron.numerics.eft import Value, widen
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.strategies import STRATEGIES
@@ -177,16 +176,6 @@ def test_a_format_that_is_not_known_here_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=r"\[0\] has states that were stored as 'coarse', a format that is not known"):
         other.load_state_dict(saved)
     assert record_of(other, q) == before
-
-
-def test_an_fp32_checkpoint_has_no_key_of_ours() -> None:
-    model = nn.Linear(4, 4)
-    model, optimizer = collage_neuron.compile(model, AdamW(model.parameters()), strategy={"*": NAME})
-    model(torch.ones(2, 4).bfloat16()).sum().backward()
-    optimizer.step()
-    assert FORMATS_KEPT in optimizer.state_dict()["param_groups"][0]
-    _, plain = get_fp32_state_dict(model, optimizer)
-    assert not [key for key in plain["param_groups"][0] if key.startswith("collage_")]
 
 
 @pytest.mark.parametrize("way", ["state dict", "pickle"])

@@ -21,7 +21,7 @@ from models import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-KILLS = 60
+KILLS = 36
 
 SCRIPT = """
 import json, mmap, os, random, signal, sys, time
@@ -119,11 +119,10 @@ def kills(folder: Path, how: str) -> dict[str, Any]:
 
 def test_a_run_that_is_killed_again_and_again_is_the_uninterrupted_one(tmp_path: Path) -> None:
     found = kills(tmp_path, "whole or not at all")
-    assert found["kills"] == KILLS >= 50
+    assert found["kills"] == KILLS
     assert found["differences"] == []
     assert all(steps > 3 for steps in found["steps"].values())  # it got on
-    assert found["while saving"] >= 5  # and was hit where it hurts, and elsewhere
-    assert found["kills"] - found["while saving"] >= 5
+    assert 3 <= found["while saving"] <= KILLS - 3  # it was hit where it hurts, and elsewhere
     assert found["left over"] > 0
 
 
@@ -151,7 +150,7 @@ def test_a_file_that_is_cut_short_anywhere_is_named_as_one(tmp_path: Path, monke
 
 # --- the example -----------------------------------------------------------------------------------------------------
 
-FLAGS = ["--quick", "--device", "cpu", "--strategies", "plus", "--steps", "32"]
+FLAGS = ["--quick", "--device", "cpu", "--strategies", "plus", "--steps", "16"]
 
 
 def pretrain(folder: Path, out: str, *flags: str) -> subprocess.Popen[str]:
@@ -181,10 +180,18 @@ def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     done = len(torch.load(file, weights_only=True)["result"]["train"])
-    assert 0 < done < 32
+    assert 0 < done < 16
     resumed = pretrain(tmp_path, "resumed", "--checkpoint", "saved", "--resume")
     assert result_of(tmp_path, "resumed", resumed) == result_of(tmp_path, "whole", whole)
-    other = pretrain(tmp_path, "other", "--checkpoint", "saved", "--resume", "--lr", "1e-3")
-    _, errors = other.communicate(timeout=300)
-    assert other.returncode == 2
-    assert "plus.pt is of a run with lr 0.0005, and this one has 0.001: go on with the same, or" in errors
+
+
+def test_a_checkpoint_of_a_run_with_other_settings_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from checkpoint_file import Checkpoint, CheckpointError  # as the examples import it
+
+    Checkpoint(tmp_path / "plus.pt", {"lr": 0.0005}).save({}, done=1)
+    said = r"plus.pt is of a run with lr 0.0005, and this one has 0.001: go on with the same, or"
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoint(tmp_path / "plus.pt", {"lr": 0.001}).restore({})

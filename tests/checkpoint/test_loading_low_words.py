@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints_of_both import are_alike_after
 from loading_cases import adamw, compiled, ours
 from models import MODES, differences, first, mlp, parameters, set_gradients, snapshot, train
 from torch import nn
@@ -27,9 +28,7 @@ def test_model_and_optimizer_may_be_loaded_in_either_order(model_first: bool) ->
     load: list[Callable[[], object]] = [lambda: other.load_state_dict(weights), lambda: loaded.load_state_dict(saved)]
     for call in load if model_first else reversed(load):
         call()
-    for m, o in ((model, optimizer), (other, loaded)):
-        train(m, o, range(2, 4))
-    assert differences(snapshot(loaded), snapshot(optimizer)) == []
+    are_alike_after((model, optimizer), (other, loaded), range(2, 4))
 
 
 @pytest.mark.parametrize("strategy", ["plus", "full", "light", "fp32"])
@@ -45,7 +44,7 @@ def every_bf16() -> torch.Tensor:
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_master_belongs_if_it_rounds_to_the_weight(seed: int) -> None:
     """Masters of all bits beside every bf16 number, those that round to it among them."""
     hi = every_bf16()
@@ -126,14 +125,6 @@ def test_a_strategy_that_a_checkpoint_brought_before_the_line_is_told() -> None:
     assert torchs.param_groups[0]["collage_strategy"] == "plus"
 
 
-def test_a_checkpoint_of_ours_that_torch_loaded_is_compiled_with_its_low_words() -> None:
-    model, optimizer = compiled()
-    other, torchs = loaded_by_torch(model.state_dict(), optimizer.state_dict())
-    collage_neuron.compile(other, torchs)
-    for p, q in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(exact_value(torchs, p), exact_value(optimizer, q))
-
-
 def written(p: nn.Parameter, optimizer: Optimizer, value: torch.Tensor) -> torch.Tensor:
     """Writes the parameter, takes a step that changes nothing, and returns what is kept."""
     with torch.no_grad():
@@ -200,7 +191,7 @@ def test_low_words_are_never_taken_for_strangers(strategy: str, arithmetic: str)
         assert external_writes.belongs(optimizer, p).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_low_word_belongs_if_it_is_at_most_half_an_ulp(seed: int) -> None:
     """Every bf16 number in the place of both words, and low words near half an ulp."""
     hi, g = every_bf16(), torch.Generator().manual_seed(seed)

@@ -184,55 +184,49 @@ def test_a_strategy_of_another_meaning_is_followed_and_a_missing_one_named() -> 
 
 # --- what a format must be ------------------------------------------------------------------------------------------
 
+BAD = pair("bad")
+
+
+def one_word(encode: Any, *draw: Any) -> Format:
+    return Format("bad", (WORD,), encode, lambda words: widen(words[0]), *draw)
+
+
+def to_bf16(x: Value) -> Value:
+    return narrow(round_to(x, "bf16"), "bf16")
+
+
 UNUSABLE = {
-    "no components": replace(pair("bad"), components=()),
-    "two components have the suffix ''": replace(pair("bad"), components=(WORD, WORD)),
-    "two components have the suffix '_a'": replace(
-        pair("bad"), components=(WORD, Component("_a", "bf16"), Component("_a", "bf16"))
-    ),
-    "its first component has the suffix '_hi'": replace(
-        pair("bad"), components=(Component("_hi", "bf16"), Component("_lo", "bf16"))
-    ),
-    "'int4' is not a storage type": replace(pair("bad"), components=(WORD, Component("_f", "int4"))),
+    "no components": replace(BAD, components=()),
+    "two components have the suffix ''": replace(BAD, components=(WORD, WORD)),
+    "two components have the suffix '_a'": replace(BAD, components=(WORD, *[Component("_a", "bf16")] * 2)),
+    "its first component has the suffix '_hi'": replace(BAD, components=(Component("_hi", "bf16"), WORD)),
+    "'int4' is not a storage type": replace(BAD, components=(WORD, Component("_f", "int4"))),
     "does not end a name": pair("bad", suffix=".lo"),
     "'exp_avg' has the name of the state 'exp_avg_sq'": pair("bad", suffix="_sq"),
     "and here it is int8": pair("bad", 128.0, "_master", "int8"),
     "and here it has another value": pair("bad", suffix="_master", storage="fp32"),
-    "its encode returns 2 words, and it has 1 components": replace(pair("bad"), components=(WORD,)),
-    "its encode returns words of": replace(pair("bad"), components=(WORD, Component("_lo", "int8"))),
+    "its encode returns 2 words, and it has 1 components": replace(BAD, components=(WORD,)),
+    "its encode returns words of": replace(BAD, components=(WORD, Component("_lo", "int8"))),
     "its first word is int8": replace(BF16_INT8, name="bad", components=(Component("", "int8"),)),
-    "raises for fp32 numbers: ZeroDivisionError": replace(pair("bad"), decode=lambda _: 1 / 0),
-    "its decode does not return": replace(pair("bad"), decode=lambda words: words[0]),
-    "calls the method bfloat16()": Format("bad", (WORD,), lambda x: [x.bfloat16()], lambda w: widen(w[0])),
-    "cannot be written as a graph": Format(
-        "bad",
-        (WORD,),
-        lambda x: [narrow(round_to(x if bool((x >= 0).any()) else -x, "bf16"), "bf16")],
-        lambda words: widen(words[0]),
-    ),
-    "calls rand_like(), which may round unseen": Format(
-        "bad", (WORD,), lambda x: [narrow(round_to(x + 0 * torch.rand_like(x), "bf16"), "bf16")], lambda w: widen(w[0])
-    ),
+    "raises for fp32 numbers: ZeroDivisionError": replace(BAD, decode=lambda _: 1 / 0),
+    "its decode does not return": replace(BAD, decode=lambda words: words[0]),
+    "calls the method bfloat16()": one_word(lambda x: [x.bfloat16()]),
+    "cannot be written as a graph": one_word(lambda x: [to_bf16(x if bool((x >= 0).any()) else -x)]),
+    "calls rand_like(), which may round unseen": one_word(lambda x: [to_bf16(x + 0 * torch.rand_like(x))]),
     "its encode stores a bf16 that was not rounded": replace(
-        pair("bad"), encode=lambda x: [narrow(x, "bf16"), narrow(round_to(x - round_to(x, "bf16"), "bf16"), "bf16")]
+        BAD, encode=lambda x: [narrow(x, "bf16"), to_bf16(x - round_to(x, "bf16"))]
     ),
-    "its draw stores a bf16 that was not rounded: write narrow(round_to(x, 'bf16'), 'bf16')": Format(
-        "bad", (WORD,), BUILT_IN["bf16"].encode, lambda words: widen(words[0]), lambda x, _: [narrow(x, "bf16")]
+    "its draw stores a bf16 that was not rounded: write narrow(round_to(x, 'bf16'), 'bf16')": one_word(
+        BUILT_IN["bf16"].encode, lambda x, _: [narrow(x, "bf16")]
     ),
-    "has a tensor of its own": Format(
-        "bad", (WORD,), lambda x: [narrow(round_to(x * ONE, "bf16"), "bf16")], lambda w: widen(w[0])
-    ),
-    "returns a list_iterator": replace(pair("bad"), encode=lambda x: iter(pair().encode(x))),  # type: ignore[arg-type,return-value]  # on purpose
-    "its decode_param reads other values": replace(pair("bad"), decode_param=lambda words: widen(words[0])),
-    "0 comes back as 1": replace(
-        pair("bad"), decode=lambda w: torch.where(w[0] == 0, widen(w[0]) + 1, pair().decode(w))
-    ),
-    "calls the method float()": replace(pair("bad"), decode_param=lambda words: words[0].float() + widen(words[1])),
-    "comes back as nan": replace(pair("bad"), decode=lambda words: widen(words[0]) * float("nan")),
-    "comes back as": replace(pair("bad"), decode=lambda words: widen(words[0]) + 2 * widen(words[1]) + 1),
-    "when it is stored again": Format(
-        "bad", (WORD,), lambda x: [narrow(round_to(x * (1 + 2.0**-8), "bf16"), "bf16")], lambda words: widen(words[0])
-    ),
+    "has a tensor of its own": one_word(lambda x: [to_bf16(x * ONE)]),
+    "returns a list_iterator": replace(BAD, encode=lambda x: iter(pair().encode(x))),  # type: ignore[arg-type,return-value]  # on purpose
+    "its decode_param reads other values": replace(BAD, decode_param=lambda words: widen(words[0])),
+    "0 comes back as 1": replace(BAD, decode=lambda w: torch.where(w[0] == 0, widen(w[0]) + 1, pair().decode(w))),
+    "calls the method float()": replace(BAD, decode_param=lambda words: words[0].float() + widen(words[1])),
+    "comes back as nan": replace(BAD, decode=lambda words: widen(words[0]) * float("nan")),
+    "comes back as": replace(BAD, decode=lambda words: widen(words[0]) + 2 * widen(words[1]) + 1),
+    "when it is stored again": one_word(lambda x: [to_bf16(x * (1 + 2.0**-8))]),
     "called 'good': register it under its own name": pair("good"),
 }
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints_of_both import adamw, are_alike_after, in_ours, in_torch
 from models import (
     MODES,
     REPRESENTATIVE,
-    bits,
     differences,
-    gpt,
     mlp,
     parameters,
     run_script,
@@ -31,14 +30,8 @@ from torch.utils._pytree import tree_map_only
 
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value
-from collage_neuron.states.format_record import record_of
-from collage_neuron.states.store import read_exact
 
 HALF, WHOLE = 3, 6
-
-
-def adamw(model: nn.Module) -> Optimizer:
-    return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, amsgrad=True)
 
 
 MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -57,7 +50,7 @@ FORM: dict[str, Callable[..., Any]] = {
 def start(case: dict[str, Any], seed: int) -> tuple[nn.Module, Optimizer, Any]:
     """What a script sets up, from an fp32 model with weights that depend on `seed`."""
     warnings.filterwarnings("ignore", ".* cannot (decrease|hold a decay)")  # a new process makes warnings errors
-    model = mlp(seed).to(case["device"])
+    model = mlp(seed)
     optimizer = MAKE[case["make"]](model)
     FORM[case["form"]](model, optimizer, **case["settings"])
     return model, optimizer, CosineAnnealingLR(optimizer, 10)
@@ -67,22 +60,17 @@ def go_on(model: nn.Module, optimizer: Optimizer, scheduler: Any, steps: range) 
     for i in steps:
         train(model, optimizer, [i])
         scheduler.step()
-        if next(model.parameters()).device.type == "xla":
-            import torch_xla
-
-            torch_xla.sync()
 
 
-def case_of(name: str, make: str = "adamw", form: str = "(model, optimizer)", device: str = "cpu") -> dict[str, Any]:
+def case_of(name: str, make: str = "adamw", form: str = "(model, optimizer)") -> dict[str, Any]:
     strategy, arithmetic = name.split()
-    return {"make": make, "form": form, "device": device, "settings": {"strategy": strategy, "arithmetic": arithmetic}}
+    return {"make": make, "form": form, "settings": {"strategy": strategy, "arithmetic": arithmetic}}
 
 
 CASES = {f"{s} {a}": case_of(f"{s} {a}") for s, a in MODES if s in REPRESENTATIVE}
 CASES |= {f"momentum {s} fp32": case_of(f"{s} fp32", "momentum") for s in part(REPRESENTATIVE, 3)}
 CASES |= {f"nadam {s} fp32": case_of(f"{s} fp32", "nadam") for s in ("plus", "fp32")}
 CASES |= {f"model alone, {s} fp32": case_of(f"{s} fp32", form="(model)") for s in part(STRATEGIES, 4)}
-ON_XLA = {"plus fp32": case_of("plus fp32", device="xla")}
 
 
 def host(x: Any) -> Any:
@@ -94,9 +82,8 @@ def interrupted(case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what is saved half way, the snapshot at the end of the uninterrupted run)."""
     model, optimizer, scheduler = start(case, seed=0)
     go_on(model, optimizer, scheduler, range(HALF))
-    saved = host(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    )
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    saved = host({name: x.state_dict() for name, x in parts.items()})
     go_on(model, optimizer, scheduler, range(HALF, WHOLE))
     return case | saved, snapshot(optimizer)
 
@@ -113,11 +100,8 @@ def resumed(saved: dict[str, Any]) -> dict[str, Any]:
 
 SCRIPT = """
 import sys, torch
-sys.path.append(sys.argv[4])
+sys.path.append(sys.argv[3])
 import test_resume
-if sys.argv[3] == "xla":
-    import torch_xla
-    torch_xla.device()  # before the first backward of the process, as torch_xla 2.9 needs
 saved = torch.load(sys.argv[1])  # weights_only: nothing but tensors, numbers and names
 torch.save({name: test_resume.resumed(case) for name, case in saved.items()}, sys.argv[2])
 """
@@ -125,24 +109,14 @@ torch.save({name: test_resume.resumed(case) for name, case in saved.items()}, sy
 Runs = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
-def run_in_two_processes(folder: Path, cases: dict[str, dict[str, Any]], device: str) -> Runs:
-    """(uninterrupted, interrupted and gone on with in a new process) of every case: one process for them all."""
-    done = {name: interrupted(case) for name, case in cases.items()}
-    torch.save({name: saved for name, (saved, _) in done.items()}, folder / "saved.pt")
-    run_script(folder, SCRIPT, folder / "saved.pt", folder / "resumed.pt", device, Path(__file__).parent)
-    found = torch.load(folder / "resumed.pt")
-    return {name: (end, found[name]) for name, (_, end) in done.items()}
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return run_in_two_processes(tmp_path_factory.mktemp("resume"), CASES, "cpu")
-
-
-def test_runs_on_xla_go_on_in_a_new_process_bit_for_bit(xla: torch.device, tmp_path: Path) -> None:
-    for whole, resumed_one in run_in_two_processes(tmp_path, ON_XLA, "xla").values():
-        assert differences(whole, resumed_one) == []
-        assert "0.0 param_lo" in whole
+    """(uninterrupted, interrupted and gone on with in a new process) of every case: one process for them all."""
+    done, folder = {name: interrupted(case) for name, case in CASES.items()}, tmp_path_factory.mktemp("resume")
+    torch.save({name: saved for name, (saved, _) in done.items()}, folder / "saved.pt")
+    run_script(folder, SCRIPT, folder / "saved.pt", folder / "resumed.pt", Path(__file__).parent)
+    found = torch.load(folder / "resumed.pt")
+    return {name: (end, found[name]) for name, (_, end) in done.items()}
 
 
 def steps_on_xla(p: nn.Parameter, optimizer: Optimizer, steps: range) -> None:
@@ -187,59 +161,16 @@ def test_a_run_goes_on_in_a_new_process_bit_for_bit(runs: Runs, name: str) -> No
 # --- state_dict and load_state_dict -----------------------------------------------------------------------------------
 
 
-def compiled(strategy: str, steps: int = HALF, make: Callable[[], nn.Module] = mlp) -> tuple[nn.Module, Optimizer]:
-    model = make()
-    model, optimizer = collage_neuron.compile(model, adamw(model), strategy=strategy)
-    train(model, optimizer, range(steps))
-    return model, optimizer
-
-
-@pytest.mark.sampled(of=3)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_loading_its_own_state_changes_no_bit(strategy: str) -> None:
-    _, optimizer = compiled(strategy, make=gpt)
-    saved = copy.deepcopy(optimizer.state_dict())  # writes the record of formats to the groups
-    before, states = snapshot(optimizer), values(optimizer)
-    optimizer.load_state_dict(saved)
-    assert differences(snapshot(optimizer), before) == []
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(values(optimizer), states, strict=True))
-
-
-def values(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All fp32 values that the states stand for."""
-    records = ((p, optimizer.state[p], record_of(optimizer, p)) for p in optimizer.state)
-    return [read_exact(p, state, name, record) for p, state, record in records for name in sorted(record)]
-
-
-@pytest.mark.parametrize("strategy", ["fp32", "fp32_states"])
-def test_fp32_states_survive_loading(strategy: str) -> None:
-    """torch casts states to the dtype of the parameter, which is bf16 here."""
-    _, optimizer = compiled(strategy)
-    saved = copy.deepcopy(optimizer.state_dict())
-    _, other = compiled(strategy, steps=0)
-    other.load_state_dict(saved)
-    names = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} | ({"param_master"} if strategy == "fp32" else set())
-    for old, new in zip(optimizer.state.values(), other.state.values(), strict=True):
-        assert {k for k, v in new.items() if v.dim() > 0} == names
-        for name in names:
-            assert new[name].dtype == torch.float32
-            assert torch.equal(bits(new[name]), bits(old[name]))
-            assert not torch.equal(old[name], old[name].bfloat16().float())  # a cast would have been seen
-
-
 def test_a_state_may_be_saved_and_loaded_before_the_first_step() -> None:
     """Then there are only low words in it."""
-    model, optimizer = compiled("plus", steps=0)
+    model, optimizer = in_ours("plus", steps=0)
     saved = copy.deepcopy(optimizer.state_dict())
     weights = copy.deepcopy(model.state_dict())
     assert {tuple(s) for s in saved["state"].values()} == {("param_lo",)}
-    train(model, optimizer, range(2))
-    other_model = mlp(1)
-    other_model, other = collage_neuron.compile(other_model, adamw(other_model), strategy="plus")
+    other_model, other = in_ours("plus", steps=0, seed=1)
     other_model.load_state_dict(weights)
     other.load_state_dict(saved)
-    train(other_model, other, range(2))
-    assert differences(snapshot(optimizer), snapshot(other)) == []
+    are_alike_after((model, optimizer), (other_model, other), range(2))
 
 
 def test_a_state_with_parameters_that_never_had_a_gradient_loads() -> None:
@@ -254,60 +185,35 @@ def test_a_state_with_parameters_that_never_had_a_gradient_loads() -> None:
 
 
 def test_a_checkpoint_of_ours_brings_its_strategy_and_says_so() -> None:
-    source, optimizer = compiled("full")
-    model, other = compiled("plus", steps=0)
+    source, optimizer = in_ours("full")
+    model, other = in_ours("plus", steps=0)
     model.load_state_dict(source.state_dict())
     with pytest.warns(UserWarning, match=r"compiled for strategy 'plus'.* goes on with .* 'full'.* To switch: collage"):
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert other.param_groups[0]["collage_strategy"] == "full"
-    for m, o in ((source, optimizer), (model, other)):
-        train(m, o, [HALF])
-    assert differences(snapshot(optimizer), snapshot(other)) == []
+    are_alike_after((source, optimizer), (model, other), range(HALF, HALF + 1))
 
 
 # --- from a plain torch run -----------------------------------------------------------------------------------------
-
-
-def plain() -> tuple[nn.Module, Optimizer, dict[str, Any]]:
-    """A model that torch trained in fp32, its optimizer, and the optimizer's checkpoint."""
-    model = mlp()
-    optimizer = adamw(model)
-    train(model, optimizer, range(HALF))
-    optimizer.zero_grad()
-    return model, optimizer, copy.deepcopy(optimizer.state_dict())
 
 
 @pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plain_torch_checkpoint_keeps_the_strategy_and_goes_on_like_compiling_in_mid_training(strategy: str) -> None:
     """So the moments are split, not cast: bit for bit as `compile` splits those it finds."""
-    model, optimizer, _ = plain()
+    model, optimizer = in_torch()
+    saved, weights = copy.deepcopy((optimizer.state_dict(), model))
     collage_neuron.compile(model, optimizer, strategy=strategy)
-    weights, _, saved = plain()
     other = adamw(weights)
     collage_neuron.compile(weights, other, strategy=strategy)
     other.load_state_dict(saved)
     assert other.param_groups[0]["collage_strategy"] == strategy
-    for m, o in ((model, optimizer), (weights, other)):
-        train(m, o, range(HALF, WHOLE))
-    assert differences(snapshot(optimizer), snapshot(other)) == []
-
-
-def test_the_moments_of_a_plain_torch_checkpoint_are_split_within_half_an_ulp_of_the_low_word() -> None:
-    weights, optimizer, saved = plain()
-    model = mlp()
-    other = adamw(model)
-    collage_neuron.compile(model, other, strategy="full")
-    other.load_state_dict(saved)
-    for p, q in zip(weights.parameters(), model.parameters(), strict=True):
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-            assert other.state[q][name].dtype == other.state[q][f"{name}_lo"].dtype == torch.bfloat16
-            found = read_exact(q, other.state[q], name)
-            torch.testing.assert_close(found, optimizer.state[p][name], rtol=2**-17, atol=2**-134)
+    are_alike_after((model, optimizer), (weights, other), range(HALF, WHOLE))
 
 
 def test_a_plain_torch_checkpoint_leaves_the_low_words_of_weights_that_were_compiled_from_fp32() -> None:
-    weights, _, saved = plain()
+    weights, trained = in_torch()
+    saved = trained.state_dict()
     exact = [p.detach().clone() for p in weights.parameters()]
     optimizer = adamw(weights)
     collage_neuron.compile(weights, optimizer)

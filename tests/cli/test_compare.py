@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
+from worlds import run_script
 
 from collage_neuron.cli import builtin_gpt, compare
-from collage_neuron.cli.compare_results import UNCOMPILED, above
+from collage_neuron.cli.compare_results import UNCOMPILED, Run, above
 from collage_neuron.cli.main import main
 from collage_neuron.cli.user_script import load_script, losses_in, make_of
 
@@ -49,11 +54,26 @@ def test_the_builtin_gpt_is_such_a_script() -> None:
     assert "head" in run.records[-1].modules
 
 
+@pytest.fixture
+def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are forked off the server of tests, which has imported torch."""
+
+    def run(command: list[str], stdout: BinaryIO, env: dict[str, str], **_: Any) -> SimpleNamespace:
+        status = 1
+        with suppress(AssertionError):
+            run_script(tmp_path, Path(command[1]).read_text(), *command[2:], environ=env)
+            status = 0
+        stdout.write((tmp_path / "stdout.txt").read_bytes() + (tmp_path / "stderr.txt").read_bytes())
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
 LINE = """
 import sys, torch, collage_neuron
 torch.manual_seed(int(sys.argv[1]))
 model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
 model, optimizer = collage_neuron.compile(model, optimizer, bytes=12)
 for step in range(3):
     x = torch.randn(8, 4)
@@ -65,6 +85,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_unchanged_script_is_a_process_for_each_strategy_and_seed(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +113,7 @@ REGISTERS = (
 )
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_strategy_that_a_script_registers(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its row stands where it was named; a misspelt name fails before anything is trained."""
     script.write_text(REGISTERS + LINE)
@@ -133,8 +155,9 @@ def test_a_variable_that_is_left_set_does_not_make_all_rows_the_same(
 
 
 def test_one_seed_of_the_default_strategies_recommends_nothing_and_says_how_to(
-    script: Path, capsys: pytest.CaptureFixture[str]
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(compare, "train", lambda make, strategy, seed, *_: Run(strategy, seed, 12.0, [2.0], [0.1]))
     assert main(["compare", str(script), "--steps", "1"]) == 0
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()[1:9]] == list(compare.DEFAULT)

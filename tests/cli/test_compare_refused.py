@@ -76,18 +76,15 @@ def test_a_script_that_is_not_there_and_a_number_of_steps_that_is_none(
 ) -> None:
     assert main(["compare", str(tmp_path / "none.py")]) == 2
     assert "is not a file" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["compare", "--steps", "0"])
-    assert "'0' is not a number of steps: give 1 or more" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["compare", "--steps", "twenty"])
-    assert "'twenty' is not a number of steps: give 1 or more" in capsys.readouterr().err
     assert main(["compare", "--strategies", "fp8"]) == 2
     assert "unknown strategy 'fp8'; choose from bf16, " in capsys.readouterr().err
-    for seed in (-1, 2**32, "one"):  # NumPy takes none of these
-        with pytest.raises(SystemExit):
-            main(["compare", "--seeds", "0", str(seed)])
-        assert f"'{seed}' is not a seed: give 0 to 4294967295" in capsys.readouterr().err
+    steps = dict.fromkeys(("0", "twenty"), "number of steps: give 1 or more")
+    seeds = dict.fromkeys(("-1", str(2**32), "one"), "seed: give 0 to 4294967295")  # NumPy takes none of these
+    for option, wrong in (("--steps", steps), ("--seeds", seeds)):
+        for text, said in wrong.items():
+            with pytest.raises(SystemExit):
+                main(["compare", option, text])
+            assert f"'{text}' is not a {said}" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_cannot_be_compiled_is_a_sentence_not_a_traceback(
@@ -110,11 +107,7 @@ FAILING = {
 
 @pytest.mark.parametrize(("text", "words"), FAILING.items(), ids=["import", "syntax", "make", "dtype"])
 def test_a_script_that_fails_is_shown_from_its_own_line_on(
-    text: str,
-    words: tuple[str, str],
-    script: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: str, words: tuple[str, str], script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script.write_text(text)
     monkeypatch.chdir(script.parent)
@@ -129,4 +122,4 @@ def test_a_script_that_fails_is_shown_from_its_own_line_on(
 def test_an_error_that_is_not_of_the_script_is_shown_whole(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "table", lambda runs: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        main(["compare", str(script), "--steps", "1"])
+        main(["compare", str(script), "--steps", "1", "--strategies", "bf16"])

@@ -9,20 +9,11 @@ from pathlib import Path
 import pytest
 from run_logs import ABOUT, Write, line
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
 from collage_neuron.cli.main import main
 from collage_neuron.errors import LogError
 from collage_neuron.monitoring.run_log import read_log, read_logs
-
-
-def test_a_log_is_its_lines(write: Write) -> None:
-    log = read_log(write("a.jsonl", ABOUT, line(1), line(2)), "a")
-    assert log.about == ABOUT
-    assert log.steps == [1, 2]
-    assert log.series(lambda r: r["loss"]) == ([1, 2], [3.0, 1.5])
-    assert not log.truncated
 
 
 @pytest.mark.parametrize("cut", [1, 30, 200])

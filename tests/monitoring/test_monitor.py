@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import pickle
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,19 +46,15 @@ def test_a_record_has_the_effective_update_of_every_module(
     before = {n: collage_neuron.exact_value(optimizer, p).cpu().double() for n, p in model.named_parameters()}
     train(model, optimizer, [9])
     sync(device)
-    record, now = (
-        last(monitor),
-        {n: collage_neuron.exact_value(optimizer, p).cpu() for n, p in model.named_parameters()},
-    )
-    effects = {name: value.double() - before[name] for name, value in now.items()}
+    record, now = last(monitor), {n: collage_neuron.exact_value(optimizer, p) for n, p in model.named_parameters()}
+    effects = {name: value.cpu().double() - before[name] for name, value in now.items()}
     for module in ("embedding", "norm", "qkv"):
         e = torch.cat([x.flatten() for name, x in effects.items() if name.rpartition(".")[0] == module])
         found = record.modules[module]
         assert found.elements == e.numel()
         assert found.pair.norm == pytest.approx(float(e.norm()), rel=400 * 2**-24)
-        assert round(found.pair.lost / 100 * (e.numel() * (1 - found.zero / 100))) == int((e == 0).sum()) - round(
-            found.zero / 100 * e.numel()
-        )
+        zero = round(found.zero / 100 * e.numel())
+        assert round(found.pair.lost / 100 * (e.numel() - zero)) == int((e == 0).sum()) - zero
     assert record.total.elements == sum(e.numel() for e in effects.values())
 
 
@@ -105,11 +99,11 @@ def test_at_beta2_of_999_every_decreasing_second_moment_stalls_in_bf16_and_none_
     arithmetic: str, where: str, request: pytest.FixtureRequest
 ) -> None:
     device = request.getfixturevalue("xla") if where == "xla" else "cpu"
-    for strategy, stalled in {"bf16": 100, "light": 100, "plus": 0, "full": 0}.items():
+    for strategy, stalled in {"bf16": 100, "plus": 0, **({"light": 100, "full": 0} if where == "cpu" else {})}.items():
         found = decaying(strategy, arithmetic, device)
         assert found.falling == {"exp_avg_sq": 100}
         assert found.stalled == {"exp_avg_sq": stalled}
-    if arithmetic == "fp32":
+    if (arithmetic, where) == ("fp32", "cpu"):
         assert decaying("fp32_states", arithmetic, device).stalled == {"exp_avg_sq": 0}
 
 
@@ -152,8 +146,7 @@ def test_a_skipped_step_has_no_record() -> None:
         optimizer.step()
         assert (monitor.latest() is None) == (i == 0)
     assert collage_neuron.skipped_steps(optimizer) == 2
-    assert last(monitor).step == 1
-    assert math.isfinite(last(monitor).total.raw_norm)
+    assert (last(monitor).step, math.isfinite(last(monitor).total.raw_norm)) == (1, True)
 
 
 # Records -------------------------------------------------------------------------------------------------------------
@@ -177,17 +170,6 @@ def test_numbers_are_there_for_groups_modules_parameters_and_whatever_is_under_a
     assert record.total.sums["pair*raw"] == pytest.approx(sum(m.sums["pair*raw"] for m in parts))
     with pytest.raises(KeyError, match=r"no parameter of a module '0\.1' was updated in step 1"):
         record.under("0.1")
-
-
-def test_a_record_is_text_and_a_plain_dict() -> None:
-    record = last(trained("plus")[2])
-    assert str(record).startswith("step 3: EDQ ")
-    assert "exp_avg_sq stalled" in str(record)
-    found = record.as_dict()
-    assert found["step"] == 3
-    assert found["total"]["pair"]["ratio"] == record.total.pair.ratio
-    assert set(found["modules"]) == {"embedding", "norm", "qkv"}
-    assert set(found["groups"]) == {"0"}
 
 
 def test_strategies_of_different_groups_add_up() -> None:
@@ -334,16 +316,6 @@ def test_pickles_and_copies_know_nothing_of_it() -> None:
     assert len(monitor.history) == 3
 
 
-def test_it_goes_when_its_optimizer_goes() -> None:
-    _, optimizer, monitor = trained()
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    assert last(monitor).step == 3
-    monitor.close()
-
-
 def test_closing_ends_it_and_makes_room_for_another() -> None:
     model, optimizer, monitor = trained()
     with pytest.raises(ValueError, match=r"AdamW is monitored already; close\(\) that monitor first"):
@@ -380,14 +352,12 @@ def test_what_cannot_be_monitored_is_refused() -> None:
     with pytest.raises(TypeError, match=r"AdamW is not compiled, .*; call collage_neuron.compile\(optimizer\) first"):
         collage_neuron.monitor(optimizer)
     collage_neuron.compile(optimizer)
-    for every in (0, -1, 2.5, "10", None):
-        with pytest.raises(ValueError, match=f"every is {every!r}; give a number of steps, 1 or more"):
-            collage_neuron.monitor(optimizer, every=every)  # type: ignore[arg-type]
-    for keep in (-1, 1.5):
-        with pytest.raises(ValueError, match=f"keep is {keep}; give a number of records, 0 or more, or None"):
-            collage_neuron.monitor(optimizer, keep=keep)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="taken is -1; give a number of steps, 0 or more"):
-        collage_neuron.monitor(optimizer, taken=-1)
+    wrong: list[tuple[str, Any, str]] = [("every", x, "a number of steps, 1 or more") for x in (0, -1, 2.5, "10", None)]
+    wrong += [("keep", x, "a number of records, 0 or more, or None") for x in (-1, 1.5)]
+    wrong += [("taken", -1, "a number of steps, 0 or more"), ("unread", 0, "a number of steps, 1 or more")]
+    for name, value, said in wrong:
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; give {said}"):
+            collage_neuron.monitor(optimizer, **{name: value})
     with pytest.raises(TypeError, match=r"Sequential is not an optimizer; write monitor\(optimizer, model\)"):
         collage_neuron.monitor(mlp(), optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the model is a str"):

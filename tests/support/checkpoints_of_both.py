@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from models import mlp, train
+from models import differences, mlp, snapshot, train
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -34,6 +34,13 @@ def in_ours(strategy: str = "plus", steps: int = 3, seed: int = 0) -> tuple[nn.M
 
 def saved_from(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+
+
+def are_alike_after(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optimizer], steps: range) -> None:
+    """Two runs go on, and are then the same bits."""
+    for run in (one, other):
+        train(*run, steps)
+    assert differences(snapshot(one[1]), snapshot(other[1])) == []
 
 
 # max_exp_avg_sq moves in steps that bf16 can hold: `plus` does not give it a low word.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from collage_neuron import Monitor
 
 
 def trained(
-    strategy: str = "plus", arithmetic: str = "fp32", steps: int = 3, device: str | torch.device = "cpu", **options: Any
-) -> tuple[nn.Module, torch.optim.Optimizer, Monitor]:
-    model: nn.Module = gpt().to(device)
+    strategy: str = "plus", arithmetic: str = "fp32", steps: int = 3, device: str | torch.device = "cpu",
+    make: Callable[[], nn.Module] = gpt, **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer, Monitor]:  # fmt: skip
+    model: nn.Module = make().to(device)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = collage_neuron.compile(model, optimizer, strategy=strategy, arithmetic=arithmetic)
     monitor = collage_neuron.monitor(optimizer, model, **options)

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from kernel_tables import divided, size_of
+from kernel_tables import divided, llama_7b, shapes_of, size_of
 from nki_runs import count_of, search_less, step_of
 from torch_cases import CASES
 
-from collage_neuron.cli.kernels import llama_7b, shapes_of
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki

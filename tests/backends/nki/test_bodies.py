@@ -15,11 +15,11 @@ from pathlib import Path
 import nki_standin
 import pytest
 import torch
-from kernel_tables import divided, size_of
+from kernel_examples import adamw_kernel
+from kernel_tables import divided, llama_7b, size_of
 from nki_runs import INFINITY, Step, differing, search_less, step_of
 from torch_cases import CASES
 
-from collage_neuron.cli.kernels import adamw_kernel, llama_7b
 from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki import emit
 from collage_neuron.passes.backends.nki.bodies import TILES, calibrated, count_as, time_of, waiting, with_bodies

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from exact import update_of
+from kernel_examples import FOLDERS
 from kernel_files import FOLDER, KEPT
 from nki_runs import search_less, step_of
 from torch_cases import CASES
 
-from collage_neuron.cli.kernels import FOLDERS
 from collage_neuron.passes.backends.nki import row_sums
 from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.lower import lower_to_nki

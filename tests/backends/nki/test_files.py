@@ -1,4 +1,4 @@
-"""The kernels of the command `kernels` and of kernels_nki/: they are up to date, and compute what the reference does.
+"""The kernels of kernel_examples.py and of kernels_nki/: they are up to date, and compute what the reference does.
 
 With NKI_BACKEND=real the vendor's simulator runs them; it, like the stand-in, has an exact square root and reciprocal.
 """
@@ -9,16 +9,16 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+import kernel_examples
 import kernel_files
 import kernel_tables
 import pytest
 import torch
+from kernel_examples import FOLDERS, KERNELS, adamw_update, job, source
 from kernel_files import FOLDER, HASHES, KEPT
 from nki_lint import lint
 from nki_runs import Step, differing, run, wild
 
-from collage_neuron.cli import kernels
-from collage_neuron.cli.kernels import FOLDERS, KERNELS, adamw_update, job, source
 from collage_neuron.numerics.storage import storage_named
 
 KERNELS_OF_FOLDERS = [(folder, name) for folder in FOLDERS for name in KERNELS]
@@ -45,7 +45,7 @@ def test_the_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("folder", "name"), KERNELS_OF_FOLDERS)
 def test_a_kernel_is_inside_the_language_and_computes_what_the_reference_does(folder: str, name: str) -> None:
     target, dialect = FOLDERS[folder]
-    kernel, s = kernels.kernel(name, target).in_dialect(dialect), step(name)
+    kernel, s = kernel_examples.kernel(name, target).in_dialect(dialect), step(name)
     assert lint(kernel.source, f"{folder}/{name}.py", dialect) == []
     assert not differing(run(kernel, s.components, s.vector).results, s.by_reciprocals().expected())
 
@@ -61,7 +61,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Another folder for the files of one small kernel."""
     monkeypatch.setattr(kernel_files, "FOLDER", tmp_path)
     monkeypatch.setattr(kernel_files, "KEPT", {"trn1": ("sgd_momentum_light",)})
-    for module in kernel_files, kernels:
+    for module in kernel_files, kernel_examples:
         monkeypatch.setattr(module, "FOLDERS", {"trn1": ("trn1", "nki"), "trn2": ("trn2", "nki")})
         monkeypatch.setattr(module, "KERNELS", {"sgd_momentum_light": KERNELS["sgd_momentum_light"]})
     return tmp_path

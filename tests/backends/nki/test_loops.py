@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from kernel_tables import divided, size_of
+from kernel_tables import divided, llama_7b, size_of
 from nki_runs import Step, count_of, differing, run, step_of
 from torch import Tensor
 from torch_cases import CASES
 
-from collage_neuron.cli.kernels import llama_7b
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki

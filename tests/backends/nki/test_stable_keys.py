@@ -12,9 +12,10 @@ from pathlib import Path
 
 from worlds import run_script
 
-PROGRAM = """
+PROGRAM = f"import sys\nsys.path.append({str(Path(__file__).parents[3] / 'benchmarks')!r})\n"
+PROGRAM += """
 import math
-from collage_neuron.cli.kernels import job
+from kernel_examples import job
 from collage_neuron.passes.backends.nki import schedule
 from collage_neuron.passes.backends.nki.calls import program_of
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
