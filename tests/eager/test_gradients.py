@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -247,17 +247,3 @@ def test_what_readers_found(what: str) -> None:
     found, exact = left(torch.bfloat16, strategy="fp32"), left(torch.float32)
     for x, y in zip(found, exact, strict=True):  # within some roundings of each step
         assert torch.allclose(x, y, rtol=2**-20, atol=2**-22)
-
-
-def test_one_gradient_of_two_parameters() -> None:
-    def left(dtype: torch.dtype) -> list[Tensor]:
-        params = [Parameter(torch.ones(4, dtype=dtype)), Parameter(torch.full((4,), 2.0, dtype=dtype))]
-        params[0].grad = params[1].grad = torch.full((4,), 0.5, dtype=dtype)
-        optimizer: Any = Told(params, lambda o, params: cast(Tensor, params[0].grad).mul_(0.5))
-        if dtype == torch.bfloat16:
-            optimizer = collage_neuron.compile(optimizer, strategy="fp32")
-        for _ in range(3):
-            optimizer.step()
-        return values(optimizer, params) if dtype == torch.bfloat16 else [p.detach() for p in params]
-
-    assert all(map(torch.equal, left(torch.bfloat16), left(torch.float32)))

@@ -12,8 +12,6 @@ import torch
 from as_written import Written, compiled, equal, in_fp32, run, values
 from torch import Tensor
 
-import collage_neuron
-
 FINDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "an id": lambda o, p: id(p),
     "the text of an id": lambda o, p: f"k{id(p)}",
@@ -102,25 +100,3 @@ def test_what_belongs_to_a_thread_is_not_recorded() -> None:
     run(optimizer, 4)
     OfThread.LOCAL = threading.local()
     assert equal(values(optimizer, params), in_fp32(OfThread, 4))
-
-
-class Freezing(torch.optim.SGD):
-    """Freezes its parameters at the third step."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["taken"] = group.get("taken", 0) + 1
-            for p in group["params"]:
-                with torch.no_grad():
-                    p.add_(p.grad, alpha=-group["lr"])
-                if group["taken"] == 3:
-                    p.requires_grad_(False)
-
-
-def test_a_step_may_freeze_its_parameters() -> None:
-    p = torch.nn.Parameter(torch.ones(4).bfloat16())
-    optimizer = collage_neuron.compile(Freezing([p], lr=0.1))
-    for i in range(3):
-        p.grad = torch.full_like(p, 0.01)
-        optimizer.step()
-        assert p.requires_grad == (i < 2)

@@ -13,6 +13,7 @@ import torch
 from models import through_torch_save
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # the old one
 from traced_cases import Stepping
 
 import collage_neuron
@@ -34,6 +35,7 @@ ASKING: dict[str, Callable[[Tensor], Any]] = {
     "address": lambda t: t.data_ptr() != 0,
     "storage": lambda t: len(t.untyped_storage()),
     "dlpack": lambda t: t.__dlpack_device__()[0].value,
+    "capsule": lambda t: from_dlpack(to_dlpack(t.clone())).tolist(),
     "apply": lambda t: t.clone().apply_(lambda x: 2 * x).tolist(),
     "equal": lambda t: torch.equal(t, t.clone()),
     "contains": lambda t: 2.0 in t,

@@ -233,16 +233,6 @@ def test_a_number_that_leaves_the_tape_is_lost(take: Callable[[Any], Any]) -> No
     assert tape.lost
 
 
-def test_parameters_of_other_shapes_share_what_was_followed(recorded: list[Any]) -> None:
-    params = [torch.nn.Parameter(torch.ones(shape).bfloat16()) for shape in ((2, 3), (4,), (5, 1))]
-    optimizer = collage_neuron.compile(torch.optim.Adadelta([{"params": [p]} for p in params]), strategy="plus")
-    for p in params:
-        p.grad = torch.ones_like(p)
-    for _ in range(9):
-        optimizer.step()
-    assert len(recorded) <= 2 + 2 + 4
-
-
 def test_what_is_known_does_not_grow_with_settings_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replayed_steps, "_KINDS", 8)
     _, optimizer = _made(torch.optim.AdamW)
