@@ -168,19 +168,6 @@ def test_where_steps_may_be_skipped_too(make: Any) -> None:
     assert equal(values(own[0], params), [p.detach() for p in others])
 
 
-def test_sharpness_aware_steps_by_methods_are_those_of_fp32() -> None:
-    own, plain = problem(TwoPhases, True), problem(TwoPhases, False)
-    for optimizer, closure, _ in (own, plain):
-        for _ in range(3):
-            optimizer.zero_grad()
-            closure()
-            optimizer.first_step(zero_grad=True)
-            closure()
-            optimizer.second_step()
-    params, others = ([p for group in x[0].param_groups for p in group["params"]] for x in (own, plain))
-    assert equal(values(own[0], params), [p.detach() for p in others])
-
-
 @compiled_only()
 def test_other_arguments_need_a_step_as_written() -> None:
     optimizer, closure, _ = problem(lambda params: torch.optim.SGD(params, lr=0.1), True)

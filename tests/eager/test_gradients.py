@@ -196,20 +196,6 @@ def _alternating(i: int, params: list[Parameter], known: list[Any]) -> None:
         p.grad = g if i != 2 else None
 
 
-def _moved(o: Any, params: list[Parameter]) -> None:
-    """A state is moved to an attribute, one is exchanged for another name of its memory, and of one a row is kept."""
-    for p in params:
-        state = o.state[p]
-        for name in ("m", "n", "row"):
-            state.setdefault(name, torch.zeros_like(p)).add_(p, alpha=0.1)
-        if "kept" in vars(o):
-            p.sub_(o.kept[p], alpha=0.01).sub_(o.rows[p].mean(), alpha=0.01)
-            o.kept[p].mul_(1.5)
-        state["n"] = state["n"].detach()
-        p.sub_(state["n"], alpha=0.01)
-    o.kept, o.rows = {p: o.state[p].pop("m") for p in params}, {p: o.state[p]["row"][:1] for p in params}
-
-
 def _nothing(o: Any, params: list[Parameter]) -> None:
     pass
 
@@ -218,7 +204,6 @@ READ: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "an arena": (lambda i, params, _: _arena(params) if not i else None, _nothing),
     "gradients of a buffer, kept": (lambda i, params, _: _buffer(params), _keep_gradients),
     "gradients that alternate": (_alternating, _keep_gradients),
-    "states under other names": (lambda i, params, _: _buffer(params), _moved),
 }
 
 

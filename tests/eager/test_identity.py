@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -81,22 +80,3 @@ def test_what_was_left_out_of_a_step_is_found_again_later() -> None:
     optimizer.param_groups[0]["params"].insert(1, out)
     run(optimizer, 1, first=3)
     assert len(optimizer.kept) == len(params)
-
-
-class OfThread(Found):
-    """Keeps its momentum in what belongs to a thread."""
-
-    LOCAL = threading.local()
-
-    def average(self, p: Tensor) -> Tensor:
-        kept: Tensor = vars(self.LOCAL).setdefault(f"m{self.number(p)}", torch.zeros_like(p))
-        return kept
-
-
-def test_what_belongs_to_a_thread_is_not_recorded() -> None:
-    """A recording would leave its own tensors there."""
-    OfThread.LOCAL = threading.local()
-    optimizer, params = compiled(OfThread, "fp32")
-    run(optimizer, 4)
-    OfThread.LOCAL = threading.local()
-    assert equal(values(optimizer, params), in_fp32(OfThread, 4))

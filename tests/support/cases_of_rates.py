@@ -88,16 +88,16 @@ BY_ID: dict[int, float] = {}
 BY_PARAMETER: Any = WeakTensorKeyDictionary()
 
 
-def _in_dictionaries(params: list[Any]) -> dict[Any, Any]:
+def _in_dictionaries(params: list[Any]) -> dict[str, Any]:
     """Those of this module have the last parameter too."""
     BY_ID.clear()
     BY_ID[id(params[-1])] = BY_PARAMETER[params[-1]] = 0.1
     by_id = {id(p): 1.0 + i for i, p in enumerate(params)}
-    return {**by_id, params[2]: 5.0, "weak": WeakIdKeyDictionary({params[1]: 3.0})}
+    return {"by id": by_id, "own": {params[2]: 5.0}, "weak": WeakIdKeyDictionary({params[1]: 3.0})}
 
 
 def _by_dictionaries(o: Any, p: Any, s: Any, t: int) -> float:
-    own = o.kept[id(p)] + o.kept.get(p, 1.0) + o.kept["weak"].get(p, 1.0)
+    own = o.kept["by id"][id(p)] + o.kept["own"].get(p, 1.0) + o.kept["weak"].get(p, 1.0)
     return float(own * (BY_ID.get(id(p), 1.0) + BY_PARAMETER.get(p, 1.0)) / 4)
 
 

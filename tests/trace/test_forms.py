@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import rowed
 import torch
 from running import compiled_only
 from torch.nn import Parameter
@@ -151,36 +150,3 @@ def test_a_frozen_parameter_of_another_type_has_no_words_after_a_step_as_written
         p.sub_(g, alpha=lr * float(1 + g.abs().sum()))
 
     _with_others(lambda params: Stepping(params, update), frozen)
-
-
-class LooksLate(rowed.Factored):
-    """Looks at a value at the end of its third step."""
-
-    steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        super().step()
-        self.steps += 1
-        if self.steps == 3:
-            self.param_groups[0]["params"][0].tolist()
-
-
-@compiled_only()
-def test_states_that_have_met_values_have_their_own_after_a_step_that_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(TRACE, "on")
-    params = [p for p in initial(torch.bfloat16) if p.dim() == 2]
-    optimizer: Any = collage_neuron.compile(LooksLate(params), strategy="plus", verbose=False)
-
-    def states() -> list[Any]:
-        return [[k, torch.as_tensor(x).tolist()] for p in params for k, x in optimizer.state[p].items()]
-
-    for t in (1, 2):
-        set_gradients(params, t)
-        optimizer.step()
-    before = states()
-    set_gradients(params, 3)
-    with pytest.raises(collage_neuron.UnsupportedUpdate):
-        optimizer.step()
-    assert states() == before

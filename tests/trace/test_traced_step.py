@@ -235,22 +235,6 @@ def test_a_checkpoint_resumes_bit_for_bit(name: str, traced: None) -> None:
     assert all(map(torch.equal, run(4), run(None)))
 
 
-def test_gradients_that_cannot_wait_come_and_go(traced: None) -> None:
-    def run(dtype: torch.dtype) -> torch.Tensor:
-        p = Parameter(torch.ones((4, 3), dtype=dtype))
-        optimizer: Any = Stepping([p], LAUNCHED["momentum"])
-        if dtype == torch.bfloat16:
-            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
-        for t in range(1, 9):
-            g = torch.randn((4, 3), generator=torch.Generator().manual_seed(t)).to(dtype)
-            shared = torch.stack([g, g])  # the gradient is a view
-            p.grad = {0: g, 1: g.t().contiguous().t(), 2: shared[0]}[t % 3]
-            optimizer.step()
-        return collage_neuron.exact_value(optimizer, p) if dtype == torch.bfloat16 else p.detach()
-
-    assert torch.allclose(run(torch.bfloat16), run(torch.float32), rtol=2**-7)
-
-
 def test_a_monitor_gets_what_traced_steps_measure(traced: None) -> None:
     params = initial(torch.bfloat16)
     optimizer: Any = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), verbose=False)
