@@ -339,4 +339,4 @@ def the_gradient_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) 
 @launched
 def the_parameter_is_frozen(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g, alpha=lr)
-    p.requires_grad_(t < 8)
+    p.requires_grad_(t < 6)

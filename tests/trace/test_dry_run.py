@@ -40,19 +40,15 @@ def compiled(make: Any, **settings: Any) -> Any:
     return collage_neuron.compile(make(fp32()), verbose=False, **settings)
 
 
-def told_both(make: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[str, str]:
-    """What `explain` says of a recorded optimizer, and of a traced one."""
-    monkeypatch.setenv(TRACE, "off")
-    recorded = collage_neuron.explain(compiled(make, **settings))
-    monkeypatch.setenv(TRACE, "on")
-    return recorded, collage_neuron.explain(compiled(make, **settings))
-
-
-@pytest.mark.sampled(of=6, each=False)  # most cases are options of one class
+@pytest.mark.sampled(of=6, each=False)  # most are options of a few classes
 @pytest.mark.parametrize("strategy", ["plus", "split433"])
 @pytest.mark.parametrize("name", MAKES)
 def test_explain_says_the_same(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded, traced = told_both(MAKES[name], monkeypatch, strategy=strategy)
+    told = []
+    for switch in ("off", "on"):
+        monkeypatch.setenv(TRACE, switch)
+        told.append(collage_neuron.explain(compiled(MAKES[name], strategy=strategy)))
+    recorded, traced = told
     if name in TORCH_DIFFERS:
         assert TORCH_DIFFERS[name] in traced
     if "as written" not in recorded:
