@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from as_written import ByIdentity, Lamb, Make, Muon, Prodigy, Written, parameters, values
-from rejected_as_written import REJECTED, Rejected
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -116,15 +115,6 @@ class Aliases(Written):
 
 def test_memory_that_is_shared_is_shared(xla: torch.device) -> None:
     check_alike(Aliases, xla, 3)
-
-
-@pytest.mark.parametrize("make", REJECTED)
-def test_what_has_no_place_is_rejected_there_too(make: type[Rejected], xla: torch.device) -> None:
-    optimizer, params = compiled(make, xla)
-    before = exact(optimizer, params)
-    with pytest.raises(UnsupportedUpdate, match="cannot run as written"):
-        run(optimizer, params, 1)
-    assert all(map(torch.equal, before, exact(optimizer, params)))
 
 
 def test_a_gradient_in_the_memory_of_its_parameter_is_rejected(xla: torch.device) -> None:

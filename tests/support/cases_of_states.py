@@ -336,7 +336,7 @@ def the_gradient_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) 
     p.sub_(p.grad, alpha=lr)
 
 
-@launched
+@computed
 def the_parameter_is_frozen(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g, alpha=lr)
     p.requires_grad_(t < 6)
