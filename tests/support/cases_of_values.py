@@ -47,7 +47,7 @@ for _name, _update in IN_ONE_LINE.items():
 def a_number_that_was_there_and_is_added_to(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     total = torch.tensor([float(t)])  # another one in each step
     total.add_((g * g).sum())
-    p.sub_(g, alpha=lr / total.item())
+    p.sub_(g, alpha=10 * lr / total.item())
 
 
 @launched
