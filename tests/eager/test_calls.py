@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from as_written import equal, values
+from as_written import Written, equal, parameters, values
 from running import compiled_only
 from torch import Tensor
 from torch.nn import Parameter
@@ -168,21 +168,29 @@ def test_where_steps_may_be_skipped_too(make: Any) -> None:
     assert equal(values(own[0], params), [p.detach() for p in others])
 
 
-def test_sharpness_aware_steps_by_methods_are_those_of_fp32() -> None:
-    own, plain = problem(TwoPhases, True), problem(TwoPhases, False)
-    for optimizer, closure, _ in (own, plain):
-        for _ in range(3):
-            optimizer.zero_grad()
-            closure()
-            optimizer.first_step(zero_grad=True)
-            closure()
-            optimizer.second_step()
-    params, others = ([p for group in x[0].param_groups for p in group["params"]] for x in (own, plain))
-    assert equal(values(own[0], params), [p.detach() for p in others])
-
-
 @compiled_only()
 def test_other_arguments_need_a_step_as_written() -> None:
     optimizer, closure, _ = problem(lambda params: torch.optim.SGD(params, lr=0.1), True)
     with pytest.raises(RunsAsWritten, match=r"takes a closure only, got factor=0\.5"):
         optimizer.step(closure, factor=0.5)
+
+
+def test_a_step_kept_in_a_variable_may_call_the_step_of_its_base() -> None:
+    class Base(Written):
+        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.sub_(g / (float(g.norm()) + 1), alpha=0.01)
+
+    class Logs(Base):
+        def step(self, closure: Any = None) -> Any:
+            self.steps = getattr(self, "steps", 0) + 1
+            return super().step(closure)
+
+    Base(parameters(torch.float32))  # torch hooks the step of a class when an optimizer of it is made
+    params = parameters(torch.bfloat16)
+    optimizer: Any = Logs(params)
+    step = optimizer.step
+    collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    step()
+    assert optimizer.steps == 1

@@ -57,16 +57,6 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
-def test_the_high_word_is_the_rounding_of_the_value() -> None:
-    x = tensor()
-    for name in ("bf16x2", "bf16+int16", "bf16+int8", "bf16+fp32"):
-        fmt = FORMATS[name]
-        made, back = codec.empty_words(fmt, x), torch.empty_like(x)
-        encoded(choose("auto", CPU), fmt, "param", x, made, ())
-        decoded(choose("auto", CPU), fmt, made, back)
-        assert torch.equal(made[0], back.bfloat16())
-
-
 def test_nothing_is_converted_to_nothing() -> None:
     for fmt in FORMATS.values():
         x = torch.empty(0, 5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -196,20 +196,6 @@ def _alternating(i: int, params: list[Parameter], known: list[Any]) -> None:
         p.grad = g if i != 2 else None
 
 
-def _moved(o: Any, params: list[Parameter]) -> None:
-    """A state is moved to an attribute, one is exchanged for another name of its memory, and of one a row is kept."""
-    for p in params:
-        state = o.state[p]
-        for name in ("m", "n", "row"):
-            state.setdefault(name, torch.zeros_like(p)).add_(p, alpha=0.1)
-        if "kept" in vars(o):
-            p.sub_(o.kept[p], alpha=0.01).sub_(o.rows[p].mean(), alpha=0.01)
-            o.kept[p].mul_(1.5)
-        state["n"] = state["n"].detach()
-        p.sub_(state["n"], alpha=0.01)
-    o.kept, o.rows = {p: o.state[p].pop("m") for p in params}, {p: o.state[p]["row"][:1] for p in params}
-
-
 def _nothing(o: Any, params: list[Parameter]) -> None:
     pass
 
@@ -218,7 +204,6 @@ READ: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "an arena": (lambda i, params, _: _arena(params) if not i else None, _nothing),
     "gradients of a buffer, kept": (lambda i, params, _: _buffer(params), _keep_gradients),
     "gradients that alternate": (_alternating, _keep_gradients),
-    "states under other names": (lambda i, params, _: _buffer(params), _moved),
 }
 
 
@@ -247,17 +232,3 @@ def test_what_readers_found(what: str) -> None:
     found, exact = left(torch.bfloat16, strategy="fp32"), left(torch.float32)
     for x, y in zip(found, exact, strict=True):  # within some roundings of each step
         assert torch.allclose(x, y, rtol=2**-20, atol=2**-22)
-
-
-def test_one_gradient_of_two_parameters() -> None:
-    def left(dtype: torch.dtype) -> list[Tensor]:
-        params = [Parameter(torch.ones(4, dtype=dtype)), Parameter(torch.full((4,), 2.0, dtype=dtype))]
-        params[0].grad = params[1].grad = torch.full((4,), 0.5, dtype=dtype)
-        optimizer: Any = Told(params, lambda o, params: cast(Tensor, params[0].grad).mul_(0.5))
-        if dtype == torch.bfloat16:
-            optimizer = collage_neuron.compile(optimizer, strategy="fp32")
-        for _ in range(3):
-            optimizer.step()
-        return values(optimizer, params) if dtype == torch.bfloat16 else [p.detach() for p in params]
-
-    assert all(map(torch.equal, left(torch.bfloat16), left(torch.float32)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 from as_written import Written, compiled, equal, in_fp32, run, values
 from torch import Tensor
-
-import collage_neuron
 
 FINDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "an id": lambda o, p: id(p),
@@ -83,44 +80,3 @@ def test_what_was_left_out_of_a_step_is_found_again_later() -> None:
     optimizer.param_groups[0]["params"].insert(1, out)
     run(optimizer, 1, first=3)
     assert len(optimizer.kept) == len(params)
-
-
-class OfThread(Found):
-    """Keeps its momentum in what belongs to a thread."""
-
-    LOCAL = threading.local()
-
-    def average(self, p: Tensor) -> Tensor:
-        kept: Tensor = vars(self.LOCAL).setdefault(f"m{self.number(p)}", torch.zeros_like(p))
-        return kept
-
-
-def test_what_belongs_to_a_thread_is_not_recorded() -> None:
-    """A recording would leave its own tensors there."""
-    OfThread.LOCAL = threading.local()
-    optimizer, params = compiled(OfThread, "fp32")
-    run(optimizer, 4)
-    OfThread.LOCAL = threading.local()
-    assert equal(values(optimizer, params), in_fp32(OfThread, 4))
-
-
-class Freezing(torch.optim.SGD):
-    """Freezes its parameters at the third step."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["taken"] = group.get("taken", 0) + 1
-            for p in group["params"]:
-                with torch.no_grad():
-                    p.add_(p.grad, alpha=-group["lr"])
-                if group["taken"] == 3:
-                    p.requires_grad_(False)
-
-
-def test_a_step_may_freeze_its_parameters() -> None:
-    p = torch.nn.Parameter(torch.ones(4).bfloat16())
-    optimizer = collage_neuron.compile(Freezing([p], lr=0.1))
-    for i in range(3):
-        p.grad = torch.full_like(p, 0.01)
-        optimizer.step()
-        assert p.requires_grad == (i < 2)

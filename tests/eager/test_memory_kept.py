@@ -77,23 +77,6 @@ def test_where_the_system_knows_no_such_memory_none_is_kept(monkeypatch: pytest.
         assert bool(lending._free) == (advice == "MADV_HUGEPAGE")
 
 
-def test_a_step_that_raises_leaves_the_pool_usable() -> None:
-    p, optimizer = compiled(lambda *values: None)
-    optimizer.step()
-    plain = p.detach().clone()
-
-    def raising(*values: Any) -> None:
-        raise ArithmeticError("half way")
-
-    optimizer.param_groups[0]["see"] = raising
-    with pytest.raises(ArithmeticError):
-        optimizer.step()
-    assert torch.equal(p, plain)
-    optimizer.param_groups[0]["see"] = lambda *values: None
-    optimizer.step()
-    assert not torch.equal(p, plain)
-
-
 def test_bits_and_strides_are_those_of_memory_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for known in (True, False):

@@ -84,7 +84,7 @@ NOTICED_BY = {
     "runtime/test_structure_guard.py::test_counts_are_written_where_they_are": "copy_to_all",
     "trace/test_hostile.py::test_an_update_is_right": "without_modes exchange_all users inside",
     "trace/test_inner.py::test_an_optimizer_inside_a_compiled_one_cannot_be_used_by_itself": "step_pre_hooks",
-    "trace/test_inner.py::test_twenty_steps_are_those_of_plain_torch": "let_have_hooks _HOOKS",
+    "trace/test_inner.py::test_steps_are_those_of_plain_torch": "let_have_hooks _HOOKS",
     "trace/test_inner.py::test_what_cannot_be_compiled_with_its_inner_one_is_rejected": "has_hooks",
     "trace/test_method_cache.py::test_what_changes_an_operation_is_seen":
         "dispatch_modes function_modes is_autocast_enabled",

@@ -236,14 +236,6 @@ class ByExactClass(Base):
         p.sub_(g, alpha=group["lr"] * (1 if type(p) is Parameter else p.rate))
 
 
-@hostile
-class ByExactClassOfTorch(Base):
-    """The same where all parameters are torch's."""
-
-    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-        p.sub_(g, alpha=group["lr"] * (1 if type(p) is Parameter else 0.1))
-
-
 LOG = logging.getLogger(__name__)
 
 

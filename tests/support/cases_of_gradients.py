@@ -164,16 +164,6 @@ def idle_counts(p: Any, g: Any, state: Any, group: Any, lr: float) -> None:
 
 
 @idle
-def idle_makes_states(p: Any, g: Any, state: Any, group: Any, lr: float) -> None:
-    """Before it looks at the gradient; one of them is what the parameter was then."""
-    if not state:
-        state.update(step=0, m=torch.zeros_like(p), z=p.detach().clone())
-    if g is not None:
-        state["step"] += 1
-        p.add_(state["m"].lerp_(g, 0.5), alpha=-lr / state["step"]).sub_(p - state["z"], alpha=0.1)
-
-
-@idle
 def idle_decays(p: Any, g: Any, state: Any, group: Any, lr: float) -> None:
     """The parameter, its momentum and its rows, where there is no gradient; and a number is read where there is one."""
     p.mul_(1 - 0.01 * lr)

@@ -213,18 +213,6 @@ def settings_of_groups_change(world: World) -> None:
     world.notes.append(next(asked))
 
 
-@case
-def schedules(world: World) -> None:
-    """Made before the line, one of them wraps the step; another one is made after it."""
-    optimizer = SGD(world.params, lr=1e-2, momentum=0.9)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=40)
-    world.compile(optimizer)
-    decay = torch.optim.lr_scheduler.LambdaLR(world.optimizer, lambda n: 0.5 if n % 2 else 1.0)
-    for i in range(39):
-        world.step(1)
-        (cycle if i < 30 else decay).step()
-
-
 @dataclasses.dataclass
 class Settings:
     beta: float = 0.9

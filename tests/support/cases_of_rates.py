@@ -6,8 +6,8 @@ import collections
 import contextvars
 import enum
 import fractions
-import io
 import itertools
+import math
 import random
 import threading
 import weakref
@@ -57,20 +57,6 @@ def _compared(first: Any, second: Any = None) -> float:
     return 5.0 if first is second else 1.0
 
 
-def _by_default(head: Any) -> Callable[[Any], float]:
-    def rate(p: Any, q: Any = head) -> float:
-        return 5.0 if p is q else 1.0
-
-    return rate
-
-
-def _by_keyword_default(head: Any) -> Callable[[Any], float]:
-    def rate(p: Any, *, special: Any = (head,)) -> float:
-        return 5.0 if any(p is q for q in special) else 1.0
-
-    return rate
-
-
 class Held:
     """An object with a slot."""
 
@@ -80,45 +66,54 @@ class Held:
         self.head = head
 
 
+def _holding(params: list[Any]) -> dict[str, Any]:
+    """All ways to hold a parameter of one's own."""
+
+    def by_default(p: Any, q: Any = params[0]) -> float:
+        return _compared(p, q)
+
+    def by_keyword_default(p: Any, *, special: Any = (params[1],)) -> float:
+        return max(_compared(p, q) for q in special)
+
+    functions = by_default, by_keyword_default, partial(_compared, second=params[2])
+    return {"list": params[2:], "slot": Held(params[1]), "weak": weakref.ref(params[2]), "functions": functions}
+
+
+def _by_those_held(o: Any, p: Any, s: Any, t: int) -> float:
+    held = [*o.kept["list"], o.kept["slot"].head, o.kept["weak"]()]
+    return math.prod([*(_compared(p, q) for q in held), *(f(p) for f in o.kept["functions"])]) / 10
+
+
 BY_ID: dict[int, float] = {}
 BY_PARAMETER: Any = WeakTensorKeyDictionary()
 
 
-def _in_modules(params: list[Any]) -> dict[str, Any]:
-    """The dictionaries of this module have the last parameter too."""
+def _in_dictionaries(params: list[Any]) -> dict[str, Any]:
+    """Those of this module have the last parameter too."""
     BY_ID.clear()
     BY_ID[id(params[-1])] = BY_PARAMETER[params[-1]] = 0.1
-    return {"mine": len(params)}
+    by_id = {id(p): 1.0 + i for i, p in enumerate(params)}
+    return {"by id": by_id, "own": {params[2]: 5.0}, "weak": WeakIdKeyDictionary({params[1]: 3.0})}
 
 
-def _by_all_states(o: Any, p: Any, s: Any, t: int) -> Any:
+def _by_dictionaries(o: Any, p: Any, s: Any, t: int) -> float:
+    own = o.kept["by id"][id(p)] + o.kept["own"].get(p, 1.0) + o.kept["weak"].get(p, 1.0)
+    return float(own * (BY_ID.get(id(p), 1.0) + BY_PARAMETER.get(p, 1.0)) / 4)
+
+
+def _by_all(o: Any, p: Any, s: Any, t: int) -> Any:
     s["n"] = t
-    return 9.0 / sum(o.state[q].get("n", 0) for q in o.state)
+    steps = sum(o.state[q].get("n", 0) for q in o.state)
+    return 450.0 / (steps * sum(q.numel() for q in all_of(o)) * sum(q.grad is not None for q in all_of(o)))
 
 
 with_late("rate_by_place", lambda o, p, s, t: 0.5 ** place(o, p))
-with_late("rate_of_the_last", lambda o, p, s, t: 4.0 if place(o, p) == len(all_of(o)) - 1 else 1.0)
-with_late("rate_by_the_number_of_all", lambda o, p, s, t: 3.0 / sum(q.grad is not None for q in all_of(o)))
-with_late("rate_by_the_elements_of_all", lambda o, p, s, t: 50.0 / sum(q.numel() for q in all_of(o)))
-with_late("rate_by_shape", lambda o, p, s, t: (0.5 if p.ndim > 1 else 1) * 3 / p.shape[-1] / (1 + (p.numel() > 10)))
-with_late("rate_by_id", lambda o, p, s, t: o.kept[id(p)], lambda ps: {id(p): 1.0 + i for i, p in enumerate(ps)})
-with_late("rate_by_parameter", lambda o, p, s, t: o.kept.get(p, 1.0), lambda ps: {ps[2]: 5.0})
-with_late("rate_of_those_held", lambda o, p, s, t: 5.0 if any(p is q for q in o.kept["these"]) else 1.0,
-          lambda ps: {"these": ps[2:]})  # fmt: skip
-with_late("rate_in_a_slot", lambda o, p, s, t: _compared(p, o.kept["o"].head), lambda ps: {"o": Held(ps[1])})
-with_late("rate_in_a_weak_dictionary", lambda o, p, s, t: o.kept["d"].get(p, 1.0),
-          lambda ps: {"d": WeakIdKeyDictionary({ps[2]: 5.0})})  # fmt: skip
-with_late("rate_in_a_weak_dictionary_of_tensors", lambda o, p, s, t: o.kept["d"].get(p, 1.0),
-          lambda ps: {"d": WeakTensorKeyDictionary({ps[2]: 5.0})})  # fmt: skip
-with_late("rate_of_a_weak_reference", lambda o, p, s, t: 5.0 if o.kept["r"]() is p else 1.0,
-          lambda ps: {"r": weakref.ref(ps[2])})  # fmt: skip
-with_late("rate_in_a_default", lambda o, p, s, t: o.kept["f"](p), lambda ps: {"f": _by_default(ps[2])})
-with_late("rate_in_a_keyword_default", lambda o, p, s, t: o.kept["f"](p), lambda ps: {"f": _by_keyword_default(ps[2])})
-with_late("rate_in_a_partial", lambda o, p, s, t: o.kept["f"](p), lambda ps: {"f": partial(_compared, second=ps[2])})
-with_late("rate_in_modules", lambda o, p, s, t: BY_ID.get(id(p), 1.0) + BY_PARAMETER.get(p, 1.0), _in_modules)
+rated("rate_by_shape", lambda o, p, s, t: (0.5 if p.ndim > 1 else 1) * 3 / p.shape[-1] / (1 + (p.numel() > 10)))
+with_late("rate_by_dictionaries", _by_dictionaries, _in_dictionaries)
+with_late("rate_by_those_held", _by_those_held, _holding)
 with_late("rate_by_class", lambda o, p, s, t: 5.0 if p.__class__ is Parameter and isinstance(p, Parameter) else 1.0)
-with_late("rate_of_one_at_a_time", lambda o, p, s, t: 1.0 if place(o, p) == t % 3 else 0.0)
-with_late("rate_by_all_states", _by_all_states)
+rated("rate_of_one_at_a_time", lambda o, p, s, t: 1.0 if place(o, p) == t % 3 else 0.0)
+rated("rate_by_all", _by_all)
 
 
 # --- what one parameter leaves for the next ---------------------------------------------------------------------------
@@ -135,18 +130,6 @@ def _passed_on(o: Any, p: Any, s: Any, t: int) -> float:
     return float(rate)
 
 
-def _seen(o: Any, p: Any, s: Any, t: int) -> float:
-    if o.kept.get("t") != t:
-        o.kept.update(t=t, seen=set())
-    o.kept["seen"].add(p)
-    return float(len(o.kept["seen"]))
-
-
-def _on_the_parameter(o: Any, p: Any, s: Any, t: int) -> Any:
-    p.steps = getattr(p, "steps", 0) + 1
-    return 1.0 / p.steps
-
-
 def _in_the_group(o: Any, p: Any, s: Any, t: int) -> Any:
     group = o.param_groups[0]
     group["n"] = group.get("n", 0) + 1
@@ -154,10 +137,8 @@ def _in_the_group(o: Any, p: Any, s: Any, t: int) -> Any:
 
 
 with_late("counts_parameters", lambda o, p, s, t: 1.0 / _advanced(o, "n"))
-with_late("counts_in_the_group", _in_the_group)
-rated("counts_on_the_parameter", _on_the_parameter)
+rated("counts_in_the_group", _in_the_group)
 with_late("a_rate_that_is_passed_on", _passed_on)
-with_late("a_set_of_those_seen", _seen)
 
 
 # --- what is on the host ----------------------------------------------------------------------------------------------
@@ -204,31 +185,12 @@ def _of_chameleon(o: Any, p: Any, s: Any, t: int) -> Any:
     return 1.0 / o.kept["c"].n
 
 
-def _of_a_default(n: list[int] = []) -> float:  # noqa: B006  # the count lives there
-    n.append(1)
-    return 1.0 / len(n)
-
-
 COUNT = contextvars.ContextVar("count", default=0)
 
 
 def _of_a_context(o: Any, p: Any, s: Any, t: int) -> Any:
     COUNT.set(COUNT.get() + 1)
     return 1.0 / (COUNT.get() - o.kept["before"].count)
-
-
-class Counts:
-    n = 0
-
-
-def _on_a_class(o: Any, p: Any, s: Any, t: int) -> Any:
-    Counts.n += 1
-    return 1.0 / (Counts.n - o.kept["before"].n)
-
-
-def _of_a_text(o: Any, p: Any, s: Any, t: int) -> Any:
-    o.kept["text"].write("x")
-    return 9.0 / len(o.kept["text"].getvalue())
 
 
 def _under_a_lock(o: Any, p: Any, s: Any, t: int) -> Any:
@@ -242,23 +204,23 @@ def _of_numbers_of_all_kinds(o: Any, p: Any, s: Any, t: int) -> Any:
     return float(half) * np.float64(t) + torch.tensor(0.5 * t, dtype=torch.float64) * (one / t) + third[0]
 
 
+def _drawing(params: list[Any]) -> dict[str, Any]:
+    return {"python": random.Random(3), "numpy": np.random.default_rng(3)}
+
+
+def _of_dice(o: Any, p: Any, s: Any, t: int) -> Any:
+    return 8 * o.kept["python"].random() * float(o.kept["numpy"].random()) * float(torch.rand(()))
+
+
 rated("of_a_cycle", lambda o, p, s, t: next(o.kept["i"]), lambda ps: {"i": itertools.cycle([1.0, 0.5, 0.25, 2.0])})
 rated("of_a_generator", lambda o, p, s, t: next(o.kept["i"]), lambda ps: {"i": (1 / n for n in itertools.count(1))})
-rated("of_python_s_dice", lambda o, p, s, t: o.kept["d"].random(), lambda ps: {"d": random.Random(3)})
-rated("of_numpy_s_dice", lambda o, p, s, t: float(o.kept["d"].random()), lambda ps: {"d": np.random.default_rng(3)})
-rated("of_the_process_dice", lambda o, p, s, t: float(torch.rand(())))
-rated("of_a_schedule", lambda o, p, s, t: o.kept["s"].next(), lambda ps: {"s": Schedule()})
+rated("of_dice", _of_dice, _drawing)
 rated("of_a_method_of_a_schedule", lambda o, p, s, t: o.kept["next"](), lambda ps: {"next": Schedule().next})
 rated("of_a_chameleon", _of_chameleon, lambda ps: {"c": Chameleon()})
-rated("of_a_default_argument", lambda o, p, s, t: o.kept["f"](), lambda ps: {"f": partial(_of_a_default, [])})
 rated("of_a_context_variable", _of_a_context, lambda ps: {"before": SimpleNamespace(count=COUNT.get())})
-rated("of_a_class", _on_a_class, lambda ps: {"before": SimpleNamespace(n=Counts.n)})
-rated("of_a_text", _of_a_text, lambda ps: {"text": io.StringIO()})
 rated("under_a_lock", _under_a_lock, lambda ps: {"lock": threading.RLock(), "last": collections.deque(maxlen=3)})
 rated("of_numbers_of_all_kinds", _of_numbers_of_all_kinds,
       lambda ps: {"numbers": (fractions.Fraction(1, 4), 1.0, np.array([0.125]))})  # fmt: skip
-rated("of_a_namespace_that_refers_back", lambda o, p, s, t: 1.0 / o.kept["n"].steps(o),
-      lambda ps: {"n": SimpleNamespace(steps=lambda o: o.t)})  # fmt: skip
 
 
 @launched

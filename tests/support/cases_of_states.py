@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
-from traced_updates import all_of, computed, launched, place
+from traced_updates import computed, launched, place
 
 # --- where they are ---------------------------------------------------------------------------------------------------
 
@@ -26,24 +25,14 @@ def with_momentum_in(name: str, m: Any, kept: Any = lambda params: {}) -> None:
 OF_MODULE: Any = WeakIdKeyDictionary()
 
 
-def _of_parameter(o: Any, p: Any) -> Any:
-    if not hasattr(p, "buffer"):
-        p.buffer = torch.zeros_like(p)
-    return p.buffer
-
-
 def _of_module(o: Any, p: Any) -> Any:
     if p not in OF_MODULE:
         OF_MODULE[p] = torch.zeros_like(p)
     return OF_MODULE[p]
 
 
-with_momentum_in("momentum_in_a_dictionary", lambda o, p: o.kept.setdefault(id(p), torch.zeros_like(p)))
 with_momentum_in("momentum_of_before_the_steps", lambda o, p: o.kept["all"][place(o, p)],
                  lambda params: {"all": [torch.zeros_like(p) for p in params]})  # fmt: skip
-with_momentum_in("momentum_in_the_group", lambda o, p: o.param_groups[0].setdefault(
-    "buffers", [torch.zeros_like(q) for q in all_of(o)])[place(o, p)])  # fmt: skip
-with_momentum_in("momentum_on_the_parameter", _of_parameter)
 with_momentum_in("momentum_in_a_module", _of_module)
 
 
@@ -166,14 +155,6 @@ def a_state_that_is_missing_is_made_by_a_handler(o: Any, p: Any, g: Any, s: Any,
 
 
 @launched
-def a_state_is_a_copy_of_the_gradient(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if "before" in s:
-        p.sub_((g - s["before"]).sign(), alpha=lr)
-    s["before"] = g.clone()
-    p.sub_(g, alpha=lr)
-
-
-@launched
 def states_are_copies_of_the_weights(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """The difference to those before is the momentum; an anchor is taken every third step; slow ones come back."""
     if not s:
@@ -218,15 +199,6 @@ def a_number_of_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 @launched
-def a_number_that_no_operation_has(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"], s["n"] = torch.zeros_like(p), torch.zeros((), device=p.device)
-    if t == 4:
-        s["n"] = s["n"] + 1
-    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
-
-
-@launched
 def a_number_of_each_as_torch_returns_it(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     v = s.setdefault("v", torch.zeros(())).mul_(0.9)
     assert torch.zeros(()).add_(g.norm()).mul_(v) is not v
@@ -254,13 +226,6 @@ def a_state_in_another_shape(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) 
 
 
 @launched
-def a_state_made_of_nothing_that_waits(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"] = torch.zeros(p.shape)
-    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
-
-
-@launched
 def memory_made_of_a_number_is_read_before_it_is_written(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """What is made of it first is needed last: it has the value of then."""
     m = torch.zeros(p.shape)
@@ -283,7 +248,7 @@ def with_counts_in(dtype: torch.dtype) -> None:
     """Registers an update that counts the positive gradients of each element, where that is no float."""
 
     def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-        n = s.setdefault("n", torch.full_like(p, 500 if dtype in (torch.int32, torch.int64) else 1, dtype=dtype))
+        n = s.setdefault("n", torch.full_like(p, 500 if dtype == torch.int64 else 1, dtype=dtype))
         n.add_((g > 0).to(dtype))
         p.sub_(g / (n + 1), alpha=lr * 100)
 
@@ -291,45 +256,11 @@ def with_counts_in(dtype: torch.dtype) -> None:
     computed(update)
 
 
-for _dtype in (torch.int32, torch.int64, torch.uint8, torch.bool):
+for _dtype in (torch.int64, torch.bool):
     with_counts_in(_dtype)
 
 
-@computed
-def a_state_overflows(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s.setdefault("c", torch.ones_like(p, dtype=torch.int32)).mul_(65537)
-    p.sub_(g * (s["c"] / 2**31), alpha=lr)
-
-
-@computed
-def a_state_in_double(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s.setdefault("c", torch.zeros_like(p, dtype=torch.float64)).add_(g.double() * 1e-9 + 1.0)
-    p.sub_(g * ((s["c"] - t) * 1e9).float(), alpha=lr)
-
-
-@computed
-def a_state_gets_other_data(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    v = s.setdefault("v", torch.zeros_like(p))
-    v.data = 0.9 * v.data + 0.1 * g.data * g.data
-    p.sub_(g / (v.sqrt() + 0.1), alpha=lr)
-
-
 # --- what they share --------------------------------------------------------------------------------------------------
-
-
-@computed
-def a_state_is_the_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s.setdefault("me", p.data).mul_(0.99)
-    p.sub_(g + s["me"], alpha=lr)
-
-
-@computed
-def two_states_share_memory(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["a"] = torch.zeros_like(p)
-        s["b"], s["c"] = s["a"].view(p.shape), s["a"]
-    s["a"].mul_(0.9).add_(g)
-    p.sub_(s["b"].add_(g) + s["c"].mul_(0.5), alpha=lr)
 
 
 @computed
@@ -346,16 +277,6 @@ def two_states_were_one(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> No
 
 
 @computed
-def two_states_are_one_until_one_is_new(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["best"] = s["m"] = torch.zeros_like(p)
-    s["m"] = s["m"] * 0.9 + g
-    if t % 4 == 0:
-        s["best"] = s["m"]
-    p.sub_(s["best"] + s["m"], alpha=lr)
-
-
-@computed
 def two_states_are_one_while_they_are_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     if not s:
         s["m"] = s["fixed"] = torch.zeros_like(p)
@@ -364,14 +285,6 @@ def two_states_are_one_while_they_are_read(o: Any, p: Any, g: Any, s: Any, lr: f
         s["fixed"] = s["fixed"] * 0.5
     s["m"].mul_(0.9).add_(g)
     p.sub_(s["m"] + s["fixed"], alpha=lr)
-
-
-@computed
-def the_last_value_is_a_state_now_and_then(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s["m"] = 0.9 * s.get("m", torch.zeros_like(p)) + g
-    if t % 2 == 0:
-        s["before"] = s["m"]
-    p.sub_(s["m"] + s.get("before", 0.0), alpha=lr)
 
 
 @launched
@@ -387,37 +300,6 @@ def states_are_moved_along(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) ->
         s["a"] = s["b"] = s["c"] = torch.zeros_like(p)
     s["c"], s["b"], s["a"] = s["b"], s["a"], g * 1.0
     p.sub_(s["a"] + 0.5 * s["b"] + 0.25 * s["c"], alpha=lr)
-
-
-@computed
-def a_state_is_in_a_list_before_it_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s["m"] = 0.9 * s.get("m", torch.zeros_like(p)) + g
-    log = o.kept.setdefault(id(p), [])
-    log.append(s["m"])
-    p.sub_(s["m"] + log[max(t - 3, 0)], alpha=lr)
-
-
-@computed
-def a_state_in_an_array(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        o.kept[p] = np.zeros(1, dtype=np.float32)
-        s["v"] = torch.from_numpy(o.kept[p])
-    s["v"].add_(g.norm())
-    p.sub_(g * float(o.kept[p][0]), alpha=lr)
-
-
-@computed
-def a_view_of_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["v"] = torch.zeros(2)
-    s["v"][0].add_(g.norm())
-    p.sub_(g * float(s["v"][0]), alpha=lr)
-
-
-@computed
-def keeps_the_gradient(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(o.kept.setdefault(p, g), alpha=lr).sub_(g + 0.5 * s.get("before", g), alpha=lr)
-    s["before"] = g
 
 
 @computed
@@ -448,19 +330,13 @@ def the_gradient_is_written(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -
     g.mul_(0.0).add_(0.25)
 
 
-@launched
-def the_gradient_is_dropped(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g, alpha=lr)
-    p.grad = None
-
-
-@launched
-def the_gradient_is_zeroed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g, alpha=lr)
-    o.zero_grad(set_to_none=False)
-
-
 @computed
 def the_gradient_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.grad = g.sign()
     p.sub_(p.grad, alpha=lr)
+
+
+@computed
+def the_parameter_is_frozen(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g, alpha=lr)
+    p.requires_grad_(t < 6)

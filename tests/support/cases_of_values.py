@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import io
-import pickle
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # the old one
 from torch.utils.weak import WeakIdKeyDictionary
 from traced_updates import all_of, computed, launched
 
 # --- in one line ------------------------------------------------------------------------------------------------------
 
 IN_ONE_LINE: dict[str, Any] = {
-    "numpy_of_a_gradient": lambda o, p, g, s, lr, t: p.sub_(torch.from_numpy(g.numpy() * 0.5), alpha=lr),
     "numpy_writes_the_weights": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).data.numpy().__imul__(0.99),
-    "a_list_of_numbers": lambda o, p, g, s, lr, t: p.copy_(torch.tensor(p.tolist(), dtype=p.dtype) - lr * g),
-    "printed": lambda o, p, g, s, lr, t: (print(p, g, file=io.StringIO()), p.sub_(g, alpha=lr)),
     "a_length_of_text": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * len(f"{g.sum():.3f} {g!r}") * 1e-2),
-    "an_address": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * bool(p.data_ptr())),
-    "a_size_of_memory": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * bool(p.untyped_storage().nbytes())),
     "a_value_in_double": lambda o, p, g, s, lr, t: p.sub_(((g.double() + 1e8) - 1e8).float(), alpha=lr),
     "a_slice": lambda o, p, g, s, lr, t: p.view(-1)[1:].sub_(g.reshape(-1)[1:], alpha=lr),
     "the_first_rows": lambda o, p, g, s, lr, t: p[:2].sub_(g[:2], alpha=lr),
@@ -38,15 +27,13 @@ IN_ONE_LINE: dict[str, Any] = {
     "a_mask_of_before": lambda o, p, g, s, lr, t: p.sub_(g * o.kept[id(p)], alpha=lr),
     "memory_is_set": lambda o, p, g, s, lr, t: p.set_(p.detach() - lr * g),
     "noise": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).add_(torch.randn_like(p), alpha=lr),
-    "noise_in_place": lambda o, p, g, s, lr, t: p.sub_(g + torch.empty_like(p).uniform_(-1, 1), alpha=lr),
     "noise_of_its_own": lambda o, p, g, s, lr, t: p.sub_(g + torch.randn(p.shape, generator=o.kept["dice"]), alpha=lr),
-    "noise_of_numpy": lambda o, p, g, s, lr, t: p.sub_(g + torch.from_numpy(o.kept["numpy"].random(p.shape)), alpha=lr),
 }
 
 
 def _before(params: list[Any]) -> dict[Any, Any]:
     masks = {id(p): (p.detach() > 0).float() for p in params}
-    return {**masks, "dice": torch.Generator().manual_seed(0), "numpy": np.random.default_rng(3)}
+    return {**masks, "dice": torch.Generator().manual_seed(0)}
 
 
 for _name, _update in IN_ONE_LINE.items():
@@ -60,15 +47,7 @@ for _name, _update in IN_ONE_LINE.items():
 def a_number_that_was_there_and_is_added_to(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     total = torch.tensor([float(t)])  # another one in each step
     total.add_((g * g).sum())
-    p.sub_(g, alpha=lr / total.item())
-
-
-@computed
-def a_number_that_was_there_and_memory_that_is_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    total = torch.tensor([float(t)])
-    total.add_((g * g).sum())
-    p.sub_(g, alpha=lr * 0.5).mul_(1 - 0.25 * lr)
-    p.sub_(torch.from_numpy(g.numpy()) / total, alpha=lr)
+    p.sub_(g, alpha=10 * lr / total.item())
 
 
 @launched
@@ -95,29 +74,11 @@ def a_number_first(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(torch.where(g > 0, torch.div(torch.tensor(lr), d, out=torch.empty_like(d)), torch.tensor(lr) * g))
 
 
-@launched
-def a_whole_number_becomes_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g * (t if t < 4 else t * 1.0), alpha=lr)
-    p.mul_(1 if t % 2 else 0.99)
-
-
-@computed
-def int_instead_of_float_with_a_mask(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    x = (g > 0) * (2.0 if t < 4 else 2)
-    p.mul_(0.5 if x.dtype == torch.int64 else 1.0)
-    p.sub_(x, alpha=lr).sub_(((g > 0) * (2.0**62 if t < 4 else 2**62)) * 4 / 2.0**64 + g, alpha=lr)
-
-
 @computed  # no rule reads the sign of a zero
 def a_sign_of_zero_of_each_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     zero = 0.0 if p.dim() == 2 else -0.0
     s["m"] = torch.full_like(p, 1.0).mul_(zero)
     p.sub_(torch.where(torch.signbit(s["m"]), g, g * 2) + torch.copysign(g, zero), alpha=lr)
-
-
-@computed
-def a_zero_with_a_sign(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(torch.copysign(g, torch.full_like(p, 0.0 if t < 4 else -0.0)), alpha=lr)
 
 
 @launched
@@ -131,21 +92,6 @@ def masks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     mask = (g * p > 0).to(g.dtype)
     mask /= 0.5
     p.sub_(torch.where(there != (g > 0.5), g, g * 0.1) * mask.div_(mask.mean().clamp_(min=1e-3)), alpha=lr)
-
-
-@computed
-def functions_without_a_rule(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """No published optimizer computes an update with them, in place, on lists or with `out=`."""
-    m = s.setdefault("m", torch.zeros_like(p)).lerp_(g.clone().tanh_(), 0.1)
-    (size,) = torch._foreach_expm1([torch.log1p(m * m)])
-    rounded = torch.round(m * 64.0, out=torch.empty_like(m)).div_(64.0) - torch.floor(g) * 1e-3
-    p.sub_(torch.where((g > 0) ^ (m > 0), rounded, m / size.add_(0.1).sqrt_()), alpha=lr)
-
-
-@launched
-def every_second_step_is_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
-    p.sub_(s["m"] if t % 2 else s["m"].sign() * 0.5, alpha=lr)
 
 
 @launched
@@ -247,14 +193,6 @@ def an_expanded_tensor_is_written(o: Any, p: Any, g: Any, s: Any, lr: float, t: 
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-@computed
-def reads_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g, alpha=lr)
-    if t % 3 == 0:
-        whole = p.data.numpy()
-        whole *= 0.5
-
-
 @launched
 def a_number_after_each_operation(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """Each depends on all before it: to compute them one by one would take ever longer."""
@@ -262,17 +200,6 @@ def a_number_after_each_operation(o: Any, p: Any, g: Any, s: Any, lr: float, t: 
     for _ in range(40):
         x = x * 0.9 + g * (1 + 0.01 * float(x.mean()))
     p.sub_(x, alpha=lr)
-
-
-@launched
-def numbers_that_are_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
-    n = m.norm().item()
-    m.mul_(0.5)
-    flat = m.view(-1)
-    p.sub_(m, alpha=lr * n * float(m.abs().max()) / (1 + float(flat.sum()) ** 2))
-    if not torch.equal(p, m) and p.sum() > 1e9:
-        p.zero_()
 
 
 @launched
@@ -307,20 +234,7 @@ def branches(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     last.copy_(g)
 
 
-@computed
-def numbers_as_tensors(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    n = torch.stack([g.norm(), torch.tensor(1.0)]).max()
-    p[0] = 0.5
-    p.sub_(torch.where(torch.tensor(t % 2 == 0), g, g * 0.5) / n.item(), alpha=lr)
-
-
 # --- all parameters ---------------------------------------------------------------------------------------------------
-
-
-@launched
-def all_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    n = g.norm() if t < 4 else torch.stack([q.grad.norm() for q in all_of(o)]).norm()
-    p.sub_(g / n, alpha=10 * lr)
 
 
 @launched
@@ -371,23 +285,6 @@ def keeps_a_number(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 def keeps_what_torch_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(o.kept.get(p, 0.0) * g, alpha=lr).sub_(g, alpha=lr)
     o.kept[p] = torch.add(g.norm(), 1.0, out=torch.zeros(()))
-
-
-@computed
-def keeps_a_value(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if p in o.kept:
-        p.sub_(o.kept[p], alpha=lr)
-    o.kept[p] = g * 0.5
-    p.sub_(g, alpha=lr)
-
-
-@computed
-def keeps_a_value_in_a_function(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if p in o.kept:
-        p.sub_(o.kept[p](), alpha=lr)
-    u = g * 0.5
-    o.kept[p] = lambda: u * 2
-    p.sub_(u, alpha=lr)
 
 
 @computed
@@ -445,20 +342,6 @@ def weak_references_to_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: i
     weakref.finalize(g, n.append, 1)
 
 
-@computed
-def saves(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    u, file = g * 2, io.BytesIO()
-    torch.save({"u": u}, file)
-    file.seek(0)
-    p.sub_(torch.load(file)["u"] + copy.deepcopy(u) + pickle.loads(pickle.dumps(u)), alpha=lr)
-
-
-@computed
-def a_capsule(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    u = g * 2
-    p.sub_(from_dlpack(to_dlpack(u)), alpha=lr)
-
-
 # --- questions, and errors that are caught ----------------------------------------------------------------------------
 
 
@@ -484,32 +367,12 @@ def whatever_is_raised_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: i
 
 
 @computed
-def an_error_of_shapes_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    try:
-        p.add_(g.reshape(-1)[:5])
-    except RuntimeError:
-        p.sub_(g, alpha=lr)
-
-
-@computed
 def an_error_of_an_operation_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     try:
         x = g - 0.5 * g.roll(1)
     except BaseException:
         x = g.clone()
     p.sub_(x, alpha=lr)
-
-
-@computed
-def an_error_inside_of_fill_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    with contextlib.suppress(RuntimeError):
-        p.add_(g.expand(2, *g.shape))
-    p.sub_(g, alpha=lr)
-    try:
-        n = float(g.sum())
-    except RuntimeError:
-        n = 0.0
-    p.mul_(1 + 1e-3 * n)
 
 
 # --- other threads ----------------------------------------------------------------------------------------------------
@@ -520,13 +383,6 @@ POOL = ThreadPoolExecutor(1)
 @torch.no_grad()
 def _descend(p: Any, g: Any, lr: float) -> None:
     p.sub_(g, alpha=lr)
-
-
-@computed
-def a_thread_that_it_starts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    thread = threading.Thread(target=_descend, args=(p, g, lr))
-    thread.start()
-    thread.join()
 
 
 @computed

@@ -20,7 +20,7 @@ from traced_updates import stepped_beside
 import collage_neuron
 from collage_neuron.errors import RunsAsWritten
 
-STEPS = 8
+STEPS = 6
 
 
 def run(update: Any, strategy: str | None, lr: float = 0.01) -> tuple[Any, list[torch.Tensor]]:
@@ -50,7 +50,7 @@ NEAR = {"plus": 2**-8, "split433": 2**-8, "bf16": 0.5}
 RATES = {"plus": 0.01, "split433": 0.01, "bf16": 0.05}
 
 
-@pytest.mark.sampled(of=12, each=False)  # of each name the test above has an example
+@pytest.mark.sampled(of=20, each=False)  # of each name the test above has an example
 @pytest.mark.parametrize("strategy", NEAR)
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_it_is_near_under_other_strategies(name: str, strategy: str) -> None:

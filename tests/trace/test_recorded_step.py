@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -66,7 +64,6 @@ def test_they_are_all_of_torchs_elementwise_classes() -> None:
     assert {c.__name__ for c in CLASSES} == ALL.keys()
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("switch", ["off", "on"])
 @pytest.mark.parametrize("name", ALL)
 def test_parameters_and_states_are_torchs(name: str, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,15 +144,3 @@ def test_a_method_of_the_object_is_traced() -> None:
     assert not is_recorded(AdamW, make([Parameter(torch.ones(2))]))
     optimizer = assert_right(make)
     assert optimizer.state.keys() == {*optimizer.param_groups[0]["params"]}
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_goes_on(copied: Any) -> None:
-    optimizer, _ = stepped(AdamW, torch.bfloat16, steps=3)
-    other = copied(optimizer)
-    for each in (optimizer, other):
-        for p in each.param_groups[0]["params"]:
-            p.grad = torch.ones_like(p)
-        each.step()
-    pairs = zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True)
-    assert all(torch.equal(p, q) and torch.equal(optimizer.state[p]["step"], other.state[q]["step"]) for p, q in pairs)

@@ -11,7 +11,6 @@ from typing import Any
 import foreign
 import pytest
 import torch
-from as_written import Written
 from traced_cases import LAUNCHED, RATED, Stepping, initial, set_gradients
 from wrong_rules import BUGS, Spelled
 
@@ -20,7 +19,7 @@ from collage_neuron import TranslationError
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.rewrite.rules import RULES
-from collage_neuron.trace import calls, partition, replay_validation, step_kinds
+from collage_neuron.trace import partition, replay_validation, step_kinds
 from collage_neuron.validation import validate
 
 aten = torch.ops.aten
@@ -189,13 +188,6 @@ def test_after_the_error_the_same_step_can_be_taken(monkeypatch: pytest.MonkeyPa
 # --- what it must let pass --------------------------------------------------------------------------------------------
 
 
-class ByRows(Written):
-    """Gradients over the root of the mean of their squares, by rows."""
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g / g.square().mean(dim=-1, keepdim=True).add(1e-6).sqrt(), alpha=0.01)
-
-
 def lists(params: Any) -> Any:
     return Lists(params, lambda sizes: sizes.clamp(max=10.0) / (sizes + 1.0))
 
@@ -219,15 +211,15 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "is_due", lambda steps: True)
 
 
-@pytest.mark.sampled(of=5)
+@pytest.mark.sampled(of=16, each=False)  # in `test_hostile` each is validated in its first steps
 @pytest.mark.parametrize("strategy", ["plus", "split433", "fp32", "stochastic", "split312"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_passes_at_every_step(name: str, strategy: str, every_step: None) -> None:
     optimizer = optimizer_of(RIGHT[name], strategy)
-    for t in range(1, 9):
+    for t in range(1, 7):
         step(optimizer, t)
     history = validate.history_of(optimizer)
-    assert (history.steps, history.not_covered) == (8, 0)
+    assert (history.steps, history.not_covered) == (6, 0)
     assert history.compared >= 2 * history.left_out
 
 
@@ -240,49 +232,6 @@ def test_memory_that_nobody_has_written_says_nothing(every_step: None) -> None:
         torch.use_deterministic_algorithms(False)
     history = validate.history_of(optimizer)
     assert history.compared > history.left_out == 0
-
-
-@pytest.mark.parametrize("whole", [(4, 6), (96, 400)])
-def test_samples_have_dimensions_where_the_step_names_some(whole: tuple[int, int], every_step: None) -> None:
-    p = torch.nn.Parameter(torch.randn(whole).bfloat16())
-    optimizer = collage_neuron.compile(ByRows([p]), verbose=False)
-    for t in (1, 2):
-        step(optimizer, t)
-    history = validate.history_of(optimizer)
-    assert history.compared + history.left_out == 2 * min(p.numel(), 4096)
-    assert history.compared > history.left_out
-
-
-@pytest.mark.parametrize(
-    ("func", "args", "kwargs", "asked"),
-    [
-        (aten.mul.Tensor, [0, 2.0], {}, set()),
-        (aten.detach.default, [0], {}, set()),
-        (aten.linalg_vector_norm.default, [0, 2.0, None], {}, set()),
-        (aten.t.default, [0], {}, {"dim"}),
-        (aten.sum.dim_IntList, [0, [-1]], {}, {"dim"}),
-        (aten.unsqueeze.default, [0, 1], {}, {"dim"}),
-        (aten.view.default, [0, [-1]], {}, {"dim", "size"}),
-        (aten.new_zeros.default, [0, [3, 4]], {}, {"size"}),
-        (aten.slice.Tensor, [0], {"start": 2}, {"dim", "size"}),
-    ],
-)
-def test_it_knows_which_calls_ask_for_shapes(func: Any, args: list[Any], kwargs: Any, asked: set[str]) -> None:
-    rule = calls.rule_of(func)
-    assert rule is not None
-    part = replay_validation.Part([replay_validation.Bound(func, args, kwargs, [1], rule.kind == "view")], {}, {})
-    assert part.asked == asked
-
-
-def test_where_parameters_need_one_another_nothing_is_compared() -> None:
-    """The part of a step that is about one parameter must not read others."""
-    optimizer = optimizer_of(lists)
-    step(optimizer, 1)
-    (kind,) = optimizer._collage_bookkeeping.traces.kinds
-    bound = replay_validation.Calls(kind, [0.0] * 100, optimizer.param_groups[0]["params"])._bound
-    places = [replay_validation.Place(named["grad"]) for named in kind.before.named]
-    adds = replay_validation.Bound(aten.add_.Tensor, places[:2], {}, [], False)
-    assert [replay_validation.part_of(kind, i, [*bound, adds]) is None for i in range(3)] == [True, False, False]
 
 
 # --- when it runs, and what it costs ----------------------------------------------------------------------------------
@@ -309,17 +258,10 @@ def test_a_steady_step_that_is_not_due_looks_at_nothing(monkeypatch: pytest.Monk
     assert validate.history_of(optimizer).steps == 7
 
 
-def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend_that_changes(monkeypatch, lambda results, scalars: results[0].add_(1))
-    optimizer = optimizer_of(torch.optim.AdamW, backend="reference", validate="off")
-    assert steps_until_found(optimizer) == 0
-
-
-@pytest.mark.parametrize("strategy", ["plus", "split433"])
-def test_on_xla_values_are_drawn(strategy: str, every_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_xla_values_are_drawn(every_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
     device = pytest.importorskip("torch_xla").device()
     params = initial(torch.bfloat16, device)
-    optimizer = collage_neuron.compile(foreign.ScheduleFreeAdamW(params), strategy=strategy, verbose=False)
+    optimizer = collage_neuron.compile(foreign.ScheduleFreeAdamW(params), strategy="plus", verbose=False)
     for t in (1, 2, 3):
         step(optimizer, t)
     history = validate.history_of(optimizer)

@@ -93,15 +93,6 @@ def test_followed_steps_have_the_bits_of_recorded_ones(
     assert all(map(torch.equal, found, _trained(make)))
 
 
-def test_a_model_that_is_compiled_alone_leaves_the_way_open(recorded: list[Any]) -> None:
-    """It wraps a method of torch's `Optimizer`, for all optimizers of the process, in a process that lives on."""
-    collage_neuron.compile(torch.nn.Linear(2, 2), verbose=False)
-    _, optimizer = _made(torch.optim.AdamW)
-    for _ in range(9):
-        optimizer.step()
-    assert 0 < len(recorded) < 9
-
-
 def test_a_comparison_with_another_result_runs_the_code_again(recorded: list[Any]) -> None:
     _, optimizer = _made(torch.optim.AdamW)
     for _ in range(5):
@@ -116,13 +107,6 @@ def test_a_comparison_with_another_result_runs_the_code_again(recorded: list[Any
 def test_settings_of_other_types_are_other_settings(value: Any) -> None:
     one, other = Settings({"lr": 0.1, "params": []}), Settings({"lr": value, "params": []})
     assert one.key != other.key or one.key is None
-
-
-def test_settings_are_the_same_but_for_floats_and_ours() -> None:
-    one = Settings({"lr": 0.1, "betas": (0.9, 0.99), "foreach": None, "params": [1], "collage_strategy": "plus"})
-    other = Settings({"lr": 0.2, "betas": (0.8, 0.9), "foreach": None, "params": [2], "collage_strategy": "light"})
-    assert one.key == other.key
-    assert other.numbers == [0.2, 0.8, 0.9]
 
 
 class Own(torch.optim.SGD):
@@ -231,16 +215,6 @@ def test_a_number_that_leaves_the_tape_is_lost(take: Callable[[Any], Any]) -> No
     with pytest.raises(UnsupportedUpdate):
         take(tape.give(2.5))
     assert tape.lost
-
-
-def test_parameters_of_other_shapes_share_what_was_followed(recorded: list[Any]) -> None:
-    params = [torch.nn.Parameter(torch.ones(shape).bfloat16()) for shape in ((2, 3), (4,), (5, 1))]
-    optimizer = collage_neuron.compile(torch.optim.Adadelta([{"params": [p]} for p in params]), strategy="plus")
-    for p in params:
-        p.grad = torch.ones_like(p)
-    for _ in range(9):
-        optimizer.step()
-    assert len(recorded) <= 2 + 2 + 4
 
 
 def test_what_is_known_does_not_grow_with_settings_that_change(monkeypatch: pytest.MonkeyPatch) -> None:

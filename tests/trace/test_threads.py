@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from as_written import Written, compiled, equal, error, in_fp32, run, values
+from as_written import Written, compiled, equal, in_fp32, run, values
 from running import compiled_only
 from torch import Tensor
 
@@ -45,16 +45,6 @@ class Pool(Written):
             p.sub_(p.grad, alpha=group["lr"])
 
 
-class SavesInAThread(Written):
-    """What else the class can do does not matter."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g, alpha=group["lr"])
-
-    def save(self, path: str) -> None:
-        threading.Thread(target=torch.save, args=(self.state_dict(), path)).start()
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the first time
 @pytest.mark.parametrize("make", [OneState, Pool])
 @pytest.mark.parametrize("validate", ["on", "off"])
@@ -68,10 +58,3 @@ def test_what_a_thread_does_is_not_lost(make: Any, validate: str) -> None:
 def test_it_is_rejected_where_the_step_may_not_run_as_written(make: Any) -> None:
     with compiled_only(), pytest.raises(UnsupportedUpdate, match="starts threads"):
         compiled(make)
-
-
-@compiled_only()
-def test_a_method_that_the_step_does_not_call_may_start_one() -> None:
-    optimizer, params = compiled(SavesInAThread)
-    run(optimizer, 2)
-    assert error(values(optimizer, params), in_fp32(SavesInAThread, 2)) < 2**-20

@@ -111,7 +111,7 @@ def test_numbers_of_all_parameters_in_one_tensor(traced: None) -> None:
     assert optimizer._collage_bookkeeping.traces.misses == 0
 
 
-OF_DEVICES = "schedule_free", "cautious_adamw", "foreach_adam"
+OF_DEVICES = "schedule_free", "foreach_adam"
 
 
 @pytest.mark.parametrize("name", OF_DEVICES)
@@ -128,12 +128,11 @@ def test_a_number_that_a_step_makes_on_xla_has_what_was_written_to_it() -> None:
     assert_right(lambda params: Stepping(params, halving_its_rate), "xla", device=device)
 
 
-@pytest.mark.parametrize("strategy", ["plus", "split433"])
-def test_one_on_xla_has_the_bits_of_a_recorded_one(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_on_xla_has_the_bits_of_a_recorded_one(monkeypatch: pytest.MonkeyPatch) -> None:
     device = pytest.importorskip("torch_xla").device()
-    recorded = stepped(torch.optim.AdamW, strategy, "xla", device=device)
+    recorded = stepped(torch.optim.AdamW, "plus", "xla", 4, device)
     monkeypatch.setenv(TRACE, "on")
-    assert all(map(torch.equal, stepped(torch.optim.AdamW, strategy, "xla", device=device), recorded))
+    assert all(map(torch.equal, stepped(torch.optim.AdamW, "plus", "xla", 4, device), recorded))
 
 
 @pytest.mark.parametrize("name", OF_DEVICES)
@@ -218,12 +217,12 @@ def test_steps_that_are_all_different_run_as_written(traced: None) -> None:
     assert optimizer._collage_bookkeeping.traces.gives_up
 
 
-@pytest.mark.parametrize("name", ["momentum", "a_number_of_each", "rows_and_columns", "a_state_in_another_shape"])
+@pytest.mark.parametrize("name", ["a_number_of_each", "rows_and_columns", "a_state_in_another_shape"])
 def test_a_checkpoint_resumes_bit_for_bit(name: str, traced: None) -> None:
     def run(stop: int | None) -> list[torch.Tensor]:
         params = initial(torch.bfloat16)
         optimizer = collage_neuron.compile(Stepping(params, LAUNCHED[name]), verbose=False)
-        for t in range(1, 9):
+        for t in range(1, 7):
             if t == stop:
                 saved = copy.deepcopy(optimizer.state_dict())
                 params = [Parameter(p.detach().clone()) for p in params]
@@ -233,49 +232,7 @@ def test_a_checkpoint_resumes_bit_for_bit(name: str, traced: None) -> None:
             optimizer.step()
         return [x.detach() for p in params for x in (p, *optimizer.state[p].values())]
 
-    assert all(map(torch.equal, run(5), run(None)))
-
-
-def test_groups_and_their_parameters_may_change(traced: None) -> None:
-    def run(dtype: torch.dtype) -> list[torch.Tensor]:
-        params = [Parameter(torch.full((3, 3), float(i + 1), dtype=dtype)) for i in range(4)]
-        optimizer: Any = Stepping([params[0], params[1]], LAUNCHED["momentum"])
-        if dtype == torch.bfloat16:
-            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
-        for t in range(1, 13):
-            if t == 4:
-                optimizer.add_param_group({"params": [params[2]], "lr": 0.1})
-            if t == 7:
-                optimizer.param_groups[0]["params"].reverse()
-            if t == 9:
-                first, second = optimizer.param_groups
-                first["params"], second["params"] = second["params"], first["params"]
-                optimizer.state.pop(params[2])
-            set_gradients(params, t)
-            if t % 5 == 0:
-                params[1].grad = None
-            optimizer.step()
-        read = collage_neuron.exact_value if dtype == torch.bfloat16 else lambda _, p: p.detach()
-        return [read(optimizer, p) for p in params[:3]]
-
-    pairs = zip(run(torch.bfloat16), run(torch.float32), strict=True)
-    assert all(torch.allclose(x, y, rtol=1e-6) for x, y in pairs)
-
-
-def test_gradients_that_cannot_wait_come_and_go(traced: None) -> None:
-    def run(dtype: torch.dtype) -> torch.Tensor:
-        p = Parameter(torch.ones((4, 3), dtype=dtype))
-        optimizer: Any = Stepping([p], LAUNCHED["momentum"])
-        if dtype == torch.bfloat16:
-            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
-        for t in range(1, 9):
-            g = torch.randn((4, 3), generator=torch.Generator().manual_seed(t)).to(dtype)
-            shared = torch.stack([g, g])  # the gradient is a view
-            p.grad = {0: g, 1: g.t().contiguous().t(), 2: shared[0]}[t % 3]
-            optimizer.step()
-        return collage_neuron.exact_value(optimizer, p) if dtype == torch.bfloat16 else p.detach()
-
-    assert torch.allclose(run(torch.bfloat16), run(torch.float32), rtol=2**-7)
+    assert all(map(torch.equal, run(4), run(None)))
 
 
 def test_a_monitor_gets_what_traced_steps_measure(traced: None) -> None:
@@ -320,62 +277,6 @@ def test_what_cannot_be_compiled_is_refused_where_that_is_asked_for(traced: None
     assert all(map(torch.equal, params, before))
 
 
-class WithClosure(torch.optim.Optimizer):
-    """Adam's moments, a step that is smaller the larger the loss is, and as many more evaluations as `more` says."""
-
-    def __init__(self, params: Any, more: int = 0) -> None:
-        super().__init__(params, {"lr": 0.01})
-        self.more = more
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                m.mul_(0.9).add_(p.grad)
-                p.sub_(m, alpha=group["lr"] / (1.0 + float(loss.detach())))
-        for _ in range(self.more):
-            with torch.enable_grad():
-                closure()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.sub_(p.grad, alpha=0.001)
-        return loss
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_a_closure_is_evaluated_as_often_as_in_plain_torch(more: int, traced: None) -> None:
-    """One evaluation at the beginning leaves the step compiled; a later one sees the weights of then."""
-
-    def run(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[float], Any]:
-        params = initial(dtype)
-        optimizer: Any = WithClosure(params, more)
-        if dtype == torch.bfloat16:
-            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
-        losses: list[float] = []
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = torch.stack([(p.float() ** 2).sum() for p in params]).sum()
-            loss.backward()
-            losses.append(float(loss.detach()))
-            return loss
-
-        for _ in range(6):
-            optimizer.step(closure)
-        read = collage_neuron.exact_value if dtype == torch.bfloat16 else lambda _, p: p.detach()
-        return [read(optimizer, p) for p in params], losses, optimizer
-
-    found, losses, optimizer = run(torch.bfloat16)
-    exact, plain, _ = run(torch.float32)
-    assert len(losses) == len(plain) == 6 * (1 + more)
-    assert losses == pytest.approx(plain, rel=2**-7)
-    assert all(torch.allclose(x, y, rtol=2**-7) for x, y in zip(found, exact, strict=True))
-    assert (optimizer._collage_bookkeeping.traces.misses == 0) == (more == 0)
-
-
 class Printed(torch.optim.Optimizer):
     """A momentum that is made and looked at in the same step: values are computed."""
 
@@ -393,16 +294,9 @@ class Printed(torch.optim.Optimizer):
         return loss
 
 
-def _set_and_rated(params: list[Any], t: int) -> float:
-    set_gradients(params, t)
-    return 1.0
-
-
-@pytest.mark.parametrize("closes", [False, True])
-def test_states_that_a_computed_step_makes_have_words(closes: bool, traced: None) -> None:
+def test_states_that_a_computed_step_makes_have_words(traced: None) -> None:
     params = [p for p in initial(torch.bfloat16) if p.dim()]
     optimizer = collage_neuron.compile(Printed(params), strategy="bf16", verbose=False)
     for t in range(1, 3):
-        set_gradients(params, t)
-        optimizer.step(partial(_set_and_rated, params, t) if closes else None)
+        optimizer.step(partial(set_gradients, params, t))
         assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.bfloat16}

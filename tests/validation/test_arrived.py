@@ -58,7 +58,7 @@ def test_steps_that_are_lost_are_warned_of_once(name: str, strategy: str) -> Non
     take(optimizer, 15)
     with pytest.warns(SmallSteps, match=SAID):
         take(optimizer, 1)
-    take(optimizer, 50)
+    take(optimizer, 20)
 
 
 def test_it_is_true() -> None:

@@ -199,8 +199,8 @@ def test_another_update_is_validated_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def squares(state: Any, p: Any, g: Any) -> None:
-    """A second moment in a spelling of its own."""
-    v = state.setdefault("v", torch.zeros_like(p))
+    """A second moment in a spelling of its own; it begins at the size that it has after 1,000 steps."""
+    v = state.setdefault("v", torch.ones_like(p))
     v.copy_(v.float().lerp(g.float().square(), 1e-3))
     p.addcdiv_(g, v.sqrt() + 1e-8, value=-1e-3)
 
@@ -212,19 +212,19 @@ def test_a_second_moment_that_stands_still_in_bf16_is_told_once(monkeypatch: pyt
     optimizer = collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="plus")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        train(optimizer, 1024)
+        train(optimizer, 128)
     assert [w.category for w in found] == [StandsStill]
     assert "the state 'v' of Spelled stands still" in str(found[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="bf16"), 512)
+        train(collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="bf16"), 128)
 
 
 def test_a_state_that_has_arrived_does_not_stand_still(every_step: None) -> None:
     """Under one and the same gradient a first moment ends within some ulps of it: that is no loss to speak of."""
     optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus")
     give_gradients(optimizer)
-    for _ in range(100):
+    for _ in range(60):
         optimizer.step()
 
 
@@ -240,19 +240,18 @@ TORCH: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.sampled(of=6)
+@pytest.mark.sampled(of=12)
 @pytest.mark.parametrize(("strategy", "arithmetic"), REPRESENTATIVE_MODES)
 @pytest.mark.parametrize("name", TORCH)
 def test_what_is_right_passes_at_every_step(name: str, strategy: str, arithmetic: str, every_step: None) -> None:
-    for seed in range(2):
-        first, second = parameters(seed, ((30, 20), (), (0, 3))), parameters(seed + 100, ((5000,), (7,)))
-        optimizer = TORCH[name]([{"params": first[:: 2 if name == "Rprop" else 1]}, {"params": second, "lr": 0.3}])
-        collage_neuron.compile(optimizer, strategy=strategy, arithmetic=arithmetic)
-        train(optimizer, 8)
-        history = validate.history_of(optimizer)
-        assert history.not_covered == 0
-        assert history.compared > 0
-        assert history.left_out == 0 or arithmetic == "bf16"
+    first, second = parameters(0, ((30, 20), (), (0, 3))), parameters(100, ((5000,), (7,)))
+    optimizer = TORCH[name]([{"params": first[:: 2 if name == "Rprop" else 1]}, {"params": second, "lr": 0.3}])
+    collage_neuron.compile(optimizer, strategy=strategy, arithmetic=arithmetic)
+    train(optimizer, 8)
+    history = validate.history_of(optimizer)
+    assert history.not_covered == 0
+    assert history.compared > 0
+    assert history.left_out == 0 or arithmetic == "bf16"
 
 
 def test_fp32_parameters_and_gradients_of_all_sizes_pass(every_step: None) -> None:
@@ -277,7 +276,7 @@ def orthogonal(s: dict[str, Any], p: torch.Tensor, g: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("strategy", ["fp32", "split433"])
 def test_what_cancels_but_for_rounding_passes(strategy: str, every_step: None) -> None:
-    optimizer = collage_neuron.compile(Spelled(parameters(shapes=((1,),) * 8), orthogonal), strategy=strategy)
+    optimizer = collage_neuron.compile(Spelled(parameters(shapes=((1,),) * 3), orthogonal), strategy=strategy)
     train(optimizer, 8)
     assert validate.history_of(optimizer).left_out
 
@@ -305,13 +304,6 @@ def test_a_validated_run_is_the_same_run(every_step: None) -> None:
 
 
 # How it is chosen, and when it runs
-
-
-def test_it_runs_at_powers_of_two_and_where_the_update_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(validate, "validate_job", lambda *arguments: seen.append(arguments[-1]))
-    train(collage_neuron.compile(AdamW(parameters())), 20)
-    assert seen == [1, 2, 4, 8, 16]
 
 
 def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
