@@ -61,7 +61,6 @@ def compared(name: str, strategy: str, arithmetic: str = "fp32") -> Agreement:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full", "plus"])
-@pytest.mark.whole
 def test_it_is_within_the_bound_of_its_float64_run(name: str, strategy: str, arithmetic: str) -> None:
     case, found = CASES[name], compared(name, strategy, arithmetic)
     assert found.states == case.squares | case.others | case.sums

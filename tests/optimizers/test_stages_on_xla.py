@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Any, str, Shapes]] = {
 }
 
 
+@pytest.mark.sampled(of=2, each=False)  # XLA compiles for seconds what test_stages.py and test_rows.py have whole
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_have_the_bits_of_the_reference(xla: torch.device, case: str) -> None:
     check_ten_steps(xla, *CASES[case])
@@ -139,6 +140,7 @@ def test_groups_missing_gradients_skipped_steps_and_a_monitor(xla: torch.device)
     assert differing(found[0][0], found[1][0]) == []
 
 
+@pytest.mark.sampled(of=2, each=False)
 @pytest.mark.parametrize(
     ("make", "strategy", "shapes"),
     [

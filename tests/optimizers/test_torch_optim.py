@@ -40,7 +40,7 @@ AT_COMPILE = [name for name in REFUSED if name != "LBFGS"]
 
 COVERED = sorted({case.base for case in CASES.values()}, key=str)
 
-MEASURED = part([name for name, case in CASES.items() if case.measured], 6)
+MEASURED = part([name for name, case in CASES.items() if case.measured], 12)
 MEASURED_STEPS = 200
 """docs/development/coverage.md has the errors of all cases after 1000 steps, which tests/repository/test_coverage.py
 holds to their bounds and measures in part."""
@@ -153,7 +153,7 @@ def twelve_steps(case: Case, strategy: str) -> Runs:
     return Runs(theta.double(), exact.detach(), {strategy: exact_value(optimizer, p).double()}, {})
 
 
-@pytest.mark.sampled(of=2)
+@pytest.mark.sampled(of=2, each=False)  # of one class, and under both strategies, they share their operations
 @pytest.mark.parametrize("name", CASES)
 def test_in_fp32_it_is_the_same_optimizer(name: str) -> None:
     """A step rounds the parameter by 2**-24 of itself and the update by at most ten times that."""

@@ -98,9 +98,8 @@ def by_name(found: Mapping[str, Module]) -> Iterator[str]:
     """Imports that no other rule here would see."""
     for name, module in found.items():
         for node in ast.walk(module.tree) if place(name) not in BY_NAME else ():
-            if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).endswith(
-                ("import_module", "__import__")
-            ):
+            written = getattr(node, "attr", getattr(node, "id", ""))
+            if written in ("import_module", "__import__"):
                 yield f"{name}:{node.lineno} imports a module by its name"
 
 

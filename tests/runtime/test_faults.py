@@ -292,6 +292,7 @@ def test_the_choice_is_saved_and_loaded() -> None:
     assert other.param_groups[0]["collage_nonfinite"] == "skip"
 
 
+@pytest.mark.sampled(of=2, each=False)
 @pytest.mark.parametrize("strategy", ["plus", "fp32"])
 def test_on_xla_a_step_is_skipped_without_the_host(xla: torch.device, strategy: str) -> None:
     """No tensor is fetched, and good and bad steps are one program. Steps 5 to 7: validation looks at 1, 2, 4 and 8."""
@@ -417,6 +418,7 @@ def test_a_second_moment_of_tiny_gradients_is_within_the_floor_of_its_format(str
 # --- empty tensors ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(of=16)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2, 5)])
 @pytest.mark.parametrize("strategy", UNDRAWN)  # chances depend on the number of a parameter
 @pytest.mark.parametrize("name", MAKE)
