@@ -58,6 +58,7 @@ def poison(p: nn.Parameter) -> None:
     p.grad.view(-1)[list(BAD)] = torch.tensor([NAN, INF, -INF]).to(p.dtype)
 
 
+@pytest.mark.sampled(of=8)
 @pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
 @pytest.mark.parametrize("name", MAKE)
 def test_by_default_nan_and_inf_go_where_torch_lets_them_go(name: str, strategy: str, arithmetic: str) -> None:
@@ -121,6 +122,7 @@ def tensors(params: list[nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
     return {k: v for k, v in kept.items() if not k.startswith("group")}
 
 
+@pytest.mark.sampled(of=8)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize(("strategy", "arithmetic"), REPRESENTATIVE_MODES)
 @pytest.mark.parametrize("name", MAKE)
@@ -158,6 +160,7 @@ def test_a_step_of_rows_of_one_whole_block_is_skipped() -> None:
     assert (params[0] == 1).all()
 
 
+@pytest.mark.sampled(of=5)
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_skipped_step_is_one_that_is_not_taken(strategy: str, backend: str) -> None:
@@ -386,6 +389,7 @@ def test_on_xla_s_cpu_numbers_without_all_their_digits_are_zero(xla: torch.devic
     assert abs(kept[3].item() / 1e-30 - 1) <= 2**-17
 
 
+@pytest.mark.sampled(of=8)
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
 def test_zeros_with_zero_gradients_stay_zero(name: str, strategy: str, arithmetic: str) -> None:

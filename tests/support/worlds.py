@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def run_world(size: int, folder: Path, body: Body, *arguments: Any) -> list[Any]
     Raises AssertionError with the traceback of the first process that failed, or after TIMEOUT seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = _server()
+    context = forking()
     args = [(rank, size, folder, body, arguments) for rank in range(size)]
     processes = [context.Process(target=_enter, args=a, daemon=True) for a in args]
     for process in processes:
@@ -70,9 +71,11 @@ def in_turn(calls: Mapping[Any, tuple[Any, ...]]) -> dict[Any, Any]:
     return found
 
 
-def _server() -> mp.context.ForkServerContext:
+def forking() -> mp.context.ForkServerContext:
+    """What starts processes off the server, which then runs: whoever preloads something else is too late."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
     return context
 
 
@@ -86,7 +89,7 @@ def run_script(folder: Path, text: str, *arguments: object, environ: Mapping[str
     Raises AssertionError with what it has written to stderr if it fails.
     """
     words = [str(folder / "script.py"), *map(str, arguments)]
-    process = _server().Process(target=_run, args=(folder, text, words, {**os.environ, **(environ or {})}))
+    process = forking().Process(target=_run, args=(folder, text, words, {**os.environ, **(environ or {})}))
     process.start()
     process.join(2 * TIMEOUT)
     process.kill()
@@ -142,7 +145,7 @@ def python_that_runs(body: Callable[[list[str]], object], folder: Path) -> Itera
     place, program = folder / "server", folder / "python"
     program.write_text(CLIENT.format(python=sys.executable, place=str(place)))
     program.chmod(0o755)
-    server = _server().Process(target=_serve, args=(body, place), daemon=True)
+    server = forking().Process(target=_serve, args=(body, place), daemon=True)
     server.start()
     while not place.exists() and server.is_alive():
         time.sleep(0.02)
