@@ -403,7 +403,7 @@ Adagrad makes its states when it is built: plain torch raises a KeyError for a g
 """
 
 
-@pytest.mark.sampled(of=8)
+@pytest.mark.sampled(of=12)
 @pytest.mark.parametrize(
     ("name", "check"), [pair for pair in itertools.product(COVERED, CHECKS) if pair not in LEFT_OUT]
 )

@@ -69,7 +69,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     [*((m, "full") for m in EVERY), (Factored, "plus"), (Came, "split433"), (Factored, "stochastic")],
 )
 def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
-    assert backends_agree(2, make, strategy, SHAPES)
+    assert backends_agree(2, make, strategy, SHAPES[::2])
 
 
 @pytest.mark.sampled(of=2)

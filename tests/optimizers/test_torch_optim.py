@@ -153,7 +153,7 @@ def twelve_steps(case: Case, strategy: str) -> Runs:
     return Runs(theta.double(), exact.detach(), {strategy: exact_value(optimizer, p).double()}, {})
 
 
-@pytest.mark.sampled(of=2, each=False)  # of one class, and under both strategies, they share their operations
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("name", CASES)
 def test_in_fp32_it_is_the_same_optimizer(name: str) -> None:
     """A step rounds the parameter by 2**-24 of itself and the update by at most ten times that."""
