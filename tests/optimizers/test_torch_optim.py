@@ -95,14 +95,6 @@ def test_lbfgs_is_refused_in_its_first_step_which_changes_nothing(strategy: Stra
     assert optimizer.state[p].keys() <= {"param_lo"}
 
 
-@pytest.mark.parametrize("name", AT_COMPILE)
-@pytest.mark.parametrize("strategy", ["light", {"*": "fp32", "param": "bf16+fp32"}])
-def test_no_strategy_makes_a_refused_update_work(strategy: StrategyLike, name: str) -> None:
-    optimizer = REFUSED[name].make(torch_cases.parameter(torch_cases.weights(SHAPE), torch.bfloat16))
-    with pytest.raises(UnsupportedUpdate, match=REFUSED[name].message):
-        collage_neuron.compile(optimizer, strategy=strategy)
-
-
 # --- the rewritten graphs ------------------------------------------------------------------------------------------
 
 

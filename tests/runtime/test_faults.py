@@ -21,7 +21,6 @@ from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.native.backend import BACKEND
 from collage_neuron.passes.backends.reference import ReferenceUpdate
-from collage_neuron.passes.backends.xla.hlo import Shape
 from collage_neuron.passes.backends.xla.lower import write_hlo
 from collage_neuron.runtime import nonfinite, step_plan
 from collage_neuron.states.format_record import record_of
@@ -501,23 +500,6 @@ def test_the_reference_backend_cuts_large_tensors_into_pieces_that_cover_them(
     ends = [offset + size for offset, size in pieces]
     assert [offset for offset, _ in pieces] == [0, *ends[:-1]]
     assert ends[-1] == torch.Size(shape).numel() > 2**31
-
-
-def varints(data: bytes) -> list[int]:
-    """Protocol buffers' own integers, seven bits a byte."""
-    found, value, shift = [], 0, 0
-    for byte in data:
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if not byte & 0x80:
-            found.append(value)
-            value = shift = 0
-    return found
-
-
-def test_hlo_shapes_hold_64_bit_dimensions() -> None:
-    encoded = Shape("bf16", (MANY, 2**40)).encode()
-    assert {MANY, 2**40} <= set(varints(encoded))
 
 
 def test_xla_reads_a_program_over_more_elements_than_32_bits_count(xla: torch.device) -> None:

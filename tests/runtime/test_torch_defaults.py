@@ -115,10 +115,6 @@ def test_the_default_dtype_is_restored_after_the_last_of_two_steps_at_once() -> 
     assert torch.get_default_dtype() is torch.bfloat16
 
 
-def test_nothing_is_done_where_nothing_is_set() -> None:
-    assert plain_defaults() is plain_defaults()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gradient_without_memory_is_zero(backend: str) -> None:
     zero: Any = torch
