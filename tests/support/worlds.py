@@ -129,10 +129,10 @@ def _ended(program: Callable[[], object]) -> int:
     return status
 
 
-CLIENT = """#!{python} -SE
+CLIENT = """
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-    server.connect({place!r})
+    server.connect(sys.argv.pop(1))
     told = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)])
     socket.send_fds(server, [told.encode()], [0, 1, 2])
     sys.exit(server.recv(1)[0])
@@ -142,8 +142,9 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
 @contextmanager
 def python_that_runs(body: Callable[[list[str]], object], folder: Path) -> Iterator[Path]:
     """A program for scripts to start as Python: `body(arguments)` runs in a process that has imported its module."""
-    place, program = folder / "server", folder / "python"
-    program.write_text(CLIENT.format(python=sys.executable, place=str(place)))
+    place, client, program = folder / "server", folder / "client.py", folder / "python"
+    client.write_text(CLIENT)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -SE "{client}" "{place}" "$@"\n')
     program.chmod(0o755)
     server = forking().Process(target=_serve, args=(body, place), daemon=True)
     server.start()
