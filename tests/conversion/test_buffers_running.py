@@ -102,7 +102,7 @@ def test_a_resnet_trains_on_xla(xla: torch.device) -> None:
     model, optimizer = compiled(resnet().to(xla))
     twin, its = compiled(resnet())
     norm, other = model[0][1], twin[0][1]
-    for i in range(3):
+    for i in range(2):
         for m, o, x in ((model, optimizer, images(i).to(xla)), (twin, its, images(i))):
             o.zero_grad()
             loss_of(m(x.bfloat16())).backward()
@@ -136,7 +136,7 @@ def test_a_frozen_batch_norm_becomes_bf16_and_is_named() -> None:
     loss_of(model(torch.ones(3, 2).bfloat16())).backward()
 
 
-@pytest.mark.sampled(of=3)
+@pytest.mark.sampled(of=3, each=False)  # what is fp32 is stored as under each strategy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fp32_norms_among_bf16_layers_step_are_saved_copied_measured_and_explained(strategy: str) -> None:
     def run(steps: range, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -40,6 +40,7 @@ def test_the_trajectory_is_that_of_the_optimizer_in_float64(name: str, strategy:
     assert_near(optimizer, params, oracle, moved)
 
 
+@pytest.mark.sampled(of=4, each=False)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_pure_bf16_is_not_within_the_bound_of_plus(name: str) -> None:
     """The bound can be missed."""

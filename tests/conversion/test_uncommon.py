@@ -307,22 +307,6 @@ def test_layouts(layout: str, dtype: torch.dtype, strategy: str) -> None:
     assert_same(loaded, optimizers[1])
 
 
-@pytest.mark.parametrize("strategy", ["plus", "fp32", "stochastic"])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_empty_parameters(dtype: torch.dtype, strategy: str) -> None:
-    """A parameter without elements has states without elements, and loads."""
-    params = [nn.Parameter(torch.empty(0, 3, dtype=dtype)), nn.Parameter(torch.ones(3, dtype=dtype))]
-    optimizer = collage_neuron.compile(AdamW(params), strategy=strategy, nonfinite="skip")
-    follow(optimizer, range(2))
-    other = copy.deepcopy(optimizer)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    follow(optimizer, range(2, 4))
-    follow(other, range(2, 4))
-    assert_same(optimizer, other)
-    assert params[0].shape == (0, 3)
-    assert params[0].dtype == BF16
-
-
 def test_parameters_without_gradient() -> None:
     """A frozen parameter is split too, stays as it is to the last bit, and trains once it is thawed."""
     model = nn.Linear(2, 2)

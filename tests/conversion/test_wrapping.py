@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,22 @@ def test_hooks_of_an_unknown_wrapper_on_fp32_parameters_are_rejected(found: Foun
     assert "or delete that loss (del loss)" in messages[1]
 
 
-@pytest.mark.parametrize(("library", "needs"), [("accelerate", "accelerate"), ("fabric", "lightning")])
+LIBRARIES = {"accelerate": "accelerate", "fabric": "lightning"}
+
+
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process found of the libraries that are installed."""
+    calls = {name: (prepared.every_form, name) for name, needs in LIBRARIES.items() if find_spec(needs)}
+    return run_world(2, tmp_path_factory.mktemp("world"), in_turn, calls)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_after_a_library_has_wrapped_gradients_are_reduced_in_every_form(
-    library: str, needs: str, tmp_path: Path
+    library: str, wrapped: list[dict[str, Any]]
 ) -> None:
-    pytest.importorskip(needs)
-    (first, said), (second, _) = run_world(2, tmp_path, prepared.every_form, library)
+    pytest.importorskip(LIBRARIES[library])
+    (first, said), (second, _) = (own[library] for own in wrapped)
     for form in first.keys() - {"by hand"}:
         assert (form, different(first[form], second[form])) == (form, [])
         assert (form, different(first[form], first["by hand"])) == (form, [])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sharded_runs as runs
 from models import REPRESENTATIVE
+from sampling import part
 from sharded_runs import different
 from worlds import in_turn, run_world
 
@@ -17,11 +18,10 @@ from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.rounding import digits
 
 RESHARDINGS: dict[str, tuple[list[tuple[int, str]], list[str], bool]] = {
-    "2, 4, 1": ([(2, "fsdp"), (4, "fsdp"), (1, "plain")], REPRESENTATIVE, False),
-    "1, 4, 2, flat": ([(1, "plain"), (4, "fsdp"), (2, "fsdp")], ["full", "fp32"], True),
-    "2, 2 (FSDP2, model alone)": ([(2, "fsdp_model"), (2, "fsdp_model")], ["full", "light"], False),
-    "2, 2 (DDP)": ([(2, "ddp"), (2, "ddp")], ["full", "fp32", "stochastic", "split311"], False),
-    "4, 2 (DDP to FSDP2), flat": ([(4, "ddp"), (2, "fsdp")], ["full"], True),
+    "2, 4, 1": ([(2, "fsdp"), (4, "fsdp"), (1, "plain")], part(REPRESENTATIVE, 2), False),
+    "2, 1, 2 (DDP to FSDP2), flat": ([(2, "ddp"), (1, "plain"), (2, "fsdp")], ["full", "fp32"], True),
+    "2, 2 (FSDP2, model alone)": ([(2, "fsdp_model"), (2, "fsdp_model")], ["light"], False),
+    "2, 2 (DDP)": ([(2, "ddp"), (2, "ddp")], ["full", "stochastic", "split311"], False),
 }
 """Legs, each (processes, kind) with an equal part of the steps; strategies; whether the optimizer's state is flat."""
 
@@ -50,14 +50,14 @@ def _calls(folder: Path) -> dict[str, list[tuple[Any, ...]]]:
     """The legs of each call: processes, function and its arguments."""
     calls: dict[str, list[tuple[Any, ...]]] = {
         "refusals": [(2, runs.refusals, "plus")],
-        "zero": [(2, runs.zero, [s for s in REPRESENTATIVE if s != "fp32"])],
+        "zero": [(2, runs.zero, part((s for s in REPRESENTATIVE if s != "fp32"), 3))],
         "cut": [(size, runs.cut, BLOCKS, folder / "cut", size == 2) for size in (2, 1)],
         **{f"consolidated {s}": [(2, runs.consolidated, s)] for s in OTHERS},
     }
     for case, (legs, strategies, flat) in RESHARDINGS.items():
-        part = runs.STEPS // len(legs)
+        length = runs.STEPS // len(legs)
         calls[case] = [
-            (size, runs.leg, kind, strategies, range(i * part, (i + 1) * part), folder / case, flat)
+            (size, runs.leg, kind, strategies, range(i * length, (i + 1) * length), folder / case, flat)
             for i, (size, kind) in enumerate(legs)
         ]
     return calls

@@ -8,7 +8,7 @@ import pytest
 import sharded_runs as runs
 import torch
 from models import REPRESENTATIVE
-from sampling import part
+from sampling import WHOLE, part
 from sharded_runs import different
 from worlds import in_turn, run_world
 
@@ -23,16 +23,13 @@ def unsharded() -> dict[str, runs.Whole]:
 
 
 CASES = [(kind, "full") for kind in runs.KINDS if kind != "plain"]
-CASES += [(kind, strategy) for kind in ("ddp", "fsdp") for strategy in REPRESENTATIVE if strategy != "full"]
+for i, strategy in enumerate(s for s in REPRESENTATIVE if s != "full"):
+    CASES += [(kind, strategy) for kind in (("ddp", "fsdp") if WHOLE else (("ddp", "fsdp")[i % 2],))]
 """Every order of compiling and sharding, and every format: on four processes a part of them."""
-TRAJECTORIES = {2: CASES, 4: part(CASES, 3, "of four")}
+TRAJECTORIES = {2: CASES, 4: part(CASES, 4, "of four")}
 
-CALLS: dict[str, tuple[Any, ...]] = {
-    **{f"{kind} beside a twin": (runs.beside_a_twin, kind, "full") for kind in ("ddp", "fsdp")},
-    "tensor parallel": (runs.tensor_parallel, "full"),
-    **{f"{kind}, {s}": (runs.placement, kind, s) for kind, s in (("fsdp", "full"), ("fsdp", "bf16"), ("ddp", "full"))},
-}
 OF_TWO: dict[str, tuple[Any, ...]] = {
+    **{f"{kind} beside a twin": (runs.beside_a_twin, kind, "full") for kind in ("ddp", "fsdp")},
     "trajectories": (runs.trajectories, TRAJECTORIES[2]),
     "replicas": (runs.replicas, [0, 1], False),
     "replicas, model alone": (runs.replicas, [0, 1], True),
@@ -41,6 +38,8 @@ OF_TWO: dict[str, tuple[Any, ...]] = {
     "unsharded values": (runs.unsharded_values,),
 }
 OF_FOUR: dict[str, tuple[Any, ...]] = {
+    "tensor parallel": (runs.tensor_parallel, "full"),
+    **{f"{kind}, {s}": (runs.placement, kind, s) for kind, s in (("fsdp", "full"), ("fsdp", "bf16"), ("ddp", "full"))},
     "trajectories": (runs.trajectories, TRAJECTORIES[4]),
     "mesh": (runs.trajectory_on_mesh, "full"),
 }
@@ -51,8 +50,8 @@ Found = dict[int, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each process found, by the number of processes: one world for all tests."""
-    folder, more = tmp_path_factory.mktemp("worlds"), {2: OF_TWO, 4: OF_FOUR}
-    return {size: run_world(size, folder / str(size), in_turn, CALLS | more[size]) for size in SIZES}
+    folder, calls = tmp_path_factory.mktemp("worlds"), {2: OF_TWO, 4: OF_FOUR}
+    return {size: run_world(size, folder / str(size), in_turn, calls[size]) for size in SIZES}
 
 
 # --- the same bits as one process -------------------------------------------------------------------------------------
@@ -73,17 +72,15 @@ def test_replicas_of_shards_end_where_one_process_ends(unsharded: dict[str, runs
         assert different(own["mesh"], unsharded["full"]) == []
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_given_the_same_gradients_the_update_has_the_same_bits(kind: str, size: int, found: Found) -> None:
+def test_given_the_same_gradients_the_update_has_the_same_bits(kind: str, found: Found) -> None:
     """Processes that see batches of their own."""
-    assert [own[f"{kind} beside a twin"] for own in found[size]] == [[]] * size
+    assert [own[f"{kind} beside a twin"] for own in found[2]] == [[]] * 2
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_tensors_sharded_by_rows_or_columns_and_gradients_in_parts(size: int, found: Found) -> None:
+def test_tensors_sharded_by_rows_or_columns_and_gradients_in_parts(found: Found) -> None:
     expected: dict[str, list[str]] = {name: [] for name in runs.PLACEMENTS}
-    assert [own["tensor parallel"] for own in found[size]] == [expected] * size
+    assert [own["tensor parallel"] for own in found[4]] == [expected] * 4
 
 
 @pytest.mark.parametrize("name", ["replicas", "replicas, model alone"])
@@ -115,10 +112,9 @@ def test_fp32_values_that_are_not_sharded_as_the_parameters_are_refused(found: F
 # --- what is sent, and what lies where --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_under_fsdp_only_high_words_and_gradients_travel(size: int, found: Found) -> None:
+def test_under_fsdp_only_high_words_and_gradients_travel(found: Found) -> None:
     """As many bytes as pure bf16 training sends, all of them bf16, and none in the update."""
-    for own in found[size]:
+    for own in found[4]:
         sent, expected = own["fsdp, full"], own["fsdp, bf16"]
         assert sent["update"] == {}
         assert sent["gradients"] == expected["gradients"]
@@ -126,9 +122,8 @@ def test_under_fsdp_only_high_words_and_gradients_travel(size: int, found: Found
         assert {operation for operation, _ in sent["gradients"]} == {"allgather_base", "reduce_scatter_base"}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_under_fsdp_low_words_stay_with_their_shard(size: int, found: Found) -> None:
-    placed = [own["fsdp, full"] for own in found[size]]
+def test_under_fsdp_low_words_stay_with_their_shard(found: Found) -> None:
+    placed = [own["fsdp, full"] for own in found[4]]
     assert sum(f["elements"] for f in placed) == ELEMENTS
     assert min(min(f["rows"]) for f in placed) == 0  # some hold nothing of a parameter
     for f in placed:
@@ -137,8 +132,7 @@ def test_under_fsdp_low_words_stay_with_their_shard(size: int, found: Found) -> 
         assert f["bytes of states"] == 5 * 2 * f["elements"]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_under_ddp_only_gradients_travel(size: int, found: Found) -> None:
-    for own in found[size]:
+def test_under_ddp_only_gradients_travel(found: Found) -> None:
+    for own in found[4]:
         assert own["ddp, full"]["update"] == {}
         assert own["ddp, full"]["gradients"] == {("allreduce", torch.bfloat16): 2 * ELEMENTS}

@@ -173,7 +173,7 @@ def draws(strategy: str) -> bool:
     return any(format_named(name).draw for name in (s.param, s.state, s.slow))
 
 
-@pytest.mark.sampled(of=2)
+@pytest.mark.sampled(of=3, each=False)  # formats of words are of no concern to torch_xla's class
 @pytest.mark.parametrize(("size", "strategy"), CASES)
 def test_shards_end_with_the_bits_of_one_process_and_only_high_words_travel(
     size: int, strategy: str, monkeypatch: pytest.MonkeyPatch
@@ -221,6 +221,7 @@ def shards_alone(strategy: str, rank: int) -> list[dict[str, torch.Tensor]]:
     return [{k: bits(v) for k, v in {"param": p, **optimizer.state[p]}.items()} for p in params]
 
 
+@pytest.mark.sampled(of=3, each=False)
 @pytest.mark.parametrize("strategy", ["split422", "split311"])
 def test_ranks_that_cut_rows_have_blocks_of_their_own(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shard has the bits of a parameter of its shape, padding included, and resumes from a checkpoint."""
@@ -235,6 +236,7 @@ def test_ranks_that_cut_rows_have_blocks_of_their_own(strategy: str, monkeypatch
             assert different({k: bits(v) for k, v in {"param": p, **base.state[p]}.items()}, expected) == []
 
 
+@pytest.mark.sampled(of=3, each=False)
 @pytest.mark.parametrize("strategy", ["bf16", "plus", "full", "fp32"])
 def test_two_ranks_go_on_from_their_states_bit_for_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = unsharded(strategy)

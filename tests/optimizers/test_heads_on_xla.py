@@ -25,7 +25,7 @@ SHAPES = ((6, 10), (2, 6, 130))
 CASES = [*((make, "split433") for make in ALL), (Mini, "plus"), (Flat, "stochastic"), (Moments, "full")]
 
 
-@pytest.mark.sampled(of=2)
+@pytest.mark.sampled(of=3, each=False)  # XLA compiles for seconds what test_heads.py has whole
 @pytest.mark.parametrize(("make", "strategy"), CASES)
 def test_steps_have_the_bits_and_the_shapes_of_the_reference(xla: torch.device, make: Any, strategy: str) -> None:
     shapes = (*SHAPES, (40, 1)) if make is Vectors else SHAPES  # heads of ten elements, of which each row has one
@@ -41,6 +41,7 @@ def test_steps_have_the_bits_and_the_shapes_of_the_reference(xla: torch.device, 
         assert torch.equal(p.grad.cpu().nan_to_num(7), q.grad.nan_to_num(7))
 
 
+@pytest.mark.sampled(of=3, each=False)
 @pytest.mark.parametrize(("make", "strategy"), [(Mini, "full"), (Fused, "split433"), (Novograd, "full")])
 def test_a_checkpoint_goes_from_one_device_to_the_other_and_resumes(
     xla: torch.device, make: Any, strategy: str

@@ -42,10 +42,14 @@ def test_at_least_fifteen_are_right() -> None:
     assert all(measured.best(record)[0] in measured.CANDIDATES for record in RECORDS.values())
 
 
+def test_every_one_is_nearer_than_bf16() -> None:
+    assert [name for name, record in RECORDS.items() if record["full"][0] >= record["bf16"][0] / 10] == []
+
+
+@pytest.mark.sampled(of=3, each=False)  # beside "split433", `test_each_runs_as_the_page_says` has each
 @pytest.mark.parametrize("name", CASES)
-def test_every_one_is_nearer_than_bf16_and_has_as_many_bytes_as_the_page_says(name: str) -> None:
+def test_every_one_has_as_many_bytes_as_the_page_says(name: str) -> None:
     record = RECORDS[name]
-    assert record["full"][0] < record["bf16"][0] / 10
     optimizer, _ = trained(CASES[name], torch.bfloat16, 2, "split433")
     assert abs(collage_neuron.bytes_per_parameter(optimizer) - record["split433"][1]) < 0.05
 

@@ -59,7 +59,6 @@ def optimizers(name: str) -> dict[str, type[torch.optim.Optimizer]]:
     return found
 
 
-@cache
 def outcome(package_name: str, name: str, strategy: str, arithmetic: str) -> Agreement | str:
     """The agreement, or why there is none: it is not compiled, or no bound follows from what is known of it."""
     cls = optimizers(package_name)[name]
@@ -74,29 +73,26 @@ WITHOUT_FP64 = {"Adahessian", "AdaHessian", "SophiaH", "FAdam"}
 
 
 def tried(name: str) -> list[str]:
-    """Every second one, whose updates share their operations with the others': random ones are in test_random.py."""
-    return part([o for o in optimizers(name) if o not in WITHOUT_FP64], 2)
+    """Every fourth one, whose updates share their operations with the others': random ones are in test_random.py."""
+    return part([o for o in optimizers(name) if o not in WITHOUT_FP64], 4)
 
 
 @pytest.mark.parametrize("name", COVERED)
 def test_each_of_the_table_agrees(name: str) -> None:
-    """In fp32 arithmetic with `plus`; `compare` holds every element to its bound."""
+    """In fp32 arithmetic with `plus`; `compare` holds every element to its bound.
+
+    None has more than three graphs in six steps: a fill value or a bound that changes is a number, not another graph.
+    """
     outcomes = {o: outcome(name, o, "plus", "fp32") for o in tried(name)}
-    found = {o for o, agreement in outcomes.items() if isinstance(agreement, Agreement)}
-    assert found == outcomes.keys() & COVERED[name].split()
-
-
-@pytest.mark.parametrize("name", COVERED)
-def test_none_has_more_than_three_graphs(name: str) -> None:
-    """In six steps: a fill value or a bound that changes with the step is a number, not another graph."""
-    found = [outcome(name, o, "plus", "fp32") for o in tried(name) if o in COVERED[name].split()]
-    assert all(isinstance(f, Agreement) and f.graphs <= 3 for f in found)
+    found = {o: agreement.graphs for o, agreement in outcomes.items() if isinstance(agreement, Agreement)}
+    assert found.keys() == outcomes.keys() & COVERED[name].split()
+    assert max(found.values(), default=0) <= 3
 
 
 @pytest.mark.parametrize("name", COVERED)
 def test_each_agrees_in_the_papers_arithmetic_too(name: str) -> None:
     """But those in stages: arithmetic="bf16" defines no sums."""
-    outcomes = {o: outcome(name, o, "full", "bf16") for o in part(COVERED[name].split(), 4)}
+    outcomes = {o: outcome(name, o, "full", "bf16") for o in part(COVERED[name].split(), 8)}
     for found in outcomes.values():
         if isinstance(found, str):
             assert "which arithmetic='bf16' does not define" in found

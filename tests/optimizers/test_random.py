@@ -31,7 +31,7 @@ COUNT = 200 if WHOLE else 100
 EVERY = 1 if WHOLE else 2
 """Of the programs that can be rewritten so many are left out: every second one is run."""
 ON_XLA = 4 if WHOLE else 10  # each tenth
-STEPS = 4
+STEPS = 3
 
 SETTINGS = [
     ("full", "fp32"), ("plus", "fp32"), ("light", "fp32"), ("fp32", "fp32"), ("fp32_states", "fp32"), ("bf16", "fp32"),

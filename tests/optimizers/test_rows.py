@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import as_written
@@ -25,7 +25,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 
 BACKENDS = ("reference", "native")
-SHAPES = ((40, 40), (24, 70), (130, 33), (1, 48), (48, 1), (3, 5, 37), (2, 3, 4, 36), (17,), (0, 36), (36, 0))
+SHAPES = ((40, 40), (130, 33), (1, 48), (48, 1), (3, 5, 37), (17,), (0, 36), (36, 0))
 LONG = ((130, 260), (3, 66, 33), (32, 32), (1, 129), (65, 64))
 """Rows that machine code takes."""
 LARGE = ((150, 300), (3, 70, 40))
@@ -46,15 +46,15 @@ def compiled(
 @pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("make", EVERY)
 def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
-    """Within 2**-18 of a step, ten steps long: some thirty roundings of 2**-24, of which few add up."""
+    """Within 2**-18 of a step, six steps long: some thirty roundings of 2**-24, of which few add up."""
     shapes = [s for s in SHAPES if math.prod(s)]
     optimizer, params = compiled(make, "fp32", shapes)
-    run(optimizer, 10)
+    run(optimizer, 6)
     assert not bookkeeping(optimizer).as_written
     exact = parameters(torch.float64, shapes)
     plain = make(exact)
-    run(plain, 10)
-    assert_near(optimizer, params, exact, parameters(torch.float64, shapes), 10)
+    run(plain, 6)
+    assert_near(optimizer, params, exact, parameters(torch.float64, shapes), 6)
     for p, q in zip(params, exact, strict=True):
         for name, value in optimizer.state[p].items():
             if name in bookkeeping(optimizer).small:
@@ -69,7 +69,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     [*((m, "full") for m in EVERY), (Factored, "plus"), (Came, "split433"), (Factored, "stochastic")],
 )
 def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
-    assert backends_agree(2, make, strategy, SHAPES)
+    assert backends_agree(2, make, strategy, SHAPES[::2])
 
 
 @pytest.mark.sampled(of=2)
@@ -112,15 +112,20 @@ def test_the_second_moment_of_one_row_or_column_is_that_of_its_elements(shape: t
     assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), exact, rtol=0, atol=2**-14)
 
 
+@cache
+def in_order() -> list[Tensor]:
+    return large(Came, LARGE, "reference")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_order_does_not_matter(backend: str, layout: str) -> None:
-    assert equal(large(Came, LARGE, backend, LAYOUTS[layout]), large(Came, LARGE, "reference"))
+    assert equal(large(Came, LARGE, backend, LAYOUTS[layout]), in_order())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_and_pieces_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, three = with_threads(partial(large, Came, LARGE, backend))
+    one, three = in_order(), with_threads(partial(large, Came, LARGE, backend), 3)
     monkeypatch.setattr("collage_neuron.passes.backends.reference.CHUNK", 1 << 10)
     monkeypatch.setattr(REFERENCE, "_lowered", {})
     assert equal(one, three)

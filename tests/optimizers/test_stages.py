@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -65,18 +65,23 @@ def test_parameters_of_all_shapes_are_as_near_to_fp32_as_roundings_are(make: Any
     ("make", "strategy"), [*((make, "full") for make in ALL), (Lamb, "split311"), (Lars, "stochastic")]
 )
 def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
-    assert backends_agree(4, make, strategy)
+    assert backends_agree(3, make, strategy)
+
+
+@cache
+def in_order() -> list[Tensor]:
+    return large(Lamb, LARGE, "reference")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_order_does_not_matter(backend: str, layout: str) -> None:
-    assert equal(large(Lamb, LARGE, backend, LAYOUTS[layout]), large(Lamb, LARGE, "reference"))
+    assert equal(large(Lamb, LARGE, backend, LAYOUTS[layout]), in_order())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_do_not_matter(backend: str) -> None:
-    assert equal(*with_threads(partial(large, Lamb, LARGE, backend)))
+    assert equal(with_threads(partial(large, Lamb, LARGE, backend), 3), in_order())
 
 
 def test_each_parameter_has_numbers_of_its_own() -> None:

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Any, str, Shapes]] = {
 }
 
 
+@pytest.mark.sampled(of=3, each=False)  # XLA compiles for seconds what test_stages.py and test_rows.py have whole
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_have_the_bits_of_the_reference(xla: torch.device, case: str) -> None:
     check_ten_steps(xla, *CASES[case])
@@ -55,6 +56,7 @@ def test_with_the_numbers_of_the_host_so_has_one_that_reads_some(
     check_ten_steps(xla, Adafactor, "full", ((33, 65), (17,)))
 
 
+@pytest.mark.sampled(of=2, each=False)
 @pytest.mark.parametrize("make", [Between, Adafactor])
 def test_numbers_of_the_device_are_those_of_the_host_but_for_roundings(xla: torch.device, make: Any) -> None:
     ours, theirs = (compiled(make, ((33, 65), (17,)), d, strategy="full", backend=b) for d, b in both(xla))
@@ -139,6 +141,7 @@ def test_groups_missing_gradients_skipped_steps_and_a_monitor(xla: torch.device)
     assert differing(found[0][0], found[1][0]) == []
 
 
+@pytest.mark.sampled(of=2, each=False)
 @pytest.mark.parametrize(
     ("make", "strategy", "shapes"),
     [

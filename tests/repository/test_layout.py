@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -45,12 +46,14 @@ def place(name: str) -> str:
     return name.removeprefix(f"{PACKAGE}.")
 
 
+@cache
 def part(name: str) -> str:
     """The part of the package that a module belongs to, as RANKS has it; '' for the package itself."""
     known = [p for rank in RANKS for p in rank if place(name) == p or place(name).startswith(f"{p}.")]
     return max(known, key=len, default="")
 
 
+@cache
 def rank(name: str) -> int:
     if place(name) in (PACKAGE, "__main__"):
         return len(RANKS)
@@ -98,9 +101,8 @@ def by_name(found: Mapping[str, Module]) -> Iterator[str]:
     """Imports that no other rule here would see."""
     for name, module in found.items():
         for node in ast.walk(module.tree) if place(name) not in BY_NAME else ():
-            if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).endswith(
-                ("import_module", "__import__")
-            ):
+            last = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            if isinstance(node, ast.expr) and last in ("import_module", "__import__"):
                 yield f"{name}:{node.lineno} imports a module by its name"
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import choice
 import pytest
 import runs
+import step_time
 import tables
 from built import build
 from contenders import COPY, FUSED, Contender
 from report import Spread
 from workloads import one_tensor
+from worlds import forking
 
 from collage_neuron.numerics.strategies import BY_ACCURACY, DEFAULT, bytes_with_adam
 
@@ -97,12 +97,12 @@ def test_bytes_of_a_contender(contender: Contender, kept: int, traffic: int, mon
     assert (built.kernel.seconds > 0) == contender.is_compiled
 
 
-def test_one_small_run(tmp_path: Path) -> None:
+def test_one_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Processes of their own, a round, and the file that the tables are made of."""
+    forking()
     size = ["--workload", "one", "--size", "1000", "--rounds", "2", "--threads", "1"]
     what = ["--only", f"^{DEFAULT}, reference", "--json", str(tmp_path / "run.json")]
-    command = [sys.executable, "step_time.py", *size, *what]
-    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True)
+    step_time.main([*size, *what])
     (block,) = runs.blocks(json.loads((tmp_path / "run.json").read_text()))
     assert block.title == "one tensor, 1 thread"
     assert [r.name for r in block.rows] == ["memory copy", "torch AdamW fp32, fused", f"{DEFAULT}, reference"]
@@ -111,4 +111,4 @@ def test_one_small_run(tmp_path: Path) -> None:
     assert own.to_fused
     assert own.kernel
     assert 0 < own.kernel.median < own.to_fused.median
-    assert f"{DEFAULT}, reference" in done.stdout
+    assert f"{DEFAULT}, reference" in capsys.readouterr().out

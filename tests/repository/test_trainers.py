@@ -223,6 +223,7 @@ warnings.simplefilter("default")  # accelerate calls what torch_xla calls by ano
 os.environ["USE_TORCH_XLA"] = "1"
 sys.path.insert(0, sys.argv[1])
 import torch
+import torch_xla
 import accelerate_loop as loop
 import collage_neuron
 
@@ -241,9 +242,10 @@ batch = {k: v[None].to(accelerator.device) for k, v in loop.Bytes()[0].items()}
 accelerator.backward(model(**batch))
 prepared.step()
 assert set(saved) == set(range(len(before))) == set(prepared.state_dict()["state"])
-for p, x in zip(model.parameters(), originals):
-    value = collage_neuron.exact_value(optimizer, p).cpu()
-    assert ((value - x).abs() <= 2**-17 * x.abs()).all()
+values = [collage_neuron.exact_value(optimizer, p) for p in model.parameters()]
+torch_xla.sync()  # one program for all: each alone would be compiled
+for value, x in zip(values, originals, strict=True):
+    assert ((value.cpu() - x).abs() <= 2**-17 * x.abs()).all()
 """
 
 

@@ -10,11 +10,11 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from sampling import WHOLE
+from worlds import python_that_runs
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -26,14 +26,11 @@ PROBE = "--only rounding_stochastic"
 """A group of questions, in a process of its own; all others are asked in test_device_probe.py."""
 
 
-def played(folder: Path, dialect: str) -> dict[str, str]:
+def played(folder: Path, dialect: str, python: Path) -> dict[str, str]:
     """The environment of a machine with a core, its plug-in, and an NKI of this dialect."""
     (folder / "neuron0").touch()
     (folder / "libneuronxla").mkdir()
     (folder / "libneuronxla" / "__init__.py").touch()
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SUPPORT / "played_trn1.py"}" "$@"\n')
-    python.chmod(0o755)
     path = os.pathsep.join(map(str, (folder, SUPPORT, ROOT)))
     own = {
         "PYTHON": python, "PLAYED_PYTHON": python, "PLAYED_DIALECT": dialect, "PYTHONPATH": path, "PROBE": PROBE,
@@ -49,8 +46,12 @@ def test_it_runs_to_its_end(dialect: str, tmp_path: Path) -> None:
     """The first steps are validated on drawn values, as on each lazy device: there a kernel that differs raises."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{', '.join(missing)} not installed")
+    import played_trn1
+
     command = [str(ROOT / "examples" / "trn1_pretrain.sh"), *SMALL]
-    done = subprocess.run(command, env=played(tmp_path, dialect), capture_output=True, text=True, check=False)
+    with python_that_runs(played_trn1.run, tmp_path) as python:
+        env = played(tmp_path, dialect, python)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     for line in ("== doctor", "== probe", "== pretrain", "== done"):

@@ -21,8 +21,6 @@ from torch.optim import optimizer as torch_optimizer
 
 import collage_neuron
 from collage_neuron import exact_value, skipped_steps
-from collage_neuron.conversion import convert, pending_optimizer
-from collage_neuron.optimizer import pending_models
 from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import ATTRIBUTE
 
@@ -277,17 +275,6 @@ def test_no_hook_of_the_process_is_registered(form: str) -> None:
     before = [list(hooks.values()) for hooks in HOOKS_OF_ALL]
     stepped(ORDINARY[form])
     assert [list(hooks.values()) for hooks in HOOKS_OF_ALL] == before
-
-
-@pytest.mark.parametrize("form", ORDINARY)
-def test_nothing_waits_for_a_first_step_where_the_optimizer_is_at_hand(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convert, "restore_low_words", lambda *_: pytest.fail("went through the deferred path"))
-    monkeypatch.setattr(pending_optimizer, "Pending", lambda *_: pytest.fail("a model waits"))
-    models = dict(pending_models.models)
-    stepped(ORDINARY[form])
-    assert dict(pending_models.models) == models
 
 
 def test_a_copy_of_a_compiled_optimizer_is_stepped_by_its_class_before_it_was_compiled() -> None:

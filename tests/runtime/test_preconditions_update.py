@@ -39,13 +39,6 @@ def test_the_forms_without_an_optimizer_refuse_it_at_the_first_step(name: str, f
     step_is_refused(optimizer, UnsupportedUpdate, message)
 
 
-def test_a_model_whose_optimizer_is_refused_stays_fp32() -> None:
-    model = nn.Linear(8, 8, bias=False)
-    with pytest.raises(UnsupportedUpdate):
-        collage_neuron.compile(model, Acts(model.parameters(), UNSUPPORTED["norm"][0]))
-    assert model.weight.dtype == torch.float32
-
-
 TORCH: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "Muon": (
         Muon,

@@ -75,7 +75,7 @@ def test_a_step_takes_no_notice(backend: str, setting: Callable[[], None], first
 
 
 RUNS = Path(__file__).parents[1] / "support" / "surrounded_runs.py"
-FIRST = ("bfloat16", "float16", "float64", "meta", "autocast")
+FIRST = ("bfloat16", "float64", "meta", "autocast")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_setting_that_comes_first_in_a_process_changes_no_bit(setting: str, ru
 
 def test_a_default_dtype_that_comes_first_changes_no_bit_on_xla(runs: dict[str, set[str]]) -> None:
     pytest.importorskip("torch_xla")
-    assert len(runs["xla none"]) >= 4
+    assert len(runs["xla none"]) == 2
     assert runs["xla bfloat16"] == runs["xla none"]
 
 
@@ -113,10 +113,6 @@ def test_the_default_dtype_is_restored_after_the_last_of_two_steps_at_once() -> 
             other_thread.enter_context(plain_defaults())
         assert torch.get_default_dtype() is torch.float32
     assert torch.get_default_dtype() is torch.bfloat16
-
-
-def test_nothing_is_done_where_nothing_is_set() -> None:
-    assert plain_defaults() is plain_defaults()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

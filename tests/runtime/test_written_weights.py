@@ -87,6 +87,7 @@ def swapped_as_vectors(model: nn.Module) -> None:
 CAME_AND_WENT = [copied, perturbed_and_restored, swapped, swapped_by_data, swapped_as_vectors]
 
 
+@pytest.mark.sampled(of=8)
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("write", CAME_AND_WENT)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -131,6 +132,7 @@ LOADS: dict[str, Callable[..., object]] = {
 }
 
 
+@pytest.mark.sampled(of=8)
 @pytest.mark.filterwarnings("ignore::collage_neuron.RoundedWeights")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", LOADS)
@@ -151,6 +153,7 @@ def test_low_words_of_weights_that_are_loaded_start_at_zero(
         assert torch.equal(value, torch.where(same, was, p.float()))
 
 
+@pytest.mark.sampled(of=8)
 @pytest.mark.parametrize("write", ["clamp", "mask", "copy", "scale"])
 @pytest.mark.parametrize("by_data", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -158,7 +158,7 @@ def _sync() -> None:
 
 
 def compare(
-    make: Make, strategy: StrategyLike, arithmetic: str = "fp32", device: str | torch.device = "cpu", steps: int = 12
+    make: Make, strategy: StrategyLike, arithmetic: str = "fp32", device: str | torch.device = "cpu", steps: int = 8
 ) -> Agreement:
     """Steps the optimizer and its compiled self side by side; AssertionError where they differ by more than rounding.
 

@@ -61,7 +61,7 @@ def _statements(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[t
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child, in_function, for_types
-        typed = for_types or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+        typed = for_types or (isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING")
         function = in_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         yield from _statements(child, function, typed)
 

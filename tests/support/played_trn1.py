@@ -50,9 +50,14 @@ def play() -> None:
         dialect.run = on_copies(dialect.run)  # type: ignore[attr-defined]
 
 
-if __name__ == "__main__":
+def run(arguments: list[str]) -> None:
+    """Runs what the command line of Python names, on a trn1."""
     stochastic = os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN") == "1"
     device = Device(overflow="infinity", stochastic=stochastic)
     with nki_standin.install(os.environ["PLAYED_DIALECT"], "trn1", device):
         play()
-        execute(sys.argv[1:])
+        execute(arguments)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

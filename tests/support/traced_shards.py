@@ -12,6 +12,7 @@ import foreign
 import torch
 import torch.distributed as dist
 from as_written import Muon, Written
+from sampling import part
 from sharded_runs import (
     Run,
     backward,
@@ -26,7 +27,7 @@ from sharded_runs import (
     train,
     whole,
 )
-from staged import Decaying, Lamb, Novograd, StableAdamW
+from staged import Lamb, Novograd, StableAdamW
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -40,8 +41,8 @@ from collage_neuron.trace.recorded_classes import TRACE
 
 Make = Callable[[Any], Optimizer]
 
-SHAPES = ((7, 6), (9,), (2, 3), (1, 5), (1,))
-"""The last ones leave the second process without elements, and the others are uneven."""
+SHAPES = ((7, 6), (9,), (2, 3), (1, 5))
+"""The last one leaves the second process without elements, and the others are uneven."""
 
 
 class Reading(Lamb):
@@ -105,11 +106,6 @@ class Sam(Written):
         closure()
         for p in params:
             p.sub_(self.state[p]["e"]).sub_(p.grad, alpha=0.1)
-
-
-def _clips(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """Clips each gradient by its norm."""
-    p.sub_(g * (1.0 / (g.norm() + 1e-6)).clamp(max=1.0), alpha=lr)
 
 
 def _looks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
@@ -180,28 +176,25 @@ class Holding(Stepping):
         self.of_gradients, self.held = of_gradients, dict[int, Any]()
 
 
-TRACED: dict[str, Make] = {
+ELEMENTWISE: dict[str, Make] = {
     "adamw_foreach": partial(AdamW, lr=1e-2, foreach=True),
     "adamw": partial(AdamW, lr=1e-2, foreach=False, amsgrad=True),
-    "adamw_fused": partial(AdamW, lr=1e-2, fused=True),
     "schedule_free": foreign.ScheduleFreeAdamW,
-    "lion": foreign.Lion,
-    "sized": Sized,
+    "adamw_fused": partial(AdamW, lr=1e-2, fused=True),
     "momentum": partial(Stepping, update=LAUNCHED["momentum"]),
+    "lion": foreign.Lion,
     "states_trade_places": partial(Stepping, update=LAUNCHED["states_trade_places"]),
 }
+TRACED = {"sized": Sized, **dict(part(ELEMENTWISE.items(), 3))}
 SUMMED: dict[str, Make] = {
     "lamb": Lamb,
     "stable_adamw": StableAdamW,
-    "clips": partial(Stepping, update=_clips),
     "adds_up_parts": partial(Stepping, update=_adds_up_parts),
-    "one_norm": OneNorm,
     "clips_all": Clipping,
 }
 """Those that add up elements, of parts, of parameters, or of all of them."""
 AS_WRITTEN: dict[str, Make] = {
     "novograd": Novograd,
-    "decaying": Decaying,
     "muon": Muon,
     "rows": ByRows,
     "reads": Reading,
@@ -390,12 +383,10 @@ def resumed(make: Callable[[Any], Optimizer], strategy: str, folder: Path, flat:
 def of_fsdp(folder: Path) -> dict[str, list[str]]:
     """What is wrong of each claim; nothing has to be."""
     found = {"Novograd trained": trained(Novograd, "fp32")}
-    found |= {f"{make.__name__} trained": trained(make, "fp32", 2**-20) for make in (Lamb, StableAdamW)}
+    found["sums"] = trained(Lamb, "fp32", 2**-20)
     found["launched"] = trained(foreign.Lion, "fp32", 2**-20)
-    found["in words"] = trained(Lamb, "split433", 2**-14)
-    found["lr, weight decay and two betas"] = trained(foreign.Lamb, "split433", 2**-14)
-    for make in (Lamb, foreign.Lion):
-        found |= {f"{make.__name__} measured": measured(make), f"{make.__name__} skipped": skipped(make)}
+    found["in words: lr, weight decay and two betas"] = trained(foreign.Lamb, "split433", 2**-14)
+    found |= {"measured": measured(Lamb), "skipped": skipped(foreign.Lion), "skipped sums": skipped(Lamb)}
     found["a closure"] = with_closure()
     for make, strategy, flat in RESUMED:
         name = f"{make.__name__} resumed, {strategy}"
@@ -404,7 +395,7 @@ def of_fsdp(folder: Path) -> dict[str, list[str]]:
 
 
 RESUMED: Sequence[tuple[Any, str, bool]] = (
-    (Lamb, "split433", False), (foreign.Lamb, "plus", True), (foreign.ScheduleFreeAdamW, "plus", False),
+    (Lamb, "split433", True), (foreign.ScheduleFreeAdamW, "plus", False),
 )  # fmt: skip
 """Optimizers, strategies, and whether the state is flattened; torch itself saves no partial DTensors (Novograd)."""
 
@@ -466,12 +457,10 @@ MESHES = ((Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(0)), (
 def of_meshes() -> dict[str, list[str]]:
     """The same in four processes, for replicas of shards, and shards in two dimensions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found = {f"Lamb, {how}": as_written(Lamb, how, mesh=mesh).different for how in MESHES}
-    found |= {
-        "Lamb": trained(Lamb, "fp32", 2**-20, mesh=mesh),
-        "Lion": trained(foreign.Lion, "fp32", 2**-20, mesh=mesh),
-    }
-    found["a process without a gradient"] = [*(lacking(mesh, how) for how in MESHES), lacking_in_part(mesh)]
+    meshes = part(MESHES, 2)
+    found = {f"Lamb, {how}": as_written(Lamb, how, mesh=mesh).different for how in meshes}
+    found["FSDP2"] = trained(Lamb, "fp32", 2**-20, mesh=mesh)
+    found["a process without a gradient"] = [*(lacking(mesh, how) for how in meshes), lacking_in_part(mesh)]
     return found
 
 
@@ -589,9 +578,9 @@ def one_decision() -> Agreed:
 def all_launched() -> dict[str, Ended]:
     """All of it, in one world."""
     found = {name: launched(make, strategy="split433") for name, make in TRACED.items()}
-    found["columns"] = launched(TRACED["adamw"], [Shard(1)], strategy="plus")
-    found["replicas"] = launched(TRACED["lion"], [Replicate()], strategy="fp32")
-    found["random bits"] = launched(TRACED["momentum"], strategy="stochastic")
+    found["columns"] = launched(ELEMENTWISE["adamw"], [Shard(1)], strategy="plus")
+    found["replicas"] = launched(ELEMENTWISE["lion"], [Replicate()], strategy="fp32")
+    found["random bits"] = launched(ELEMENTWISE["momentum"], strategy="stochastic")
     return found | {"looks": looked()}
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import json
 import multiprocessing as mp
 import os
+import signal
+import socket
 import sys
 import time
 import traceback
@@ -19,13 +22,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import sampling
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from collage_neuron.validation import validate
 
 TIMEOUT = 300.0
 """Seconds after which a world has failed: one of all calls of a file takes 20 on an idle core."""
@@ -45,7 +52,7 @@ def run_world(size: int, folder: Path, body: Body, *arguments: Any) -> list[Any]
     Raises AssertionError with the traceback of the first process that failed, or after TIMEOUT seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = _server()
+    context = forking()
     args = [(rank, size, folder, body, arguments) for rank in range(size)]
     processes = [context.Process(target=_enter, args=a, daemon=True) for a in args]
     for process in processes:
@@ -56,12 +63,19 @@ def run_world(size: int, folder: Path, body: Body, *arguments: Any) -> list[Any]
 
 def in_turn(calls: Mapping[Any, tuple[Any, ...]]) -> dict[Any, Any]:
     """A body for `run_world` that makes several calls, each a function and its arguments: one world for all of them."""
-    return {name: body(*arguments) for name, (body, *arguments) in calls.items()}
+    found = {}
+    for name, (body, *arguments) in calls.items():
+        found[name] = body(*arguments)
+        gc.collect()
+        gc.freeze()  # of a call, code and caches are left, which `compile` would list each time in the next calls
+    return found
 
 
-def _server() -> mp.context.ForkServerContext:
+def forking() -> mp.context.ForkServerContext:
+    """What starts processes off the server, which then runs: whoever preloads something else is too late."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
     return context
 
 
@@ -75,7 +89,7 @@ def run_script(folder: Path, text: str, *arguments: object, environ: Mapping[str
     Raises AssertionError with what it has written to stderr if it fails.
     """
     words = [str(folder / "script.py"), *map(str, arguments)]
-    process = _server().Process(target=_run, args=(folder, text, words, {**os.environ, **(environ or {})}))
+    process = forking().Process(target=_run, args=(folder, text, words, {**os.environ, **(environ or {})}))
     process.start()
     process.join(2 * TIMEOUT)
     process.kill()
@@ -92,12 +106,18 @@ def _run(folder: Path, text: str, words: list[str], environ: dict[str, str]) -> 
     for number, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         with (folder / name).open("wb") as file:
             os.dup2(file.fileno(), number)
-    sys.argv, status = words, 0
+    sys.argv = words
     warnings.resetwarnings()
     warnings.simplefilter("error")
     main = sys.modules["__main__"] = types.ModuleType("__main__")
+    os._exit(_ended(lambda: exec(compile(text, words[0], "exec"), vars(main))))
+
+
+def _ended(program: Callable[[], object]) -> int:
+    """The exit status of Python after `program`."""
+    status = 0
     try:
-        exec(compile(text, words[0], "exec"), vars(main))
+        program()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -106,7 +126,67 @@ def _run(folder: Path, text: str, words: list[str], environ: dict[str, str]) -> 
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    return status
+
+
+CLIENT = """
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    server.connect(sys.argv.pop(1))
+    told = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)])
+    socket.send_fds(server, [told.encode()], [0, 1, 2])
+    sys.exit(server.recv(1)[0])
+"""
+
+
+@contextmanager
+def python_that_runs(body: Callable[[list[str]], object], folder: Path) -> Iterator[Path]:
+    """A program for scripts to start as Python: `body(arguments)` runs in a process that has imported its module."""
+    place, client, program = folder / "server", folder / "client.py", folder / "python"
+    client.write_text(CLIENT)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -SE "{client}" "{place}" "$@"\n')
+    program.chmod(0o755)
+    server = forking().Process(target=_serve, args=(body, place), daemon=True)
+    server.start()
+    while not place.exists() and server.is_alive():
+        time.sleep(0.02)
+    try:
+        yield program
+    finally:
+        server.kill()
+        server.join()
+
+
+def _serve(body: Callable[[list[str]], object], place: Path) -> None:
+    """Forks off a process for each client."""
+    _freeze()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(f"{place}.new")
+        server.listen()
+        Path(f"{place}.new").rename(place)  # a client that finds it can connect
+        while True:
+            client, _ = server.accept()
+            if os.fork() == 0:
+                os._exit(_served(body, client))
+            client.close()
+
+
+def _served(body: Callable[[list[str]], object], client: socket.socket) -> int:
+    """Runs `body` with the arguments, files, folder and environment of a client, which gets the exit status."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    told, files, *_ = socket.recv_fds(client, 1 << 20, 3)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    arguments, folder, environ = json.loads(told)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[:0] = environ.get("PYTHONPATH", "").split(os.pathsep)
+    status = _ended(lambda: body(arguments))
+    client.send(bytes([status]))
+    return status
 
 
 def _wait(processes: Sequence[BaseProcess], folder: Path) -> None:
@@ -132,6 +212,8 @@ def _wait(processes: Sequence[BaseProcess], folder: Path) -> None:
 def _enter(rank: int, size: int, folder: Path, body: Body, arguments: tuple[Any, ...]) -> None:
     """The life of one process."""
     _freeze()
+    if not sampling.WHOLE:  # as in conftest.py
+        validate.is_due = lambda steps: steps <= 2
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     log = (folder / f"{rank}.txt").open("w")
@@ -149,10 +231,9 @@ def _enter(rank: int, size: int, folder: Path, body: Body, arguments: tuple[Any,
 
 
 def _freeze() -> None:
-    """Freezes what a process was forked with, uncounted: `compile` would list half a million objects each time."""
+    """Freezes what a process was forked with, and tells `compile` of none, which would list half a million objects."""
     gc.freeze()
-    count, forked = gc.get_freeze_count, gc.get_freeze_count()
-    gc.get_freeze_count = lambda: max(0, count() - forked)
+    gc.get_freeze_count = lambda: 0
 
 
 class Traffic(TorchDispatchMode):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -120,23 +121,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@contextmanager
+def frozen() -> Iterator[None]:
+    """A context in which the garbage collector lists no object from before, and says that some are frozen."""
+    marker, count = nn.Linear(1, 1), gc.get_freeze_count
+    gc.freeze()
+    gc.get_freeze_count = lambda: 1  # worlds hide what they freeze
+    yield
+    gc.get_freeze_count = count
+    assert not any(x is marker for x in gc.get_objects())  # it is frozen again
+
+
 def every_option() -> dict[str, tuple[Whole, Whole]]:
     """All bits of a wrapped run, and of one by hand, by option."""
-    found = {}
+    found, usual = {}, by_hand()
     for name, options in OPTIONS.items():
-        make = MODELS.get(name, Branches if name.startswith("unused") else lambda: model_of(0))
+        make = MODELS.get(name, Branches if name.startswith("unused") else None)
         torch.manual_seed(0)
-        model: nn.Module = make()
+        model: nn.Module = make() if make else model_of(0)
         ddp = DistributedDataParallel(model, **options)
         optimizer = adamw(ddp)
-        if name == "frozen objects":
-            gc.freeze()  # the garbage collector does not list them
-        collage_neuron.compile(ddp, optimizer, strategy="full")
-        assert bool(gc.get_freeze_count()) == (name == "frozen objects")
-        gc.unfreeze()
+        with frozen() if name == "frozen objects" else nullcontext():
+            collage_neuron.compile(ddp, optimizer, strategy="full")
         torch.manual_seed(0)
-        found[name] = train(ddp, optimizer), by_hand(make())
-    found["hook"] = with_a_hook(), found["small buckets"][1]
+        found[name] = train(ddp, optimizer), by_hand(make()) if make else usual
+    found["hook"] = with_a_hook(), usual
     found["no_sync"] = accumulated(), by_hand(microsteps=2)
     found["after a step"] = after_steps()
     return found
