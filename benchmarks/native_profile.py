@@ -25,8 +25,7 @@ import collage_neuron
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native.backend import Native
 from collage_neuron.passes.backends.native.driver import JOB
-from collage_neuron.passes.backends.native.job_cache import lay_out
-from collage_neuron.passes.backends.native.jobs import Step
+from collage_neuron.passes.backends.native.jobs import Step, lay_out
 from collage_neuron.passes.backends.native.kernel import RUN
 from collage_neuron.passes.backends.native.machine import binding
 from collage_neuron.passes.backends.native.writer import Kernel

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from collage_neuron.numerics.eft import narrow, widen
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.passes.backends.xla.blocks import gather, lower_block_max, spread, words_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.lower import user_computation
-from collage_neuron.passes.backends.xla.nodes import reduced
+from collage_neuron.passes.backends.xla.nodes import gather, lower_block_max, reduced, spread, words_of
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify

@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from collage_neuron.numerics.eft import Value, narrow, widen
 from collage_neuron.passes.backends.reference import ReferenceUpdate
-from collage_neuron.passes.backends.xla.stages import XlaUpdate
+from collage_neuron.passes.backends.xla.lower import XlaUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from beside import Beside, check
+from natively import Beside, check
 from torch import Tensor
 
 import collage_neuron
@@ -19,7 +19,7 @@ from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native import backend as module
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.passes.backends.native.schedule import Schedule
+from collage_neuron.passes.backends.native.blocks import Schedule
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from collage_neuron.numerics.eft import beyond, limit_places, places, round_to, widen
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.passes.backends.native.kernel import write_kernel
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.update import Update
@@ -127,7 +128,7 @@ def kernel_for(name: str) -> Any:
     update, dtypes = update_for(name), CASES[name][2]
     given = [t.dtype for t in tensors(name)]
     written = dtypes or [torch.float32] * len(update.outputs)
-    return NATIVE.engine.kernels.of(update).write(update, False, [*given, *written])
+    return write_kernel(update, False, [*given, *written], NATIVE.engine.machine.target.width)
 
 
 @pytest.mark.parametrize("name", CASES)
