@@ -25,7 +25,8 @@ from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Place, Step, lay_out
 from collage_neuron.passes.backends.native.kernel import Compiled, Kernels
 from collage_neuron.passes.backends.native.machine import Machine, Target, Team, loaded_libgomp, missing_here
-from collage_neuron.passes.backends.native.reduction_kernels import are_plain, fold_of, runs_of, write_fold
+from collage_neuron.passes.backends.native.memory import in_memory
+from collage_neuron.passes.backends.native.reduction_kernels import fold_of, runs_of, write_fold
 from collage_neuron.passes.backends.native.reductions import ReductionKernels, nothing_of, run_by_rows
 from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
@@ -43,7 +44,7 @@ class Engine:
         if path is None:
             raise ValueError("no libgomp is loaded")
         self.team = Team(path)
-        self.machine = Machine(self.team.symbols, target)
+        self.machine = Machine(self.team.symbols(), target)
         self.kernels = Kernels(self.machine)
         self.reductions = ReductionKernels(self.machine)
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
@@ -165,7 +166,8 @@ class Native(Backend):
         """The sums of groups for all parameters, those with equal dtypes at once; some are left to the reference."""
         alike: dict[tuple[torch.dtype, ...], list[int]] = {}
         for i, reads in enumerate(launch.reads):
-            alike.setdefault(tuple(t.dtype for t in reads) if are_plain(reads) else (), []).append(i)
+            is_plain = in_memory(reads) and len({*map(Tensor.numel, reads)}) == 1
+            alike.setdefault(tuple(t.dtype for t in reads) if is_plain else (), []).append(i)
         found: dict[int, Sequence[Tensor]] = {}
         results = len(launch.update.only_stage.reduced)
         for dtypes, numbers in alike.items():

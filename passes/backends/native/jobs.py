@@ -16,7 +16,7 @@ from torch import Tensor
 
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.kernel import Bound, Compiled, Kernels
-from collage_neuron.passes.backends.native.memory import each_lies_alone, extent, in_one_order, is_plain, share_memory
+from collage_neuron.passes.backends.native.memory import each_lies_alone, extent, in_memory, in_one_order, share_memory
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.ir.update import Update
 
@@ -151,7 +151,7 @@ class Step:
     def add(self, group: Group) -> bool:
         """Adds the jobs of a group; False if one of its tensors is not plainly in memory."""
         apart, tensors = group.slots()
-        if not _in_memory(tensors):
+        if not in_memory(tensors):
             return False
         arrays = group.arrays(tensors, apart)
         if arrays.addresses.count(0) != arrays.sizes.count(0):  # a ZeroTensor of autograd, or memory that was freed
@@ -240,15 +240,6 @@ class Step:
             middle, end = at + len(update.sums), at + len(update.sums) + len(update.counts)
             found[place] = Measure(sums[at:middle], counts[middle:end])
         return found
-
-
-def _in_memory(tensors: Sequence[Tensor]) -> bool:
-    """Returns True if the numbers of all are those in the memory of the CPU at their addresses."""
-    return (
-        all(map(is_plain, {*map(type, tensors)}))
-        and all(t.is_cpu for t in tensors)
-        and not any(map(Tensor.is_neg, tensors))
-    )
 
 
 Taken = list[tuple[int, Launch]]

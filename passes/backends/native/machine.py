@@ -11,7 +11,6 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -137,18 +136,8 @@ class Machine:
             self.target.module(self._llvm, write_driver(self.target.architecture)), self.target.machine(self._llvm)
         )
         self._engine.finalize_object()
-
-    @cached_property
-    def share(self) -> int:
-        """The address of the driver's function for a thread whose number its caller knows."""
-        address: int = self._engine.get_function_address("share")
-        return address
-
-    @cached_property
-    def team(self) -> int:
-        """The address of the driver's function for a thread of an OpenMP team."""
-        address: int = self._engine.get_function_address("team")
-        return address
+        # The driver's functions, for a thread whose number its caller knows and for one of an OpenMP team.
+        self.share, self.team = (int(self._engine.get_function_address(name)) for name in ("share", "team"))
 
     def address(self, kernel: Kernel) -> int:
         """The address of a kernel's code, which is made if it is new."""
@@ -194,11 +183,11 @@ class Team:
         self._process = 0 if was_forked() else os.getpid()
         self._is_watched = False
 
-    @cached_property
     def symbols(self) -> Mapping[str, int]:
         """Addresses of the functions by which a thread learns its number, and how many there are."""
-        names = {"collage_thread": "omp_get_thread_num", "collage_threads": "omp_get_num_threads"}
-        return {ours: _address(self._library, theirs) for ours, theirs in names.items()}
+        number, count = self._library.omp_get_thread_num, self._library.omp_get_num_threads
+        found = {"collage_thread": number, "collage_threads": count}
+        return {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in found.items()}
 
     def threads(self) -> int:
         """How many threads to use: torch's number, and one in a forked process.
@@ -219,9 +208,3 @@ class Team:
 def _alone() -> None:
     """Makes torch use one thread, as it does itself in the processes of a data loader."""
     torch.set_num_threads(1)
-
-
-def _address(library: ctypes.CDLL, name: str) -> int:
-    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    assert address is not None
-    return address

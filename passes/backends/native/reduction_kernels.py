@@ -35,7 +35,6 @@ from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, RUNS, Red
 from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.kernel import Compiled, FlatWriter, slots_of
 from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, Code, NotEmitted, Value, loop
-from collage_neuron.passes.backends.native.memory import is_plain
 from collage_neuron.passes.backends.native.words import load
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot, Values
 from collage_neuron.passes.backends.protocol import Launch
@@ -116,13 +115,6 @@ def write_runs(part: Update, dtypes: Sequence[torch.dtype], width: int) -> Kerne
     reads = slots_of(part, False, dtypes)
     written = [Slot(torch.float64, None, i, shared=True) for i in range(len(part.stages[0].reduced))]
     return Kernel.named("runs", RunWriter(part, reads, width).text(), (*reads, *written), RUN, width)
-
-
-def are_plain(reads: Sequence[Tensor]) -> bool:
-    """Returns True if the numbers of all are those in their memory, and they are of one size."""
-    return (
-        all(is_plain(type(t)) and t.is_cpu and not t.is_neg() for t in reads) and len({*map(Tensor.numel, reads)}) == 1
-    )
 
 
 def runs_of(

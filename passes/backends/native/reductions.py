@@ -28,7 +28,7 @@ from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.kernel import Compiled, write_kernel
 from collage_neuron.passes.backends.native.llvm_builder import NotEmitted
 from collage_neuron.passes.backends.native.machine import Machine
-from collage_neuron.passes.backends.native.memory import is_plain, share_memory
+from collage_neuron.passes.backends.native.memory import in_memory, share_memory
 from collage_neuron.passes.backends.native.reduction_kernels import write_runs, write_tiles
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
@@ -114,8 +114,8 @@ class ReductionKernels:
     def suit(self, tensors: Sequence[Tensor]) -> bool:
         """Returns True if rows of these tensors are long enough, and lie in memory one after another."""
         return (
-            all(is_plain(type(t)) and t.is_cpu and not t.is_neg() and t.data_ptr() for t in tensors)
-            and all(t.shape == tensors[0].shape for t in tensors)
+            in_memory(tensors)
+            and all(t.data_ptr() and t.shape == tensors[0].shape for t in tensors)
             and tensors[0].shape[-1] >= 2 * self.machine.target.width
         )
 
@@ -173,8 +173,11 @@ class Rows:
         """
         _, rows, columns = self.view
         at_columns = (first // columns // rows * columns + first % columns) * 4
-        reads = [(own, first * own[0].element_size()) for own in zip(*self.components, strict=True)]
-        slots = [*reads, *((of_columns, at_columns) for of_columns in self.columns), *outs]
+        slots: list[tuple[Iterable[Tensor], Tensor]] = [
+            *((own, first * own[0].element_size()) for own in zip(*self.components, strict=True)),
+            *((of_columns, at_columns) for of_columns in self.columns),
+            *outs,
+        ]
         addresses = [_addresses(tensors)[:, None] + offsets for tensors, offsets in slots]
         return torch.stack([*addresses, *(x.expand(len(self.components), -1) for x in more)], dim=2).contiguous()
 
@@ -188,7 +191,7 @@ class Rows:
         steps = compiled.unit * -(length // -compiled.kernel.step)
         found = torch.empty(count, jobs, len(JOB), dtype=torch.int64, device="cpu")
         every, each = _count(count)[:, None], _count(count * jobs).view(count, jobs)
-        numbers = (
+        numbers: tuple[Tensor | int, ...] = (
             compiled.address,
             table.data_ptr() + 8 * width * each,
             self.scalars.data_ptr() + scalars * (every * len(self.every) + rows),

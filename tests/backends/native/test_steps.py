@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.fx as fx
+from exact import graph_of
 from natively import assert_same, assert_same_measures, check, copies_of, of_reference, results
 from torch import Tensor
 from worlds import run_script
@@ -24,7 +24,7 @@ from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends.native import backend as module
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.kernel import RUN
-from collage_neuron.passes.backends.protocol import Launch, Measure
+from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
@@ -36,20 +36,17 @@ DTYPES = {"p": torch.bfloat16, "g": torch.bfloat16, "m": torch.float32}
 
 def momentum(draws: bool = False, measured: bool = False) -> Update:
     """m = 0.9 m + c0 g; p = p - m, p in bf16; with a sum and a count of m if `measured`."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    names = ["p", "g", "m", *(["index"] if draws else []), "c0"]
-    given: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in names]
-    p, g, m, *index, c = given
-    new = widen(m) * 0.9 + widen(g) * c
-    q = widen(p) - new
-    stored = stochastic_round(q, index[0] & 0xFFFF) if draws else bf16(q)
-    out: list[Any] = [narrow(stored, "bf16"), narrow(new, "fp32")]
-    extra: dict[str, Any] = {}
-    if measured:
-        out += [total(new), total(new * new), count(new > 0.0)]
-        extra = {"sums": ("m", "m2"), "counts": ("positive",)}
-    graph.output(tuple(x.node for x in out))
+
+    def body(p: Any, g: Any, m: Any, *rest: Any) -> list[Any]:
+        *index, c = rest
+        new = widen(m) * 0.9 + widen(g) * c
+        q = widen(p) - new
+        stored = stochastic_round(q, index[0] & 0xFFFF) if draws else bf16(q)
+        measures = [total(new), total(new * new), count(new > 0.0)] if measured else []
+        return [narrow(stored, "bf16"), narrow(new, "fp32"), *measures]
+
+    extra: dict[str, Any] = {"sums": ("m", "m2"), "counts": ("positive",)} if measured else {}
+    graph = graph_of(["p", "g", "m", *(["index"] if draws else []), "c0"], body)
     program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
     return Update.elementwise(graph, ("p", "g", "m"), ("p", "m"), program, {}, draws=draws, **extra)
 
@@ -266,14 +263,13 @@ def test_measurements_are_those_of_each_parameter(many: int, threads: Callable[[
 @cache
 def summed() -> Update:
     """z = x + y + 1, which is not 0 beyond the end; sums of z and of x * z, counts of positive z, and of z but 0."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    x, y = (widen(fx.Proxy(graph.placeholder(name), tracer)) for name in ("x", "y"))
-    z: Any = x + y + 1.0
-    out: list[Any] = [narrow(z, "fp32"), total(z), total(x * z), count(z > 0.0), count(z != 0.0)]
-    graph.output(tuple(o.node for o in out))
+
+    def body(x: Any, y: Any) -> list[Any]:
+        z = widen(x) + widen(y) + 1.0
+        return [narrow(z, "fp32"), total(z), total(widen(x) * z), count(z > 0.0), count(z != 0.0)]
+
     names: dict[str, Any] = {"sums": ("z", "x*z"), "counts": ("positive", "not 0")}
-    return Update.elementwise(graph, ("x", "y"), ("x",), ScalarProgram(), {}, **names)
+    return Update.elementwise(graph_of("xy", body), ("x", "y"), ("x",), ScalarProgram(), {}, **names)
 
 
 def given(n: int) -> tuple[Tensor, Tensor]:
@@ -284,27 +280,18 @@ def given(n: int) -> tuple[Tensor, Tensor]:
     return torch.where(y == 0, -1.0, x), y
 
 
-def measured(n: int, of: Update) -> Measure:
-    x, y = given(n)
-    (found,) = NATIVE.run([Launch(of, torch.zeros(0), [[x, y]], [[x]])])
-    return found
-
-
-def is_right(n: int, of: Update) -> bool:
-    """Returns True if counts are exact, and sums within 15 roundings of 2**-24 of the magnitudes."""
-    (x, y), found = given(n), measured(n, of)
-    z = x + y + 1.0
-    terms = torch.stack([z, x * z]).double()
-    error = (found.sums - terms.sum(1)).abs() <= 15 * 2.0**-24 * terms.abs().sum(1)
-    return bool(error.all()) and found.counts.tolist() == [int((z > 0).sum()), int((z != 0).sum())]
-
-
 LENGTHS = (0, 1, 31, 33, 32 * RUN - 1, 32 * RUN, 32 * RUN + 1, 32 * RUN + 33, 96 * RUN + 40, 100_003)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
 def test_every_element_is_counted_once(n: int) -> None:
-    assert is_right(n, summed())
+    """Counts are exact, and sums within 15 roundings of 2**-24 of the magnitudes."""
+    x, y = given(n)
+    z = x + y + 1.0
+    terms = torch.stack([z, x * z]).double()
+    (found,) = NATIVE.run([Launch(summed(), torch.zeros(0), [[x, y]], [[x]])])
+    assert ((found.sums - terms.sum(1)).abs() <= 15 * 2.0**-24 * terms.abs().sum(1)).all()
+    assert found.counts.tolist() == [int((z > 0).sum()), int((z != 0).sum())]
 
 
 # The process -------------------------------------------------------------------------------------------------------
