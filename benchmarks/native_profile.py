@@ -25,9 +25,8 @@ import collage_neuron
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native.backend import Native
 from collage_neuron.passes.backends.native.driver import JOB
-from collage_neuron.passes.backends.native.job_cache import lay_out
-from collage_neuron.passes.backends.native.jobs import Step
-from collage_neuron.passes.backends.native.kernel import RUN
+from collage_neuron.passes.backends.native.jobs import Step, lay_out
+from collage_neuron.passes.backends.native.kernel import RUN, write_kernel
 from collage_neuron.passes.backends.native.machine import binding
 from collage_neuron.passes.backends.native.writer import Kernel
 from collage_neuron.passes.backends.protocol import Launch, Measure
@@ -82,7 +81,7 @@ def launched(strategy: str, elements: int, monitored: bool) -> tuple[Profiled, L
 
 def kernel_of(backend: Profiled, launch: Launch) -> Kernel:
     dtypes = [t.dtype for t in launch.reads[0]]
-    return backend.engine.kernels.of(launch.update).write(launch.update, False, dtypes)
+    return write_kernel(launch.update, False, dtypes, backend.engine.machine.target.width)
 
 
 def calls(backend: Profiled, step: Step, kernel: Kernel) -> Callable[[], None]:

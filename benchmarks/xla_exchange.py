@@ -23,7 +23,7 @@ import torch
 from report import machine, save, settings_of
 from workloads import Workload, gpt2_small, one_tensor
 
-from collage_neuron.passes.backends.xla.buffer_donation import Lender, lend
+from collage_neuron.passes.backends.xla.cpu_device import Lender, lend
 
 WORDS = 5
 """Of a parameter: itself, its low word, the first moment, and the second moment in two words."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,34 +23,11 @@ from collage_neuron.passes.backends.protocol import EveryDevice, Found, Launch, 
 from collage_neuron.passes.backends.reference_rows import ReferenceRows, numbers, operands_of
 from collage_neuron.passes.backends.staged import find, reductions_of, store_small
 from collage_neuron.passes.backends.torch_neuron import narrows
-from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
 
 CHUNK = 1 << 16
 """Elements that the CPU updates at a time, so that the next operation finds the last result in the cache."""
 assert CHUNK % (RUN * RUNS) == 0  # no group of runs is in two pieces
-
-
-class ReferenceStages:
-    """Callable form of an update with several stages on the reference backend."""
-
-    def __init__(self, update: Update) -> None:
-        self._update = update
-        self._sums = {part: GroupSums(part) for part in update.parts if part.stages[0].kind == REDUCTION}
-        self._last = ReferenceUpdate(update.parts[-1])
-
-    def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
-        """As `ReferenceUpdate`, after the stages that find numbers, for an update without states of one number."""
-        return self.run(Launch(self._update, scalars, [components], [()]))[0]
-
-    def run(self, launch: Launch) -> tuple[Sequence[torch.Tensor], Found]:
-        """The results for the one parameter of a launch, and what the stages before the last have found."""
-        found = find(launch, lambda each, rows: [self._sums[each.update](each.reads[0], rows[0])])
-        return self.last(launch, found), found
-
-    def last(self, launch: Launch, found: Found) -> Sequence[torch.Tensor]:
-        """The results if the stages before the last have been run."""
-        return self._last(launch.reads[0], found.rows[0])
 
 
 class GroupSums:
@@ -63,8 +41,7 @@ class GroupSums:
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> list[torch.Tensor]:
         """For each result of the stage, the sums of groups of 64 runs of its terms, in row-major order."""
         length = components[self._reads.index(0)].shape[-1:].numel()
-        each = [spread(c, k, length) if k else c for c, k in zip(components, self._reads, strict=True)]
-        flat = [c.detach().reshape(-1) for c in each]
+        flat = [c.detach().reshape(-1) for c in _spread(components, self._reads, length)]
         most = CHUNK if flat[0].device.type == "cpu" else max(flat[0].numel(), 1)
         pieces = zip(*(c.split(most) for c in flat), strict=True)
         found = [self._of_piece(piece, scalars) for piece in pieces]
@@ -73,6 +50,11 @@ class GroupSums:
     def _of_piece(self, piece: Sequence[torch.Tensor], scalars: torch.Tensor) -> list[torch.Tensor]:
         operands = self._forward(*piece, *scalars.unbind())
         return [groups_of(reduction, x) for reduction, x in zip(self._reductions, operands, strict=True)]
+
+
+def _spread(components: Sequence[torch.Tensor], blocks: Sequence[int], length: int) -> list[torch.Tensor]:
+    """The components with a word for each element of rows of this length."""
+    return [spread(c, k, length) if k else c for c, k in zip(components, blocks, strict=True)]
 
 
 class ReferenceUpdate:
@@ -94,8 +76,8 @@ class ReferenceUpdate:
         if not any(self._reads + self._writes):
             return self._in_pieces(components, first.numel(), CHUNK, scalars)
         length, block = first.shape[-1], max(self._reads + self._writes)
-        each = [spread(c, k, length) if k else c for c, k in zip(components, self._reads, strict=True)]
-        results = self._in_pieces(each, length, max(CHUNK // block, 1) * block, scalars)
+        most = max(CHUNK // block, 1) * block
+        results = self._in_pieces(_spread(components, self._reads, length), length, most, scalars)
         stored = zip(results, self._writes, strict=False)
         return [*(first_of_each(r, k) if k else r for r, k in stored), *results[len(self._writes) :]]
 
@@ -147,9 +129,7 @@ class Reference(ByParameter):
 
     def lower(self, update: Update) -> Lowered:
         """A function that runs the graph, in pieces on the CPU."""
-        if update.by_rows:
-            return ReferenceRows(update, CHUNK)
-        return ReferenceStages(update) if update.is_staged else ReferenceUpdate(update)
+        return ReferenceUpdate(update)
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs each launch, parameter by parameter."""
@@ -170,31 +150,38 @@ class Reference(ByParameter):
 
     def run_one(self, launch: Launch, before: Found | None = None) -> list[Measure]:
         """The same, and the stages of an update that has some."""
-        stages, size = self.lowered(launch.update), len(launch.update.outputs)
-        if not isinstance(stages, (ReferenceStages, ReferenceRows)):
+        update, size = launch.update, len(launch.update.outputs)
+        if not update.is_staged:
             return super().run_one(launch)
         measured = []
         for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
             one = launch.part([i])._replace(reads=[masked(launch, reads)])
-            if before is not None and isinstance(stages, ReferenceStages):
-                found = before.of(i)
-                results = stages.last(one, found)
+            if update.by_rows:
+                results, found = self._rows(update).run(one)
             else:
-                results, found = stages.run(one)
+                found = find(one, self._sums_of) if before is None else before.of(i)
+                results = self.lowered(update.parts[-1])(one.reads[0], found.rows[0])
             write(one, writes, results[:size])
             store_small(one, found)
-            measured += [Measure(*results[size:])] if launch.update.sums else []
+            measured += [Measure(*results[size:])] if update.sums else []
         return measured
 
     @cached_property
-    def _group_sums(self) -> WeakKeyDictionary[Update, GroupSums]:
+    def _made(self) -> WeakKeyDictionary[Update, Any]:
         return WeakKeyDictionary()
 
     def group_sums(self, part: Update) -> GroupSums:
         """What sums up the runs of a reduction stage, cached."""
-        if part not in self._group_sums:
-            self._group_sums[part] = GroupSums(part)
-        return self._group_sums[part]
+        if part not in self._made:
+            self._made[part] = GroupSums(part)
+        sums: GroupSums = self._made[part]
+        return sums
+
+    def _rows(self, update: Update) -> ReferenceRows:
+        if update not in self._made:
+            self._made[update] = ReferenceRows(update, CHUNK)
+        rows: ReferenceRows = self._made[update]
+        return rows
 
     def is_exact_on(self, device: torch.device) -> bool:
         """Returns True where it runs on the CPU: there each operation of PyTorch rounds once. Others are probed."""

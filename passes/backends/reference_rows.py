@@ -96,27 +96,21 @@ class ReferenceRows:
         self._forward = inlined(last.graph).forward
         self._stored, self._numbers = len(update.outputs), last.stages[0].numbers
 
-    def __call__(self, components: Sequence[Tensor], scalars: Tensor) -> Sequence[Tensor]:
-        """New components from the old ones and the scalar vector, for an update without states of other shapes."""
-        return self.run(Launch(self._update, scalars, [components], [()]))[0]
-
     def run(self, launch: Launch) -> tuple[Sequence[Tensor], Found]:
-        """The results for the one parameter of a launch, and what the stages before the last have found."""
+        """The results for the one parameter of a launch, and what the stages before the last have found.
+
+        Sums and counts are vectors.
+        """
         (components,), scalars = launch.reads, launch.vector.to(launch.reads[0][0].device)
         values, found = find(launch, lambda part, read, known: self.sums[part](read[0], scalars, known))
-        return self.last(components, scalars, values), found
-
-    def last(self, components: Sequence[Tensor], scalars: Tensor, values: Values) -> list[Tensor]:
-        """The results of the last stage, of which sums and counts are vectors."""
         read = [values[name] for name in self._numbers]
         pieces = [self._of_piece(x, scalars) for x in pieces_of(components, read, self._most)]
         results = list(zip(*pieces, strict=True))
-        stored = [
-            torch.cat([x.reshape(-1) for x in of_one]).view(components[0].shape) for of_one in results[: self._stored]
-        ]
+        shape = components[0].shape
+        stored = [torch.cat([x.reshape(-1) for x in of_one]).view(shape) for of_one in results[: self._stored]]
         measured, middle = [torch.stack(x).sum(0) for x in results[self._stored :]], len(self._update.sums)
         parts = measured[:middle], measured[middle:]
-        return [*stored, *(torch.stack([*x]) for x in parts if middle)]
+        return [*stored, *(torch.stack([*x]) for x in parts if middle)], found
 
     def _of_piece(self, piece: Piece, scalars: Tensor) -> Sequence[Tensor]:
         like = piece.components[0]

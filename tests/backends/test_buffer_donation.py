@@ -14,7 +14,7 @@ from torch import Tensor
 
 import collage_neuron
 from collage_neuron.passes.backends.registry import choose, get
-from collage_neuron.passes.backends.xla.buffer_donation import Lender, address, lend, values
+from collage_neuron.passes.backends.xla.cpu_device import Lender, address, values
 
 torch_xla = pytest.importorskip("torch_xla")
 
@@ -205,13 +205,6 @@ def test_no_memory_is_kept_for_tensors_that_are_gone(xla: torch.device) -> None:
     assert len(lender._lent) == 0
 
 
-def test_lent_memory_is_that_of_the_tensor(xla: torch.device) -> None:
-    own = torch.ones(N)
-    t = lend(own)
-    assert address(t) == own.data_ptr()
-    assert t.sum().item() == N
-
-
 # The backend -------------------------------------------------------------------------------------------------------
 
 
@@ -265,11 +258,17 @@ def test_a_step_that_fails_gives_all_memory_back(xla: torch.device, monkeypatch:
 
 
 def test_what_native_code_cannot_run_is_run_as_hlo(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = after_steps(xla, "xla")
+    steps: list[object] = []
     monkeypatch.setattr(get("xla_native"), "_on_cpu", "reference")
+    p = torch.nn.Parameter(tensor(xla).bfloat16())
+    optimizer = collage_neuron.compile(torch.optim.SGD([p], lr=1.0), backend="xla_native", validate="off")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
     monkeypatch.setattr(type(get("reference")), "supports", lambda self, update: "no")
     monkeypatch.setattr(type(get("reference")), "run", None)
-    assert all(torch.equal(x, y) for x, y in zip(expected, after_steps(xla, "xla_native"), strict=True))
+    monkeypatch.setattr(type(get("xla")), "run", lambda self, launches: steps.append(launches))
+    optimizer.step()
+    assert len(steps) == 1
 
 
 def test_sharded_tensors_are_rejected(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from collage_neuron.passes.backends.protocol import Backend, EveryDevice
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla.hlo import Computation
-from collage_neuron.passes.backends.xla.stages import XlaUpdate
+from collage_neuron.passes.backends.xla.lower import XlaUpdate
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime.rounding_probe import CHECKS, failures, integer_update, probe_update, require_sound
 

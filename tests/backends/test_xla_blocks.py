@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-import torch.fx as fx
-from exact import on_reference, on_xla
+from exact import graph_of, on_reference, on_xla
 from torch import Tensor
 
 from collage_neuron.numerics.eft import narrow, widen
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.passes.backends.xla.blocks import gather, lower_block_max, spread, words_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.lower import user_computation
-from collage_neuron.passes.backends.xla.nodes import reduced
+from collage_neuron.passes.backends.xla.nodes import gather, lower_block_max, reduced, spread, words_of
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
@@ -79,12 +78,13 @@ def test_words_are_stored_and_read(xla: torch.device, shape: tuple[int, ...], k:
 def store_and_read(name: str) -> Update:
     """x as a format stores it, and what it had stored as fp32."""
     fmt = FORMATS[name]
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+
+    def body(*given: Any) -> list[Any]:
+        *words, x = given
+        return [*fmt.encode(widen(x)), narrow(fmt.decode(words), "fp32")]
+
     inputs = [*fmt.keys("state"), "x"]
-    *words, x = (fx.Proxy(graph.placeholder(key), tracer) for key in inputs)
-    results = [*fmt.encode(widen(x)), narrow(fmt.decode(words), "fp32")]
-    graph.output(tuple(r.node for r in results))
+    graph = graph_of(inputs, body)
     outputs = (*fmt.keys("state"), "read")
     update = Update.elementwise(graph, tuple(inputs), outputs, ScalarProgram(), {"state": fmt})
     verify(update)

@@ -29,9 +29,8 @@ from collage_neuron.passes.backends.xla import lower
 from collage_neuron.passes.backends.xla.backend import Xla
 from collage_neuron.passes.backends.xla.compilers import NEURON, XLA, Compiler, Within, begin
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape, TupleShape
-from collage_neuron.passes.backends.xla.lower import user_computation
+from collage_neuron.passes.backends.xla.lower import XlaUpdate, user_computation
 from collage_neuron.passes.backends.xla.nodes import reduced
-from collage_neuron.passes.backends.xla.stages import XlaUpdate
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime.rounding_probe import failures
 

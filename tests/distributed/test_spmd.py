@@ -32,7 +32,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 import collage_neuron
 from collage_neuron.passes.backends.registry import get
-from collage_neuron.passes.backends.xla.buffer_donation import address
+from collage_neuron.passes.backends.xla.cpu_device import address
 
 xr.use_spmd()
 device = torch_xla.device()

@@ -23,7 +23,7 @@ from collage_neuron.numerics.matrix_sums import mean_to
 from collage_neuron.numerics.tensor_sums import norm_of
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.supported import check_supported
-from collage_neuron.passes.backends.xla import stages, sums
+from collage_neuron.passes.backends.xla import lower, sums
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.validation import validate
@@ -84,7 +84,7 @@ def check_ten_steps(xla: torch.device, make: Any, strategy: str, shapes: Shapes)
 
 
 def test_xla_would_leave_out_roundings_that_are_not_kept(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "ROUNDING", frozenset())
+    monkeypatch.setattr(lower, "ROUNDING", frozenset())
     monkeypatch.setattr(get("xla"), "_lowered", {})
     ours, theirs = (compiled(Lamb, ((91, 91),), d, strategy="fp32", backend=b) for d, b in both(xla))
     run(ours, 3)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from collage_neuron.numerics.eft import Value, narrow, widen
 from collage_neuron.passes.backends.reference import ReferenceUpdate
-from collage_neuron.passes.backends.xla.stages import XlaUpdate
+from collage_neuron.passes.backends.xla.lower import XlaUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
@@ -100,17 +101,27 @@ def on_xla(update: Update, inputs: Sequence[torch.Tensor], *scalars: torch.Tenso
     return [r.cpu() for r in results]
 
 
+def graph_of(names: Sequence[str], body: Callable[..., Sequence[Any]]) -> fx.Graph:
+    """The graph of what `body` returns, given placeholders of these names."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    results = body(*(fx.Proxy(graph.placeholder(name), tracer) for name in names))
+    graph.output(tuple(x.node for x in results))
+    return graph
+
+
 def update_of(names: Sequence[str], body: Callable[..., Sequence[Value]], stored: Sequence[str] = ()) -> Update:
     """`body` on fp32 values as an update that every backend lowers: inputs are widened, outputs `stored` as fp32.
 
     fp32 outputs hide nothing: a word that should have been rounded to bf16 and was not shows its excess bits.
     """
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    results = body(*(widen(fx.Proxy(graph.placeholder(name), tracer)) for name in names))
-    outputs = [narrow(x, fmt) for x, fmt in zip(results, stored or ["fp32"] * len(results), strict=True)]
-    graph.output(tuple(o.node for o in outputs))
-    outs = tuple(f"out{i}" for i in range(len(outputs)))
+
+    def whole(*words: Value) -> list[Value]:
+        results = body(*map(widen, words))
+        return [narrow(x, fmt) for x, fmt in zip(results, stored or ["fp32"] * len(results), strict=True)]
+
+    graph = graph_of(names, whole)
+    outs = tuple(f"out{i}" for i in range(len(graph.find_nodes(op="output")[0].args[0])))
     return Update.elementwise(graph, tuple(names), outs, ScalarProgram(), {})
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Native
+from collage_neuron.passes.backends.native.jobs import lay_out
+from collage_neuron.passes.backends.native.rules import INEXACT
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.update import Update
@@ -29,7 +33,13 @@ def copies_of(launches: Sequence[Launch]) -> list[Launch]:
     def copied(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         return [[made.setdefault(id(t), t.detach().clone()) for t in row] for row in rows]
 
-    return [x._replace(reads=copied(x.reads), writes=copied(x.writes)) for x in launches]
+    return [
+        x._replace(
+            reads=copied(x.reads), writes=copied(x.writes), kept=None,
+            small=[dict(zip(states, copied([[*states.values()]])[0], strict=True)) for states in x.small],
+        )
+        for x in launches
+    ]  # fmt: skip
 
 
 def results(backend: Backend, update: Update, inputs: Sequence[Tensor], scalars: Tensor | None = None) -> list[Tensor]:
@@ -39,12 +49,6 @@ def results(backend: Backend, update: Update, inputs: Sequence[Tensor], scalars:
     vector = torch.zeros(len(update.scalars.entries)) if scalars is None else scalars
     backend.run([Launch(update, vector, [list(inputs)], [written])])
     return written
-
-
-def wrong(native: Native, update: Update, inputs: Sequence[Tensor], scalars: Tensor | None = None) -> list[int]:
-    """For each output of an update the number of elements that native code and the reference disagree on."""
-    pairs = zip(*(results(backend, update, inputs, scalars) for backend in (native, REFERENCE)), strict=True)
-    return [int(different(x, y).sum()) for x, y in pairs]
 
 
 def assert_same(update: Update, found: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]) -> None:
@@ -73,3 +77,54 @@ def assert_same_measures(found: Sequence[Measure], wanted: Sequence[Measure]) ->
         assert torch.equal(x.counts, y.counts)
         largest = max([abs(s) for s in y.sums.tolist() if math.isfinite(s)], default=0.0)
         torch.testing.assert_close(x.sums, y.sums, rtol=2.0**-19, atol=2.0**-19 * largest, equal_nan=True)
+
+
+def is_exact(update: Update) -> bool:
+    """Returns True if native code has all bits of the reference."""
+    return not any(node.target in INEXACT for node in update.graph.graph.nodes)
+
+
+class Beside(Backend):
+    """Native code, compared with the reference in every step; and nothing may be left to that."""
+
+    name = "beside"
+    devices = ("cpu",)
+    measures = True
+    draws = True
+    layouts = REFERENCE.layouts
+
+    def __init__(self) -> None:
+        self.updates: set[Update] = set()
+        self.measured = 0
+
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        copies = copies_of(launches)
+        wanted = REFERENCE.run(copies)
+        left = of_reference(NATIVE, launches)
+        assert not left, f"left to the reference: {left}"
+        found = NATIVE.run(launches)
+        for launch, copy in zip(launches, copies, strict=True):
+            if is_exact(launch.update):
+                assert_same(launch.update, launch.writes, copy.writes)
+        if all(is_exact(launch.update) for launch in launches):
+            used = [x.finite is None or bool(x.finite) for x in launches if x.update.sums for _ in x.reads]
+            assert_same_measures([*compress(found, used)], [*compress(wanted, used)])
+            self.updates.update(launch.update for launch in launches)
+        self.measured += len(found)
+        return found
+
+
+def of_reference(native: Native, launches: Sequence[Launch]) -> list[tuple[int, int]]:
+    """The parameters, by the numbers of launch and parameter, for which a step has no native code."""
+    step = lay_out(launches, native.engine.kernels)
+    return step.left if step is not None else [(i, j) for i, x in enumerate(launches) for j in range(len(x.reads))]
+
+
+def check(*launches: Launch, left: int = 0) -> None:
+    """Both backends do the same; `left` parameters are left to the reference."""
+    copies = copies_of(launches)
+    assert len(of_reference(NATIVE, launches)) == left
+    found, wanted = NATIVE.run(launches), REFERENCE.run(copies)
+    for x, y in zip(launches, copies, strict=True):
+        assert_same(x.update, x.writes, y.writes)
+    assert_same_measures(found, wanted)

@@ -1,6 +1,6 @@
 """The native backend: all updates of a step as machine code, in place, in one pass over memory, on torch's threads.
 
-Updates with reductions need a pass for each reduction stage before (`pairwise_sum`).
+Updates with reductions need a pass for each reduction stage before (`reduction_kernels`).
 
 A parameter, or a whole step, for which there is no such code is updated by the reference backend: tensors that share
 memory with one another, that are written and have elements which share memory, of a subclass with operations of its
@@ -16,23 +16,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, groupby
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.native.driver import JOB
-from collage_neuron.passes.backends.native.job_cache import lay_out
-from collage_neuron.passes.backends.native.jobs import Compiled, Kernels, Place, Step
-from collage_neuron.passes.backends.native.machine import Machine, Target, missing_here
-from collage_neuron.passes.backends.native.openmp import Team, loaded_libgomp
-from collage_neuron.passes.backends.native.pairwise_sum import are_plain, compiled_fold, compiled_runs, fold_of, runs_of
-from collage_neuron.passes.backends.native.reductions import RowKernels, nothing_of, run_by_rows
+from collage_neuron.passes.backends.native.jobs import Place, Step, lay_out
+from collage_neuron.passes.backends.native.kernel import Compiled, Kernels
+from collage_neuron.passes.backends.native.machine import Machine, Target, Team, loaded_libgomp, missing_here
+from collage_neuron.passes.backends.native.memory import in_memory
+from collage_neuron.passes.backends.native.reduction_kernels import fold_of, runs_of, write_fold
+from collage_neuron.passes.backends.native.reductions import ReductionKernels, nothing_of, run_by_rows
 from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.staged import find, store_small
-from collage_neuron.passes.ir.update import Update
 
 ALONE = 1 << 15
 """Elements up to which one thread is faster than several, which have to be woken."""
@@ -46,23 +44,17 @@ class Engine:
         if path is None:
             raise ValueError("no libgomp is loaded")
         self.team = Team(path)
-        self.machine = Machine(self.team.symbols, target)
+        self.machine = Machine(self.team.symbols(), target)
         self.kernels = Kernels(self.machine)
-        self.by_rows = RowKernels(self.machine)
-        self._runs: WeakKeyDictionary[Update, dict[tuple[torch.dtype, ...], Compiled | None]] = WeakKeyDictionary()
+        self.reductions = ReductionKernels(self.machine)
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
-
-    def runs(self, part: Update, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
-        """The kernel of a reduction stage for tensors of these dtypes; None if there is none."""
-        kernels = self._runs.setdefault(part, {})
-        if dtypes not in kernels:
-            kernels[dtypes] = compiled_runs(part, dtypes, self.machine)
-        return kernels[dtypes]
 
     @cached_property
     def fold(self) -> Compiled:
         """The kernel that folds sums of runs."""
-        return compiled_fold(self.machine)
+        fold = Compiled.of(self.machine, write_fold)
+        assert fold is not None
+        return fold
 
     def run(self, step: Step) -> Tensor:
         """Runs the jobs of a step; the measurements: one row for each thread, a vector for each measure."""
@@ -160,7 +152,7 @@ class Native(Backend):
         """Runs launches of which either all or none have reductions over rows or columns."""
         if not launches[0].update.by_rows:
             return self.run(launches)
-        rows = (run_by_rows(launch, self.engine.by_rows, self.engine.run) for launch in launches)
+        rows = (run_by_rows(launch, self.engine.reductions, self.engine.run) for launch in launches)
         return list(chain.from_iterable(rows))
 
     def _found(self, launches: Sequence[Launch]) -> list[Found | None]:
@@ -174,11 +166,12 @@ class Native(Backend):
         """The sums of groups for all parameters, those with equal dtypes at once; some are left to the reference."""
         alike: dict[tuple[torch.dtype, ...], list[int]] = {}
         for i, reads in enumerate(launch.reads):
-            alike.setdefault(tuple(t.dtype for t in reads) if are_plain(reads) else (), []).append(i)
+            is_plain = in_memory(reads) and len({*map(Tensor.numel, reads)}) == 1
+            alike.setdefault(tuple(t.dtype for t in reads) if is_plain else (), []).append(i)
         found: dict[int, Sequence[Tensor]] = {}
         results = len(launch.update.only_stage.reduced)
         for dtypes, numbers in alike.items():
-            compiled = self.engine.runs(launch.update, dtypes) if dtypes else None
+            compiled = self.engine.reductions.runs(launch.update, dtypes) if dtypes else None
             if compiled is None:
                 sums = REFERENCE.group_sums(launch.update)
                 found |= {i: sums(launch.reads[i], scalars[i]) for i in numbers}

@@ -1,6 +1,6 @@
 """Kernels for updates in which blocks of elements share words, or depend on the maximum of a block.
 
-For each block of K elements there are one or more passes over its elements (see `schedule`), and before, between and
+For each block of K elements there are one or more passes over its elements (see `Schedule`), and before, between and
 after them scalar code for what is the same for the whole block. With vectors of 16, and two passes::
 
     block:
@@ -9,14 +9,14 @@ after them scalar code for what is the same for the whole block. With vectors of
     pass0:
       %j0 = phi i64 ...              ; 0, 32, 64, 96
       ...                            ; 32 elements; the largest of each lane so far; what later passes need, to a buffer
-      br i1 %more0, label %pass0, label %after0
+      br i1 %j0_more, label %pass0, label %after0
     after0:
       ...                            ; the maximum; scalars that depend on it
     pass1:
       ...
     after1:
       ...                            ; stores the words of the block
-      br i1 %more, label %block, label %done
+      br i1 %at_more, label %block, label %done
 
 The driver calls it with whole blocks only. The last block of a row, if it is shorter, it copies to a buffer first.
 """
@@ -30,9 +30,9 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.numerics.eft import block_max, narrow
-from collage_neuron.passes.backends.native.llvm_builder import FLOAT, INT, MASK, Code, NotEmitted, Value
+from collage_neuron.numerics.reductions import REDUCTIONS
+from collage_neuron.passes.backends.native.llvm_builder import FLOAT, INT, MASK, Code, NotEmitted, Value, loop
 from collage_neuron.passes.backends.native.rules import MAGNITUDE
-from collage_neuron.passes.backends.native.schedule import Schedule
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Values, Writer
 from collage_neuron.passes.ir.update import Update
 
@@ -44,6 +44,93 @@ def size_of_blocks(update: Update) -> int:
     if len(sizes) > 1:
         raise NotEmitted(f"blocks of {' and '.join(map(str, sorted(sizes)))} elements in one update")
     return sizes.pop() if sizes else 0
+
+
+@dataclass
+class Schedule:
+    """The schedule of an update with blocks: how many passes over a block there are, and what is computed in which.
+
+    The maximum of a block is known after a pass over its elements, so what depends on it needs another one. All passes
+    of a block follow one another, while its words are in the cache. What is the same for all elements of a block is
+    computed between passes, once. A value that a later pass needs is kept in a buffer, unless it is as easy to compute
+    there.
+    """
+
+    update: Update
+    hosts: set[fx.Node] = field(default_factory=set)
+    """What is the same for all elements of a tensor."""
+    shared: dict[fx.Node, int] = field(default_factory=dict)
+    """What is the same for all elements of a block, with the number of the pass before which it is computed."""
+    passes: dict[fx.Node, int] = field(default_factory=dict)
+    """All else, with the number of the pass that computes it."""
+    free: set[fx.Node] = field(default_factory=set)
+    """Of that, what depends on the numbers of elements alone: their random bits."""
+
+    def __post_init__(self) -> None:
+        *nodes, output = self.update.graph.graph.nodes
+        for node in nodes:
+            self._place(node)
+        for node in reversed(nodes):
+            if node in self.passes and node.op == "call_function":
+                self.passes[node] = self._latest(node)
+        (results,) = output.args
+        assert isinstance(results, Sequence)
+        kept = zip([*self.update.outputs, *[""] * len(results)], results, strict=False)
+        of_elements = [self.pass_of(result) for key, result in kept if key not in self.update.blocks]
+        self.count: int = 1 + max([*self.passes.values(), *of_elements])
+
+    def _place(self, node: fx.Node) -> None:
+        """Notes the first pass that can compute a node."""
+        if node.op == "placeholder":
+            return self._place_input(node)
+        if node.target in REDUCTIONS:
+            return None
+        given = [x for x in node.all_input_nodes if x not in self.hosts]
+        first = max(map(self.pass_of, given), default=0)
+        varying = [x for x in given if x in self.passes]
+        if not given:
+            self.hosts.add(node)
+        elif not varying:
+            self.shared[node] = first
+        elif node.target is block_max:
+            self.shared[node] = first + 1
+        else:
+            self.passes[node] = first
+            if self.free.issuperset(varying):
+                self.free.add(node)
+        return None
+
+    def _place_input(self, node: fx.Node) -> None:
+        if node.target in self.update.blocks:
+            self.shared[node] = 0
+        elif node.target in self.update.inputs:
+            self.passes[node] = 0
+        elif node.target == "index":
+            self.passes[node] = 0
+            self.free.add(node)
+        else:
+            self.hosts.add(node)
+
+    def _latest(self, node: fx.Node) -> int:
+        """The first pass that uses a node, if what it is computed from is there too; else the first that can."""
+        first = self.passes[node]
+        latest = min(self.uses(node), default=first)
+        given = [x for x in node.all_input_nodes if x in self.passes]
+        return latest if all(x in self.free or max(self.uses(x)) >= latest for x in given) else first
+
+    def uses(self, node: fx.Node) -> Iterator[int]:
+        """The passes that use the value of a node that varies within a block."""
+        for user in node.users:
+            if user.target is block_max:
+                yield self.shared[user] - 1
+            else:
+                yield self.passes.get(user, self.passes[node])  # it is stored, or measured, where it is computed
+
+    def pass_of(self, result: fx.Node) -> int:
+        """The first pass that can use what a node computes, or measures."""
+        value = result.args[0] if result.target in REDUCTIONS else result
+        assert isinstance(value, fx.Node)
+        return self.passes.get(value, self.shared.get(value, 0))
 
 
 @dataclass
@@ -59,7 +146,7 @@ class BlockWriter(Writer):
         self.schedule = Schedule(self.update)
         self.section = self.before
         self.body: list[str] = []
-        """What follows the code before the first block."""
+        """What is done for a block."""
         self.buffers: dict[fx.Node, tuple[str, str]] = {}
         """The buffers of values that later passes need, and what they are."""
 
@@ -69,21 +156,19 @@ class BlockWriter(Writer):
         for node in self.nodes:
             if node.op == "call_function" and node in self.schedule.hosts:
                 self.compute_once(node, self.host)
-        self._label("block")
-        self.body.append("  %at = phi i64 [ %begin, %entry ], [ %next, %after" + f"{self.schedule.count - 1} ]")
-        self.body.append(f"  %w = phi i64 [ %word, %entry ], [ %next_word, %after{self.schedule.count - 1} ]")
         self._between(0)
         for number in range(self.schedule.count):
             self._pass(number)
             self._between(number + 1)
-        return self.whole([*self._function()])
+        last = f"after{self.schedule.count - 1}"
+        words = [("%w", "i64", "%word", "add i64 %w, 1")]
+        blocks = loop("block", "entry", ("%at", "%begin", self.block), "%end", self.body, "done", last, words)
+        head = f"define void @NAME({PARAMETERS}) #0 {{"
+        return self.whole([head, "entry:", *self.host.lines, *blocks, "  ret void", "}"])
 
     def before_loop(self, node: fx.Node) -> Code:
         """Before all blocks, or before the passes that follow."""
         return self.before if node in self.schedule.hosts else self.section
-
-    def _label(self, name: str) -> None:
-        self.body.append(f"{name}:")
 
     # Between passes ------------------------------------------------------------------------------------------------
 
@@ -138,7 +223,10 @@ class BlockWriter(Writer):
                 self.store(i, parts)
         for i, grown in sums.items():
             self.loop.lines.insert(0, self.phi(i, grown, self._before(number), f"pass{number}"))
-        self._loop(number)
+        index = f"%j{number}", "0", 2 * self.width
+        before, body = self._before(number), self.loop.lines
+        turns = loop(f"pass{number}", before, index, f"{self.block}", body, f"after{number}")
+        self.body += [*self.section.lines, *turns]
         after = self.code(self.width)
         for i, grown in sums.items():
             self.keep(after, i, grown)
@@ -218,30 +306,3 @@ class BlockWriter(Writer):
     def _before(number: int) -> str:
         """The label before a pass."""
         return f"after{number - 1}" if number else "block"
-
-    # Lines ---------------------------------------------------------------------------------------------------------
-
-    def _loop(self, n: int) -> None:
-        self.body += self.section.lines
-        self.body.append(f"  br label %pass{n}")
-        self._label(f"pass{n}")
-        self.body.append(f"  %j{n} = phi i64 [ 0, %{self._before(n)} ], [ %j_next{n}, %pass{n} ]")
-        self.body += self.loop.lines
-        self.body.append(f"  %j_next{n} = add i64 %j{n}, {2 * self.width}")
-        self.body.append(f"  %more{n} = icmp slt i64 %j_next{n}, {self.block}")
-        self.body.append(f"  br i1 %more{n}, label %pass{n}, label %after{n}")
-        self._label(f"after{n}")
-
-    def _function(self) -> Iterator[str]:
-        yield f"define void @NAME({PARAMETERS}) #0 {{"
-        yield "entry:"
-        yield from self.host.lines
-        yield "  br label %block"
-        yield from self.body
-        yield f"  %next = add i64 %at, {self.block}"
-        yield "  %next_word = add i64 %w, 1"
-        yield "  %more = icmp slt i64 %next, %end"
-        yield "  br i1 %more, label %block, label %done"
-        yield "done:"
-        yield "  ret void"
-        yield "}"

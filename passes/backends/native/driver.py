@@ -215,43 +215,10 @@ done:
 """
 
 
-def _loop_over_slots(name: str, previous: str, body: str, then: str) -> str:
-    """A loop that copies something of each slot; `previous` is the block before it."""
-    return f"""
-  br label %{name}
-{name}:
-  %{name}_s = phi i64 [ 0, %{previous} ], [ %{name}_next, %{name}_end ]
-  %{name}_more = icmp slt i64 %{name}_s, %slots
-  br i1 %{name}_more, label %{name}_body, label %{then}
-{name}_body:
-  %{name}_number = mul i64 %{name}_s, {len(SLOT)}
-  %{name}_width_at = getelementptr i64, ptr %words_ptr, i64 %{name}_number
-  %{name}_width = load i64, ptr %{name}_width_at
-  %{name}_tensor_at = getelementptr ptr, ptr %row_ptr, i64 %{name}_s
-  %{name}_tensor = load ptr, ptr %{name}_tensor_at
-  %{name}_shared_at = getelementptr i64, ptr %{name}_width_at, i64 2
-  %{name}_shared = load i64, ptr %{name}_shared_at
-  %{name}_is_shared = icmp ne i64 %{name}_shared, 0
-  %{name}_first = select i1 %{name}_is_shared, i64 %word, i64 %from
-  %{name}_count = select i1 %{name}_is_shared, i64 1, i64 %left
-  %{name}_skip = mul i64 %{name}_first, %{name}_width
-  %{name}_memory = getelementptr i8, ptr %{name}_tensor, i64 %{name}_skip
-  %{name}_bytes = mul i64 %{name}_count, %{name}_width
-  %{name}_at = mul i64 %{name}_s, %room
-  %{name}_copy = getelementptr i8, ptr %buffer, i64 %{name}_at
-{body}
-  br label %{name}_end
-{name}_end:
-  %{name}_next = add i64 %{name}_s, 1
-  br label %{name}
-"""
-
-
 # The last elements of a row are updated in a buffer of a whole step, so that no kernel needs masks. A word has 8 bytes
 # of room there, more than any type; what follows the elements is 0, and is not copied back.
 _TAIL = f"""
 define internal void @run_tail(ptr %job, i64 %from, i64 %left, i64 %word, ptr %sums) {{
-entry:
 {_fields(JOB, "%job")}
   %kernel_ptr = inttoptr i64 %kernel to ptr
 {_fields(KERNEL, "%kernel_ptr")}
@@ -264,31 +231,43 @@ entry:
   %buffer = alloca i8, i64 %all, align 64
   %rows = alloca ptr, i64 %slots
   call void @llvm.memset.p0.i64(ptr %buffer, i8 0, i64 %all, i1 false)
-{
-    _loop_over_slots(
-        "in",
-        "entry",
-        '''
-  call void @llvm.memcpy.p0.p0.i64(ptr %in_copy, ptr %in_memory, i64 %in_bytes, i1 false)
-  %in_row = getelementptr ptr, ptr %rows, i64 %in_s
-  store ptr %in_copy, ptr %in_row''',
-        "middle",
-    )
-}
-middle:
+  call void @copy(ptr %words_ptr, i64 %slots, ptr %row_ptr, ptr %buffer, i64 %room, ptr %rows, i64 %from, i64 %left,
+                  i64 %word, i1 false)
   call void %f(ptr %rows, ptr %scalars_ptr, i64 0, i64 %step, i64 %from, i64 %left, i64 0, ptr %sums)
-{
-    _loop_over_slots(
-        "out",
-        "middle",
-        '''
-  %out_flag_at = getelementptr i64, ptr %out_width_at, i64 1
-  %out_flag = load i64, ptr %out_flag_at
-  %out_size = mul i64 %out_bytes, %out_flag
-  call void @llvm.memcpy.p0.p0.i64(ptr %out_memory, ptr %out_copy, i64 %out_size, i1 false)''',
-        "done",
-    )
-}
+  call void @copy(ptr %words_ptr, i64 %slots, ptr %row_ptr, ptr %buffer, i64 %room, ptr %rows, i64 %from, i64 %left,
+                  i64 %word, i1 true)
+  ret void
+}}
+
+define internal void @copy(ptr %words, i64 %slots, ptr %row, ptr %buffer, i64 %room, ptr %rows, i64 %from, i64 %left,
+                           i64 %word, i1 %back) {{
+entry:
+  br label %loop
+loop:
+  %s = phi i64 [ 0, %entry ], [ %next, %loop ]
+  %number = mul i64 %s, {len(SLOT)}
+  %slot = getelementptr i64, ptr %words, i64 %number
+{_fields(SLOT, "%slot")}
+  %tensor_at = getelementptr ptr, ptr %row, i64 %s
+  %tensor = load ptr, ptr %tensor_at
+  %is_shared = icmp ne i64 %shared, 0
+  %first = select i1 %is_shared, i64 %word, i64 %from
+  %count = select i1 %is_shared, i64 1, i64 %left
+  %skip = mul i64 %first, %bytes
+  %memory = getelementptr i8, ptr %tensor, i64 %skip
+  %at = mul i64 %s, %room
+  %own = getelementptr i8, ptr %buffer, i64 %at
+  %own_at = getelementptr ptr, ptr %rows, i64 %s
+  store ptr %own, ptr %own_at
+  %times = select i1 %back, i64 %written, i64 1
+  %many = mul i64 %count, %times
+  %size = mul i64 %many, %bytes
+  %to = select i1 %back, ptr %memory, ptr %own
+  %source = select i1 %back, ptr %own, ptr %memory
+  call void @llvm.memcpy.p0.p0.i64(ptr %to, ptr %source, i64 %size, i1 false)
+  %next = add i64 %s, 1
+  %more = icmp slt i64 %next, %slots
+  br i1 %more, label %loop, label %done
 done:
   ret void
 }}

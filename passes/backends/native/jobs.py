@@ -1,134 +1,31 @@
-"""The jobs of a step: every update of every parameter, laid out in memory for the driver."""
+"""The jobs of a step: every update of every parameter, laid out in memory for the driver.
+
+Or the layout of an earlier step, where only addresses and numbers differ.
+"""
 
 from __future__ import annotations
 
-import threading
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, repeat
 from operator import add, is_, mul
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from collage_neuron.passes.backends.native.blocks import size_of_blocks
-from collage_neuron.passes.backends.native.kernel import slots_of, write_kernel
-from collage_neuron.passes.backends.native.llvm_builder import NotEmitted
-from collage_neuron.passes.backends.native.machine import Machine
-from collage_neuron.passes.backends.native.memory import each_lies_alone, extent, in_one_order, is_plain, share_memory
-from collage_neuron.passes.backends.native.writer import Kernel
+from collage_neuron.passes.backends.native.driver import JOB
+from collage_neuron.passes.backends.native.kernel import Bound, Compiled, Kernels
+from collage_neuron.passes.backends.native.memory import each_lies_alone, extent, in_memory, in_one_order, share_memory
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.ir.update import Update
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel with its code."""
-
-    kernel: Kernel
-    described: array[int]
-    """What the driver reads of it: see `driver.KERNEL`."""
-    address: int
-    """That of the description."""
-    unit: int
-    """The work of a step: elements in loops of all kernels count alike."""
-
-    @classmethod
-    def of(cls, kernel: Kernel, machine: Machine) -> Compiled:
-        """A kernel, compiled."""
-        words = [n for s in kernel.slots for n in (s.dtype.itemsize, int(s.written is not None), int(s.shared))]
-        unit = kernel.step // (2 * kernel.width)
-        described = array("q", [machine.address(kernel), kernel.step, unit, len(kernel.slots), *words])
-        return cls(kernel, described, described.buffer_info()[0], unit)
-
-    @property
-    def lanes(self) -> int:
-        """Doubles of a measurement, which are to be added up."""
-        return self.kernel.width
-
-
-class Bound:
-    """The kernels of one update, for tensors of different dtypes."""
-
-    def __init__(self, update: Update, machine: Machine) -> None:
-        place = {key: i for i, key in enumerate(update.inputs)}
-        self._machine = machine
-        self.both = [(place[key], j) for j, key in enumerate(update.outputs) if key in place]
-        """Places of the keys that are read and written: mostly the same tensor, which is one slot then."""
-        self.only_written = [j for j, key in enumerate(update.outputs) if key not in place]
-        self._inputs, self._outputs = ([int(k in update.blocks) for k in s] for s in (update.inputs, update.outputs))
-        self.block = _block(update)
-        self._kernels: dict[tuple[bool, tuple[torch.dtype, ...]], Compiled | None] = {}
-        self._lock = threading.Lock()
-
-    def written(self, apart: bool, slots: int) -> list[bool]:
-        """Which slots are written; where words lie `apart` from those they replace, these have slots of their own."""
-        reads = slots - (len(self.both) * apart + len(self.only_written))
-        replaced = set() if apart else {i for i, _ in self.both}
-        return [i in replaced or i >= reads for i in range(slots)]
-
-    def shared(self, apart: bool) -> list[int]:
-        """For each slot 1 if blocks share its words, else 0."""
-        more = self._outputs if apart else [self._outputs[j] for j in self.only_written]
-        return self._inputs + more
-
-    def kernel(self, update: Update, apart: bool, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
-        """The kernel for slots of these dtypes; None if there is no code for one of them, or for an operation."""
-        key = apart, dtypes
-        with self._lock:
-            if key not in self._kernels:
-                self._kernels[key] = self._compiled(update, apart, dtypes)
-            return self._kernels[key]
-
-    def write(self, update: Update, apart: bool, dtypes: Sequence[torch.dtype]) -> Kernel:
-        """The text of that kernel; NotEmitted if there is none."""
-        count = len(update.inputs)
-        reads, more = dtypes[:count], iter(dtypes[count:])
-        kept = {} if apart else {j: reads[i] for i, j in self.both}
-        writes = [kept[j] if j in kept else next(more) for j in range(len(update.outputs))]
-        return write_kernel(update, slots_of(update, reads, writes, apart), self._machine.target.width)
-
-    def _compiled(self, update: Update, apart: bool, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
-        try:
-            kernel = self.write(update, apart, dtypes)
-        except NotEmitted:
-            return None
-        return Compiled.of(kernel, self._machine)
-
-
-def _block(update: Update) -> int:
-    """Elements of the blocks of an update; 0 if it has none, or no kernel."""
-    try:
-        return size_of_blocks(update)
-    except NotEmitted:
-        return 0
-
-
-class Kernels:
-    """The kernels of all updates that are still in use."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        # A `Bound` must not refer to its update, or neither would ever be freed.
-        self._bound: WeakKeyDictionary[Update, Bound] = WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def of(self, update: Update) -> Bound:
-        """Those of an update: the same for all threads, since steps have their addresses only."""
-        with self._lock:
-            bound = self._bound.get(update)
-            if bound is None:
-                bound = self._bound[update] = Bound(update, self._machine)
-            return bound
 
 
 class PointerArrays:
     """Numbers of the tensors of a group, in the order of slots, one parameter after another."""
 
-    def __init__(self, tensors: Sequence[Tensor], shared: Sequence[int], block: int) -> None:
-        """`shared` has for each slot 1 if it has one word for each block of `block` elements of a row, else 0."""
+    def __init__(self, tensors: Sequence[Tensor], shared: Sequence[bool], block: int) -> None:
+        """`shared` has for each slot True if it has one word for each block of `block` elements of a row."""
         self.slots = len(shared)
         # `map` over a method of C++: no frame of Python's for each tensor.
         self.addresses = [*map(Tensor.data_ptr, tensors)]
@@ -136,7 +33,7 @@ class PointerArrays:
         self.dtypes = [t.dtype for t in tensors]
         self._shared = shared
         self._are_contiguous = all(map(Tensor.is_contiguous, tensors))
-        first = shared.index(0)
+        first = shared.index(False)
         self.elements = self.sizes[first :: self.slots]
         """Elements of each parameter."""
         self.lengths, self.words = self.elements, self.elements
@@ -254,7 +151,7 @@ class Step:
     def add(self, group: Group) -> bool:
         """Adds the jobs of a group; False if one of its tensors is not plainly in memory."""
         apart, tensors = group.slots()
-        if not _in_memory(tensors):
+        if not in_memory(tensors):
             return False
         arrays = group.arrays(tensors, apart)
         if arrays.addresses.count(0) != arrays.sizes.count(0):  # a ZeroTensor of autograd, or memory that was freed
@@ -274,36 +171,38 @@ class Step:
         """Notes the memory of tensors."""
         self.begins += begins
         self.ends += map(add, begins, map(mul, sizes, map(Tensor.element_size, tensors)))
-        slots = len(tensors) // len(group.places)
-        self.written += group.bound.written(apart, slots) * len(group.places)
+        self.written += group.bound.written(apart) * len(group.places)
 
     def _fill(self, group: Group, compiled: Compiled, arrays: PointerArrays) -> None:
         """Adds the jobs of a group whose parameters have one kernel."""
         rows = array("q", arrays.addresses)
         self.rows.append(rows)
         self.bounds.append(group.bound)
-        count, step, unit = len(group.places), compiled.kernel.step, compiled.unit
+        count, step = len(group.places), compiled.kernel.step
         # With blocks, these are the steps already; without, a parameter is one row.
         steps = arrays.words if group.bound.block else [-(-size // step) for size in arrays.elements]
-        work = [unit * n for n in steps]
-        before = [*accumulate(work, initial=self.work)]
         first, width = rows.buffer_info()[0], 8 * arrays.slots
+        places = range(first, first + width * count, width)
         measures = len(group.update.sums) + len(group.update.counts)
         vectors = range(self.measures, self.measures + measures * count, measures) if measures else [0] * count
-        self.jobs.extend(
-            chain.from_iterable(
-                zip(
-                    repeat(compiled.address), range(first, first + width * count, width), group.scalars,
-                    arrays.lengths, before, work, [vector * compiled.lanes for vector in vectors],
-                )
-            )
-        )  # fmt: skip
-        self.work = before[-1]
+        self.add_jobs(compiled, places, group.scalars, arrays.lengths, steps, vectors)
         self.elements += sum(arrays.elements)
         self.changed += group.writes
         if measures:
             self.measured.update(zip(group.places, vectors, strict=True))
             self.measures += measures * count
+
+    def add_jobs(
+        self, compiled: Compiled, rows: Iterable[int], scalars: Iterable[int], lengths: Iterable[int],
+        steps: Iterable[int], vectors: Iterable[int] = repeat(0),
+    ) -> None:  # fmt: skip
+        """Adds jobs of a kernel: see `driver.JOB`. `vectors` are the numbers of the first measurement of each."""
+        work = [compiled.unit * n for n in steps]
+        before = accumulate(work, initial=self.work)
+        doubles = (compiled.kernel.width * vector for vector in vectors)
+        numbers = zip(repeat(compiled.address), rows, scalars, lengths, before, work, doubles, strict=False)
+        self.jobs.extend(chain.from_iterable(numbers))
+        self.work += sum(work)
 
     def _straighten(self, group: Group, compiled: Compiled | None, tensors: list[Tensor], apart: bool) -> None:
         """Adds a parameter whose tensors are not all contiguous: as it lies in memory, or as copies.
@@ -312,7 +211,7 @@ class Step:
         """
         lies_well = not group.update.draws and not group.bound.block and in_one_order(tensors)
         straight = tensors if lies_well else [t.contiguous() for t in tensors]
-        written = group.bound.written(apart, len(tensors))
+        written = group.bound.written(apart)
         back = [(t, copy) for t, copy, is_written in zip(tensors, straight, written, strict=True)
                 if is_written and copy is not t]  # fmt: skip
         arrays = group.arrays(straight, apart)
@@ -343,10 +242,87 @@ class Step:
         return found
 
 
-def _in_memory(tensors: Sequence[Tensor]) -> bool:
-    """Returns True if the numbers of all are those in the memory of the CPU at their addresses."""
-    return (
-        all(map(is_plain, {*map(type, tensors)}))
-        and all(t.is_cpu for t in tensors)
-        and not any(map(Tensor.is_neg, tensors))
-    )
+Taken = list[tuple[int, Launch]]
+"""The launches of a step that are not skipped, with their numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """A step as it was laid out, for later ones whose tensors differ in nothing but values and addresses."""
+
+    numbers: list[int]
+    others: list[object]
+    """`Launch.kept` of the launches after the first, in which this is kept."""
+    apart: list[bool]
+    """For each group, whether words lie apart."""
+    addresses: list[int]
+    bytes: list[int]
+    """For each tensor the length of its memory."""
+    step: Step
+    """Without tensors."""
+
+    def again(self, taken: Taken, groups: Sequence[Group]) -> Step | None:
+        """The step for these launches; None if they are of other tensors, or share memory now."""
+        if [i for i, _ in taken] != self.numbers or not all(
+            map(is_, self.others, (launch.kept for _, launch in taken[1:]))
+        ):
+            return None
+        slots = [group.slots() for group in groups]
+        if [apart for apart, _ in slots] != self.apart:
+            return None
+        addresses = [*map(Tensor.data_ptr, chain.from_iterable(tensors for _, tensors in slots))]
+        if addresses != self.addresses and not self._move(addresses):
+            return None
+        # The vectors of numbers are new in each step; all else of a job is as it was.
+        self.step.jobs[JOB.index("scalars") :: len(JOB)] = array("q", chain.from_iterable(g.scalars for g in groups))
+        return replace(self.step, changed=list(chain.from_iterable(group.writes for group in groups)))
+
+    def _move(self, addresses: list[int]) -> bool:
+        """Replaces the addresses, to which the jobs refer; False, and nothing is replaced, if memory is shared.
+
+        Or if a tensor that is not empty has none.
+        """
+        if addresses.count(0) != self.bytes.count(0):  # only empty tensors have none
+            return False
+        if share_memory(addresses, list(map(add, addresses, self.bytes)), self.step.written):
+            return False
+        self.addresses[:] = addresses
+        first = 0
+        for rows in self.step.rows:
+            rows[:] = array("q", addresses[first : first + len(rows)])
+            first += len(rows)
+        return True
+
+
+def lay_out(launches: Sequence[Launch], kernels: Kernels) -> Step | None:
+    """The step, without launches to be skipped.
+
+    None if the reference has to take it all: parameters share memory, so that their order matters, or a tensor is not
+    plainly in memory.
+    """
+    taken = [(i, x) for i, x in enumerate(launches) if x.reads and (x.finite is None or bool(x.finite))]
+    groups: list[Group] = []
+    for i, launch in taken:
+        if not groups or groups[-1].update is not launch.update:
+            groups.append(Group(launch.update, kernels.of(launch.update)))
+        groups[-1].add(i, launch)
+    kept = taken[0][1].kept if taken else None
+    laid: Laid | None = None if kept is None else kept.get(kernels)
+    again = None if laid is None else laid.again(taken, groups)
+    if again is not None:
+        return again
+    step = Step()
+    if not all(step.add(group) for group in groups) or step.shares_memory():
+        return None
+    are_whole = len(step.rows) == len(groups) and not step.left and not step.kept  # no parameter was taken alone
+    if kept is not None and are_whole and all(launch.kept is not None for _, launch in taken):
+        kept[kernels] = _laid(taken, groups, step)
+    return step
+
+
+def _laid(taken: Taken, groups: Sequence[Group], step: Step) -> Laid:
+    others: list[object] = [launch.kept for _, launch in taken[1:]]
+    apart = [group.slots()[0] for group in groups]
+    lengths = [end - begin for begin, end in zip(step.begins, step.ends, strict=True)]
+    without = replace(step, changed=[])
+    return Laid([i for i, _ in taken], others, apart, list(step.begins), lengths, without)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ NAME, RESULT = re.compile(r"%\w+"), re.compile(r" +%\w+ = ")
 
 
 class Fixed(NamedTuple):
-    """The integer of which a float is 2**-places times, exactly but for the sign of a zero: see `integers`."""
+    """The integer of which a float is 2**-places times, exactly but for the sign of a zero: see `words`."""
 
     number: Value
     places: int
@@ -145,6 +145,29 @@ class Code:
         t = self.type_of(scalar.kind)
         one = self.op(scalar.kind, f"insertelement {t} poison, {scalar.kind} {scalar.text}, i64 0")
         return self.shuffle(one.text, "poison", scalar.kind, self.width, [0] * self.width)
+
+
+def loop(
+    name: str, before: str, index: tuple[str, str, int], end: str, body: Iterable[str], after: str, last: str = "",
+    more: Iterable[tuple[str, str, str, str]] = (),
+) -> Iterator[str]:  # fmt: skip
+    """The loop called `name`, behind the block `before`: (a name, where it begins, its step) up to `end`, once or more.
+
+    `last` is the block in which the body ends, if it has several; `after` the one behind the loop. `more` changes with
+    the index: names, types, values in the first turn, and the instruction that makes the next one.
+    """
+    i, first, step = index
+    changing = [(i, "i64", first, f"add i64 {i}, {step}"), *more]
+    yield f"  br label %{name}"
+    yield f"{name}:"
+    for x, kind, begin, _ in changing:
+        yield f"  {x} = phi {kind} [ {begin}, %{before} ], [ {x}_next, %{last or name} ]"
+    yield from body
+    for x, _, _, instruction in changing:
+        yield f"  {x}_next = {instruction}"
+    yield f"  {i}_more = icmp slt i64 {i}_next, {end}"
+    yield f"  br i1 {i}_more, label %{name}, label %{after}"
+    yield f"{after}:"
 
 
 def live(lines: Sequence[str]) -> list[str]:

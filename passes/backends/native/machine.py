@@ -1,17 +1,21 @@
-"""The machine: what this CPU is, and machine code for it, made in process by LLVM (llvmlite)."""
+"""The machine: what this CPU is, code for it, made in process by LLVM (llvmlite), and the threads that run it."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from collage_neuron.passes.backends.native.driver import MODES, write_driver
 from collage_neuron.passes.backends.native.writer import Kernel
@@ -132,18 +136,8 @@ class Machine:
             self.target.module(self._llvm, write_driver(self.target.architecture)), self.target.machine(self._llvm)
         )
         self._engine.finalize_object()
-
-    @cached_property
-    def share(self) -> int:
-        """The address of the driver's function for a thread whose number its caller knows."""
-        address: int = self._engine.get_function_address("share")
-        return address
-
-    @cached_property
-    def team(self) -> int:
-        """The address of the driver's function for a thread of an OpenMP team."""
-        address: int = self._engine.get_function_address("team")
-        return address
+        # The driver's functions, for a thread whose number its caller knows and for one of an OpenMP team.
+        self.share, self.team = (int(self._engine.get_function_address(name)) for name in ("share", "team"))
 
     def address(self, kernel: Kernel) -> int:
         """The address of a kernel's code, which is made if it is new."""
@@ -153,3 +147,64 @@ class Machine:
                 self._engine.finalize_object()
                 self._addresses[kernel.name] = self._engine.get_function_address(kernel.name)
             return self._addresses[kernel.name]
+
+
+_FORKED = 0x40
+"""PF_FORKNOEXEC in Linux's flags of a process: it was forked, and has not called exec."""
+
+
+def loaded_libgomp() -> str | None:
+    """The path of the libgomp that this process has loaded; of several, the one that is torch's."""
+    lines = Path("/proc/self/maps").read_text().splitlines() if Path("/proc/self/maps").exists() else []
+    paths = sorted({line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line})
+    folder = str(Path(torch.__file__).parent)
+    return next((path for path in paths if path.startswith(folder)), paths[0] if paths else None)
+
+
+def was_forked() -> bool:
+    """Returns True if this process is a copy of another one."""
+    stat = Path("/proc/self/stat").read_text()
+    return bool(int(stat.rpartition(")")[2].split()[6]) & _FORKED)
+
+
+class Team:
+    """Runs functions on torch's own OpenMP threads.
+
+    Threads of another pool would compete with those, which spin for a while after each operation of torch: with a pool
+    of our own, a step took half as long again. libgomp's entry point for `#pragma omp parallel` is a plain C function.
+    """
+
+    def __init__(self, path: str) -> None:
+        """`path` is that of a libgomp."""
+        self._library = ctypes.CDLL(path)
+        self._parallel = self._library.GOMP_parallel
+        self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        self._parallel.restype = None
+        self._process = 0 if was_forked() else os.getpid()
+        self._is_watched = False
+
+    def symbols(self) -> Mapping[str, int]:
+        """Addresses of the functions by which a thread learns its number, and how many there are."""
+        number, count = self._library.omp_get_thread_num, self._library.omp_get_num_threads
+        found = {"collage_thread": number, "collage_threads": count}
+        return {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in found.items()}
+
+    def threads(self) -> int:
+        """How many threads to use: torch's number, and one in a forked process.
+
+        A fork copies no threads, but libgomp's list of them: to wait for them would take forever.
+        """
+        return torch.get_num_threads() if os.getpid() == self._process else 1
+
+    def run(self, function: int, context: int, threads: int) -> None:
+        """Runs `function(context)` on that many threads, or fewer; returns when all have finished."""
+        if not self._is_watched:
+            # From now on torch's operations would wait forever in a fork too, those of validation among them.
+            os.register_at_fork(after_in_child=_alone)
+            self._is_watched = True
+        self._parallel(function, context, threads, 0)
+
+
+def _alone() -> None:
+    """Makes torch use one thread, as it does itself in the processes of a data loader."""
+    torch.set_num_threads(1)

@@ -11,12 +11,7 @@ from torch import Tensor
 
 def is_dense(t: Tensor) -> bool:
     """Returns True if the elements of `t` fill a run of memory, in any order, each once."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return each_lies_alone(t) and extent(t) == t.numel()
 
 
 def each_lies_alone(t: Tensor) -> bool:
@@ -40,9 +35,15 @@ def extent(t: Tensor) -> int:
     return 1 + sum((size - 1) * stride for stride, size in zip(t.stride(), t.shape, strict=True)) if t.numel() else 0
 
 
-def is_plain(kind: type[Tensor]) -> bool:
-    """Returns True if tensors of this class are what their memory says: a subclass may compute something else."""
-    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+def in_memory(tensors: Sequence[Tensor]) -> bool:
+    """Returns True if the numbers of all are those in the memory of the CPU at their addresses."""
+    kinds: set[type[Tensor]] = {*map(type, tensors)}
+    plain = torch.Tensor.__torch_dispatch__  # a subclass with another one may compute something else
+    return (
+        all(kind.__torch_dispatch__ is plain for kind in kinds)
+        and all(t.is_cpu for t in tensors)
+        and not any(map(Tensor.is_neg, tensors))
+    )
 
 
 def share_memory(begins: Sequence[int], ends: Sequence[int], written: Sequence[bool]) -> bool:

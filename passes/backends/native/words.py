@@ -3,18 +3,168 @@
 A pair holds the elements with even and with odd numbers of a piece of memory. In a 32-bit word two bf16 lie beside each
 other: a shift gives the first as fp32, a mask the second. To take the first and the second half of the piece instead
 would need shuffles, which cost a fifth of the whole update.
+
+A word of 16 bits that is an integer is read as a float, multiplied by 1 or 0, and added to the bits of another one: in
+the update three operations on floats. All that this needs is the integer, masked. So what is computed of floats that
+are whole numbers, or known fractions of such, has two forms, the float and a `Fixed`; whoever uses it takes one, and
+what nobody takes is dropped from the text (`llvm_builder.live`). An integer to be stored is rounded by adding
+1.5 * 2**23: its bits are the last ones of the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from ctypes import c_float
 from dataclasses import dataclass
+from math import frexp
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from collage_neuron.passes.backends.native.integers import UPPER_HALF, at_top, float_of, integer_of, word_of
-from collage_neuron.passes.backends.native.llvm_builder import FLOAT, INT, Code, Fixed, Value
+from collage_neuron.passes.backends.native.llvm_builder import FLOAT, INT, MASK, Code, Fixed, Value
+
+UPPER_HALF = -0x10000
+
+DIGITS = 24
+"""Of an fp32 number."""
+
+ROUNDER, ROUNDER_BITS = 1.5 * 2.0**23, 0x4B400000
+"""Its last place is 1, and that of its sums with numbers below 2**22 too."""
+
+
+def at_top(number: Value, bits: int) -> Fixed:
+    """Of a number of `bits` bits, with its sign, in the first bits of an integer; all others are 0."""
+    return Fixed(number, 32 - bits, 32 - bits, -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1)
+
+
+def float_of(code: Code, fixed: Fixed) -> Value:
+    """The float: a whole number, exactly."""
+    return code.cast("sitofp", integer_of(code, fixed), FLOAT)._replace(fixed=fixed)
+
+
+def integer_of(code: Code, fixed: Fixed) -> Value:
+    """The integer that a whole number is."""
+    if fixed.places > 0:
+        return code.binary("ashr", INT, fixed.number, fixed.places)
+    return code.binary("shl", INT, fixed.number, -fixed.places) if fixed.places else fixed.number
+
+
+def product(code: Code, plain: Value, x: Any, y: Any) -> Value:
+    """What is known of the product `plain` of x and y: of a fixed number and a power of two, or a mask, it is fixed."""
+    for one, other in ((x, y), (y, x)):
+        if isinstance(one, Value) and one.kind == MASK and isinstance(other, (int, float)) and 0.0 < other < 2.0**127:
+            return code.select(one, other, 0.0, FLOAT)
+        if isinstance(one, Value) and one.fixed is not None:
+            fixed = _fixed_product(code, one.fixed, other)
+            return _unshifted(code, plain, one.fixed, other) if fixed is None else plain._replace(fixed=fixed)
+    return plain
+
+
+def _unshifted(code: Code, plain: Value, fixed: Fixed, y: Any) -> Value:
+    """The product of a whole number and a constant that is not tiny: powers of two are left to the constant."""
+    is_exact = fixed.is_whole and 32 - fixed.zeros <= DIGITS and not fixed.has_negative_zero
+    if isinstance(y, Value) or not is_exact or not 2.0**-90 < abs(y) < 2.0**90:
+        return plain
+    return code.binary("fmul", FLOAT, code.cast("sitofp", fixed.number, FLOAT), nearest(y) * 2.0**-fixed.places)
+
+
+def nearest(x: float) -> float:
+    """The fp32 number nearest to x."""
+    return c_float(x).value
+
+
+def _fixed_product(code: Code, fixed: Fixed, y: Any) -> Fixed | None:
+    if isinstance(y, Value):
+        if y.kind != MASK:
+            return None
+        least, most = min(fixed.least, 0.0), max(fixed.most, 0.0)
+        number = code.select(y, fixed.number, 0, INT)
+        return fixed._replace(number=number, least=least, most=most, has_negative_zero=True)  # less than 0, times 0
+    mantissa, exponent = frexp(y)
+    places = fixed.places - (exponent - 1)
+    if mantissa != 0.5 or not -8 <= places <= 32 or max(-fixed.least, fixed.most) * y > 2.0**DIGITS:
+        return None
+    return fixed._replace(places=places, least=fixed.least * y, most=fixed.most * y)
+
+
+def limit_places(code: Code, x: Any, most: int) -> Value:
+    """Moves numbers off those that lie halfway between two bf16 numbers, or near that."""
+    bits = code.bits(x)
+    low = code.binary("ashr", INT, code.binary("shl", INT, bits, 16), 16)
+    missing = code.call("smax", INT, code.binary("sub", INT, -most, low), 0)
+    moved = code.float_of(code.binary("add", INT, bits, missing))
+    return moved._replace(limited=(x, most)) if isinstance(x, Value) and 0 < most < 0x8000 else moved
+
+
+def places(code: Code, x: Any) -> Value:
+    """The lower half of the bits, as a number with a sign."""
+    before, most = (x.limited if isinstance(x, Value) else None) or (x, 0x8000)
+    low = code.binary("shl", INT, code.bits(before), 16)
+    if most < 0x8000:
+        low = code.call("smax", INT, low, -(most << 16))
+    return float_of(code, at_top(low, 16)._replace(least=-float(most)))
+
+
+def beyond(code: Code, x: Any, n: Any) -> Value:
+    """Adds n to the bits of x."""
+    is_known = isinstance(n, Value) and n.fixed is not None and n.fixed.is_whole
+    added = integer_of(code, n.fixed) if is_known else to_int32(code, n)
+    return code.float_of(code.binary("add", INT, code.bits(x), added))
+
+
+def limited(code: Code, x: Any, comparison: str, limit: float) -> Value:
+    """`limit` where x is beyond it; NaN stays."""
+    return code.select(code.compare(f"fcmp {comparison}", FLOAT, x, limit), limit, x, FLOAT)
+
+
+def to_integer(code: Code, x: Any, limits: tuple[int, int]) -> Value:
+    """Rounds to a whole number, to nearest even, within limits."""
+    low, high = limits
+    fixed = x.fixed if isinstance(x, Value) else None
+    if fixed is not None and fixed.is_whole and low <= fixed.least and fixed.most <= high:
+        return x  # type: ignore[no-any-return]
+    rounded = limited(code, limited(code, code.call("roundeven", FLOAT, x), "olt", low), "ogt", high)
+    word = _rounded_word(code, x, limits)
+    if fixed is None:  # it may be NaN
+        return rounded._replace(word=word)
+    number = code.binary("sub", INT, word, ROUNDER_BITS)
+    return rounded._replace(word=word, fixed=Fixed(number, 0, 0, low, high, has_negative_zero=True))
+
+
+def _rounded_word(code: Code, x: Any, limits: tuple[int, int]) -> Value:
+    """The same as the last bits of an integer; 0 for NaN."""
+    low, high = limits
+    fixed = x.fixed if isinstance(x, Value) else None
+    if fixed is not None and 32 - fixed.zeros <= DIGITS:
+        number = code.binary("fmul", FLOAT, code.cast("sitofp", fixed.number, FLOAT), 2.0**-fixed.places)
+    else:
+        fixed, number = None, x
+    if fixed is None or fixed.most > high:
+        number = limited(code, number, "ogt", high)
+    if fixed is None or fixed.least < low:
+        number = limited(code, number, "olt", low)
+    rounded = code.binary("fadd", FLOAT, number, ROUNDER)
+    if fixed is None:
+        rounded = code.select(code.compare("fcmp ord", FLOAT, x, x), rounded, 0.0, FLOAT)
+    return code.bits(rounded)
+
+
+def to_int32(code: Code, x: Any) -> Value:
+    """A whole number of int32 as an integer; 0 for NaN, which the conversion does not define.
+
+    LLVM's saturating conversion does that too, but takes vectors apart: it made whole updates three times slower.
+    """
+    is_number = code.compare("fcmp ord", FLOAT, x, x)
+    return code.cast("fptosi", code.select(is_number, x, 0.0, FLOAT), INT)
+
+
+def word_of(code: Code, x: Value) -> Fixed:
+    """A whole number as it is to be stored: an integer, of whose first bits nothing is known."""
+    if x.word is None and x.fixed is not None and x.fixed.is_whole:
+        return x.fixed
+    return Fixed(to_int32(code, x) if x.word is None else x.word, 0, 0, 0.0, 0.0)
+
 
 Pair = tuple[Value, Value]
 

@@ -16,8 +16,7 @@ from collage_neuron.numerics.eft import narrow, round_to, stochastic_round
 from collage_neuron.numerics.reductions import REDUCTIONS, total
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
-from collage_neuron.passes.backends.native.nans import with_short_nans
-from collage_neuron.passes.backends.native.rules import ROUNDINGS, RULES, Rule, to_bf16
+from collage_neuron.passes.backends.native.rules import ROUNDINGS, RULES, Rule, to_bf16, with_short_nans
 from collage_neuron.passes.backends.native.words import WORDS, load, store
 from collage_neuron.passes.ir.update import Update
 
@@ -133,7 +132,7 @@ class Writer:
         values[node] = self.rule_of(node)(self.loop, *(self.operand(x, values) for x in node.args))
 
     def rule_of(self, node: fx.Node) -> Rule:
-        """The rule of a node; rounding does not look for NaN where that changes nothing (`nans`)."""
+        """The rule of a node; rounding does not look for NaN where that changes nothing."""
         rule = rule_of(node)
         if not (node.args and node.args[0] in self.short_nans):
             return rule

@@ -6,17 +6,17 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import cast
 
 import torch
 
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import ENDINGS
-from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
+from collage_neuron.passes.backends.by_parameter import ByParameter, masked, write
 from collage_neuron.passes.backends.protocol import AUTO, Launch, Measure
 from collage_neuron.passes.backends.xla.compilers import BY_KIND, XLA, Compiler
-from collage_neuron.passes.backends.xla.lower import Own
-from collage_neuron.passes.backends.xla.stages import XlaUpdate, stored
+from collage_neuron.passes.backends.xla.lower import Own, XlaUpdate, stored
 from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
 
@@ -47,24 +47,24 @@ class Xla(ByParameter):
 
     def supports(self, update: Update) -> str | None:
         """As of each backend; sums need a device with fp64, and words of e4m3 one that takes those of OCP."""
-        reason = super().supports(update) or (_without_doubles() if _adds_up(update) else None)
-        if reason is None and _has_e4m3(update) and not self.compiler.e4m3fn:
+        reason = super().supports(update) or _without_doubles(update)
+        stored_as = {c.storage for fmt in update.formats.values() for c in fmt.components}
+        if reason is None and "e4m3" in stored_as and not self.compiler.e4m3fn:
             return f"backend {self.name!r} has no words of e4m3 on this device: neuronx-cc rejects float8_e4m3fn{AUTO}"
         return reason
 
-    def lower(self, update: Update) -> Lowered:
+    def lower(self, update: Update) -> XlaUpdate:
         """A function that compiles the update once per shape of a parameter."""
         return XlaUpdate(update, self.compiler)
 
     def run_one(self, launch: Launch) -> list[Measure]:
         """The same for components in shapes of their own, and for an update in stages."""
-        call, names = self.lowered(launch.update), stored(launch.update)
+        names, call = stored(launch.update), cast(XlaUpdate, self.lowered(launch.update))
         scalars = launch.vector.to(launch.reads[0][0].device)
         states = launch.small or [{}] * len(launch.reads)
         measured = []
         for reads, writes, small in zip(launch.reads, launch.writes, states, strict=True):
-            more = (small, Own.of(launch.update, reads, writes)) if isinstance(call, XlaUpdate) else ()
-            results = call(masked(launch, reads), scalars, *more)
+            results = call(masked(launch, reads), scalars, small, Own.of(launch.update, reads, writes))
             first, last = len(writes), len(results) - len(names)
             write(launch, [*writes, *(small[name] for name in names)], [*results[:first], *results[last:]])
             measured += [Measure(*results[first:last])] if launch.update.sums else []
@@ -83,24 +83,13 @@ class Xla(ByParameter):
             yield open_device
 
 
-def _adds_up(update: Update) -> bool:
-    """Returns True if it has sums, of elements or of rows and columns."""
-    return any(
-        stage.kind == REDUCTION or any(node.target in ENDINGS for node in stage.body.nodes) for stage in update.stages
-    )
-
-
-def _without_doubles() -> str | None:
-    """Why there are no sums in fp64 on this process's devices; None if there are, or if there is no torch_xla."""
-    kind = kind_of_devices()
-    if kind is None or kind in DOUBLES:
+def _without_doubles(update: Update) -> str | None:
+    """Why there are no sums in fp64 on this process's devices; None if there are, or none are needed or known."""
+    sums = (s for s in update.stages if s.kind == REDUCTION or any(node.target in ENDINGS for node in s.body.nodes))
+    if not any(sums) or (kind := kind_of_devices()) is None or kind in DOUBLES:
         return None
     what = "adds up the elements of a parameter (norms, means) in fp64"
     return f"backend 'xla' {what}, which {kind} devices do not have{AUTO}"
-
-
-def _has_e4m3(update: Update) -> bool:
-    return any(c.storage == "e4m3" for fmt in update.formats.values() for c in fmt.components)
 
 
 def kind_of_devices() -> str | None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from collage_neuron.passes.backends.xla.bits import lower_bits_of, lower_from_bits, number_like
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction
+from collage_neuron.passes.backends.xla.nodes import lower_bits_of, lower_from_bits, number_like
 
 HALF = 0xFFFF
 """The mask of the lower 16 bits."""

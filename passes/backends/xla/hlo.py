@@ -174,10 +174,8 @@ class Computation:
 
     def element(self, vector: Instruction, index: int, dims: tuple[int, ...]) -> Instruction:
         """vector[index], an fp32 scalar, broadcast to `dims`."""
-        bounds = integer(1, index) + integer(2, index + 1) + integer(3, 1)
         # Numbers come as one vector: torch_xla compiles anew where a 0-d tensor becomes 0 or 1.
-        entry = self.add("slice", Shape("f32", (1,)), [vector], message(17, bounds))
-        return self.broadcast(self.reshape(entry, ()), dims)
+        return self.broadcast(self.reshape(self.part(vector, 0, index, 1), ()), dims)
 
     def broadcast(self, scalar: Instruction, dims: tuple[int, ...]) -> Instruction:
         """A scalar repeated to `dims`."""
@@ -197,25 +195,21 @@ class Computation:
 
     def repeat(self, x: Instruction, k: int) -> Instruction:
         """Each element k times, along a new last dimension."""
-        shape = x.array
-        return self.add(
-            "broadcast", Shape(shape.element, (*shape.dims, k)), [x], packed(14, list(range(len(shape.dims))))
-        )
+        dims = x.array.dims
+        return self.add("broadcast", x.array.of((*dims, k)), [x], packed(14, range(len(dims))))
 
     def first(self, x: Instruction, size: int, stride: int = 1) -> Instruction:
         """The elements 0, stride, 2 * stride, ... below `size` of the last dimension."""
-        shape = x.array
-        ends = [(n, 1) for n in shape.dims[:-1]] + [(size, stride)]
-        bounds = [message(17, integer(2, limit) + integer(3, step)) for limit, step in ends]  # they begin at 0
-        dims = (*shape.dims[:-1], -(-size // stride))
-        return self.add("slice", Shape(shape.element, dims), [x], b"".join(bounds))
+        return self._slice(x, [*((0, n, 1) for n in x.array.dims[:-1]), (0, size, stride)])
 
     def part(self, x: Instruction, dim: int, first: int, size: int) -> Instruction:
         """`size` elements of a dimension, from `first` on."""
-        shape = x.array
-        ends = [(first, first + size) if d == dim else (0, n) for d, n in enumerate(shape.dims)]
-        bounds = [message(17, integer(1, start) + integer(2, limit) + integer(3, 1)) for start, limit in ends]
-        return self.add("slice", shape.of(limit - start for start, limit in ends), [x], b"".join(bounds))
+        return self._slice(x, [(first, first + size, 1) if d == dim else (0, n, 1) for d, n in enumerate(x.array.dims)])
+
+    def _slice(self, x: Instruction, bounds: Sequence[tuple[int, int, int]]) -> Instruction:
+        encoded = (message(17, integer(1, start) + integer(2, end) + integer(3, step)) for start, end, step in bounds)
+        dims = (-((start - end) // step) for start, end, step in bounds)
+        return self.add("slice", x.array.of(dims), [x], b"".join(encoded))
 
     def pad(self, x: Instruction, count: int, dim: int = -1) -> Instruction:
         """A dimension, the last one if none is given, with `count` zeros after it."""

@@ -1,28 +1,45 @@
-"""Lowers an update, for one parameter shape, to one XLA user computation (`nodes`; with stages: `stages`).
+"""Lowers an update, for one parameter shape, to one XLA user computation: nothing waits for the host.
 
 A user computation enters torch_xla's lazy graph as one node, so that tracing is cheap, and its hash includes the
-wiring.
+wiring. Given stages (LAMB)::
+
+    stage 0, reduction:    param, grad -> reduced0, reduced1
+    stage 1, numbers:      reduced0, reduced1 -> number0
+    stage 2, elementwise:  param, grad, number0 -> param
+
+the computation has all three, one after another. Values have the shape of their extent (`numerics.matrix_sums`), and
+are repeated where they meet others. States without a value for each element are parameters of it too, and results.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
 from collage_neuron import torch_privates
+from collage_neuron.numerics.eft import sqrt
+from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER, shape_of, view_of
 from collage_neuron.numerics.reductions import REDUCTIONS, count
 from collage_neuron.numerics.storage import storage_of
-from collage_neuron.passes.backends.xla.blocks import gather, spread, words_of
+from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends.xla.compilers import XLA, Compiler, begin
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
-from collage_neuron.passes.backends.xla.nodes import lower_node
+from collage_neuron.passes.backends.xla.nodes import gather, lower_node, spread, words_of
+from collage_neuron.passes.backends.xla.sums import Adder
+from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 Dims = tuple[int, ...]
+
+ROUNDING = frozenset({operator.mul, operator.truediv, sqrt})
+"""Operations whose rounding XLA may leave out: it contracts x * y + z, and makes a / b / c of fewer divisions, and a
+multiplication by an approximate reciprocal root of a / sqrt(b)."""
 
 
 class Own(NamedTuple):
@@ -34,60 +51,128 @@ class Own(NamedTuple):
     """In the order of `update.outputs`."""
 
     @classmethod
-    def of(cls, update: Update, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Own | None:
+    def of(cls, update: Update, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Own | None:
         """Those of these tensors; None if the step sees all of them in their own shape."""
         shapes = (tuple(tuple(t.shape) for t in tensors) for tensors in (reads, writes))
         return None if update.seen_as is None else cls(*shapes)
 
 
 def write_hlo(
-    update: Update, dims: Dims, dtypes: Sequence[torch.dtype], own: Own | None = None, compiler: Compiler = XLA
+    update: Update,
+    dims: Dims,
+    dtypes: Sequence[torch.dtype],
+    states: Sequence[Shape] = (),
+    own: Own | None = None,
+    compiler: Compiler = XLA,
 ) -> tuple[Computation, bytes]:
     """The HLO of `update` for parameters of shape `dims` whose components have `dtypes`: (readable, bytes).
 
-    Its parameters are the components in the order of `update.inputs`, then the fp32 scalar vector. If components have
-    shapes of their `own`, it computes in the shape `dims`.
+    Its parameters are the components in the order of `update.inputs`, in shapes of their `own` if they have such, and
+    the fp32 scalar vector; with stages also a zero, f32[1], and the states without a value for each element, which have
+    the shapes `states`, in the order of `update.small`. Its results are the components of `update.outputs`, what is
+    measured, and the states of `stored`.
     """
     hlo = begin("collage_update", compiler)
-    parameters = [hlo.reshaped(x, dims) for x in components(hlo, update, dims, dtypes, own)]
-    vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
-    entries = [hlo.element(vector, i, dims) for i in range(len(update.scalars.entries))]
-    index = [hlo.numbers(dims)] if update.draws else []
-    inputs = (n for n in update.graph.graph.nodes if n.op == "placeholder")
-    values = dict(zip(inputs, parameters + index + entries, strict=True))
-    for node in update.graph.graph.nodes:
-        if node.op == "call_function" and node.target not in REDUCTIONS:
-            values[node] = lower_node(hlo, node, values, dims)
-    results = update.only_stage.results
-    measures = [r for r in results if r not in values]
-    stored = [values[r] for r in results if r in values]
-    for i, key in enumerate(update.outputs):
-        if key in update.blocks:
-            stored[i] = gather(hlo, stored[i], update.blocks[key])
-        elif own is not None:
-            stored[i] = hlo.reshaped(stored[i], own.writes[i])
-    return hlo, hlo.module(stored + measured(hlo, measures, values, dims))
-
-
-def components(
-    hlo: Computation, update: Update, dims: Dims, dtypes: Sequence[torch.dtype], own: Own | None
-) -> list[Instruction]:
-    """The next parameters: the components of `update.inputs`, with a word for each element."""
+    writer = _Writer(hlo, update, dims, own)
     shapes = [dims] * len(dtypes) if own is None else own.reads
-    return [
-        _read(hlo, storage_of(dtype).hlo, shape, update.blocks.get(key))
+    components = [
+        _component(hlo, storage_of(dtype).hlo, shape, update.blocks.get(key))
         for key, dtype, shape in zip(update.inputs, dtypes, shapes, strict=True)
     ]
+    writer.values = {k: hlo.reshaped(x, writer.view) for k, x in zip(update.inputs, components, strict=True)}
+    vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
+    entry = () if update.is_staged else dims  # which the stages repeat where it meets other values
+    writer.entries = [hlo.element(vector, i, entry) for i in range(vector.array.dims[0])]
+    if update.is_staged:
+        writer.adder = Adder(hlo, hlo.parameter(Shape("f32", (1,))))
+    for name, shape in zip(update.small, states, strict=True):
+        state = hlo.add("convert", Shape("f32", shape.dims), [hlo.parameter(shape)])
+        writer.values[name] = hlo.reshape(state, writer.shape_of(name))
+    results = writer.run()
+    for name, shape in zip(update.small, states, strict=True):
+        if name in stored(update):
+            value = hlo.stretch(writer.values[update.small[name]], writer.shape_of(name))
+            results.append(hlo.reshape(value, shape.dims))
+    return hlo, hlo.module(results)
 
 
-def _read(hlo: Computation, element: str, dims: Dims, block: int | None) -> Instruction:
+def stored(update: Update) -> list[str]:
+    """The states without a value for each element that change, in the order of the results."""
+    return [name for name, number in update.small.items() if number != name]
+
+
+def _component(hlo: Computation, element: str, dims: Dims, block: int | None) -> Instruction:
+    """The next parameter, with a word for each element."""
     if block is None:
         return hlo.parameter(Shape(element, dims))
     return spread(hlo, hlo.parameter(Shape(element, words_of(dims, block))), dims, block)
 
 
+class _Writer:
+    """Writes the stages of one update."""
+
+    adder: Adder | None = None
+    """Of an update with several stages."""
+
+    def __init__(self, hlo: Computation, update: Update, dims: Dims, own: Own | None) -> None:
+        self.hlo, self.update = hlo, update
+        self.stored_as = [dims] * len(update.outputs) if own is None else own.writes
+        self.view = view_of(dims) if update.by_rows else dims
+        self.values: dict[str, Instruction] = {}
+        """Components, states, and what the stages have found, by name."""
+        self.entries: list[Instruction] = []
+        """Those of the scalar vector."""
+
+    def shape_of(self, name: str) -> Dims:
+        """The shape of a state, for computing with it."""
+        return shape_of(self.update.extents.get(name, NUMBER), self.view)
+
+    def run(self) -> list[Instruction]:
+        """Runs all stages; the results of the last one."""
+        *before, last = self.update.stages
+        for stage in before:
+            found, results = self._computed(stage, [])
+            self.values |= {name: found[x] for name, x in zip(stage.reduced, results, strict=True)}
+        return self._stored(*self._computed(last, [self.hlo.numbers(self.view)] if self.update.draws else []))
+
+    def _computed(self, stage: Stage, index: list[Instruction]) -> tuple[dict[fx.Node, Instruction], Sequence[fx.Node]]:
+        """The values of the nodes of a stage, and which of these nodes are its results."""
+        given = [self.values[x] for x in stage.inputs] + index + self.entries + [self.values[x] for x in stage.numbers]
+        inputs = (node for node in stage.body.nodes if node.op == "placeholder")
+        found = dict(zip(inputs, given, strict=True))
+        for node in stage.body.nodes:
+            if node.op == "call_function" and node.target not in REDUCTIONS:
+                found[node] = self._node(node, found, stage.kind == REDUCTION)
+        return found, stage.results
+
+    def _node(self, node: fx.Node, found: Mapping[fx.Node, Instruction], of_elements: bool) -> Instruction:
+        if self.adder is not None and node.target in OF_TENSOR:
+            return self.adder.whole(node.target, found[node.all_input_nodes[0]])
+        if self.adder is not None and node.target in ENDINGS:
+            add: Callable[..., Instruction] = self.adder.of_elements if of_elements else self.adder.of_sums
+            return add(node.target, found[node.all_input_nodes[0]], node.args[1])
+        dims = tuple(torch.broadcast_shapes(*(found[x].array.dims for x in node.all_input_nodes)))
+        result = lower_node(self.hlo, node, self._stretched(node.all_input_nodes, found, dims), dims)
+        return result if self.adder is None or node.target not in ROUNDING else self.adder.kept(result)
+
+    def _stretched(
+        self, nodes: Sequence[fx.Node], found: Mapping[fx.Node, Instruction], dims: Dims
+    ) -> dict[fx.Node, Instruction]:
+        return {x: self.hlo.stretch(found[x], dims) for x in nodes}
+
+    def _stored(self, found: Mapping[fx.Node, Instruction], results: Sequence[fx.Node]) -> list[Instruction]:
+        """The new components as they are stored, and the measurements."""
+        components = [self.hlo.stretch(found[x], self.view) for x in results if x in found]
+        for i, (key, dims) in enumerate(zip(self.update.outputs, self.stored_as, strict=True)):
+            whole = self.hlo.reshaped(components[i], dims)
+            components[i] = gather(self.hlo, whole, self.update.blocks[key]) if key in self.update.blocks else whole
+        measures = [x for x in results if x not in found]
+        terms = self._stretched([y for x in measures for y in x.all_input_nodes], found, self.view)
+        return components + measured(self.hlo, measures, terms, self.view)
+
+
 def measured(
-    hlo: Computation, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]
+    hlo: Computation, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Instruction], dims: Dims
 ) -> list[Instruction]:
     """All sums and counts of an update as two vectors, f32 and s32, computed in one loop over the elements.
 
@@ -107,21 +192,56 @@ def rows(n: int) -> tuple[int, int]:
     return number, n // number
 
 
-def _term(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]) -> Instruction:
+def _term(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: Dims) -> Instruction:
     """The summands: the values themselves, or 1 for each element to count."""
-    (x,) = node.args
-    assert isinstance(x, fx.Node)
+    (x,) = node.all_input_nodes
     return hlo.add("convert", Shape("s32", dims), [values[x]]) if node.target is count else values[x]
 
 
-def user_computation(module: bytes) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+class XlaUpdate:
+    """Callable form of an update on torch_xla devices; compiles once per parameter shape."""
+
+    def __init__(self, update: Update, compiler: Compiler = XLA) -> None:
+        self._update, self._compiler = update, compiler
+        self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
+        self._calls: dict[Any, Callable[[list[Tensor]], Sequence[Tensor]]] = {}
+        self._zeros: dict[torch.device, Tensor] = {}
+
+    def __call__(
+        self,
+        components: Sequence[Tensor],
+        scalars: Tensor,
+        small: Mapping[str, Tensor] | None = None,
+        own: Own | None = None,
+    ) -> Sequence[Tensor]:
+        """New components from the old ones (parameter-shaped or `own`) and the fp32 scalar vector: lazy tensors.
+
+        And then new values of the states of `stored`; `small` are all states of `update.small`.
+        """
+        states = [(small or {})[name] for name in self._update.small]
+        shapes = tuple(Shape(storage_of(x.dtype).hlo, tuple(x.shape)) for x in states)
+        dims = self._update.seen_as or tuple(components[self._whole].shape)
+        key = (dims, tuple(c.dtype for c in components), shapes, own)
+        if key not in self._calls:
+            self._calls[key] = user_computation(write_hlo(self._update, *key, self._compiler)[1])
+        more = [self._zero(scalars.device), *states] if self._update.is_staged else []
+        return self._calls[key]([*components, scalars, *more])
+
+    def _zero(self, device: torch.device) -> Tensor:
+        """A zero as a vector, which torch_xla does not make a constant of."""
+        if device not in self._zeros:
+            self._zeros[device] = torch.zeros(1, dtype=torch.float32, device="cpu").to(device)
+        return self._zeros[device]
+
+
+def user_computation(module: bytes) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """A function that runs the module whose bytes these are, on lazy tensors."""
     import torch_xla.core.xla_builder as xb  # an extra: imported only where parameters are on an XLA device
 
     computation = xb.computation_from_module_proto("collage_update", module)
 
-    def call(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        results: Sequence[torch.Tensor] = torch_privates.user_computation("xla::collage_update", tensors, computation)
+    def call(tensors: list[Tensor]) -> Sequence[Tensor]:
+        results: Sequence[Tensor] = torch_privates.user_computation("xla::collage_update", tensors, computation)
         return results
 
     return call

@@ -1,22 +1,31 @@
 """One node of explicit-rounding form as HLO, with roundings as reduce-precision, or by bits (`compilers`).
 
-XLA may keep excess precision through a pair of converts, never through reduce-precision.
+XLA may keep excess precision through a pair of converts, never through reduce-precision. Words that the elements of a
+block share are expanded when they are read, and sliced when they are stored. A block is k consecutive elements of a
+row, the last dimension; the last block of a row may be shorter.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from collage_neuron.numerics.eft import (
+    EXPONENT,
     LARGEST,
+    beyond,
+    bits_of,
     block_max,
     capped,
+    inverse_power_of_two,
+    limit_places,
     narrow,
+    places,
+    power_of_two,
     round_to,
     shift_right,
     sqrt,
@@ -25,8 +34,6 @@ from collage_neuron.numerics.eft import (
     widen,
 )
 from collage_neuron.numerics.storage import storage_named
-from collage_neuron.passes.backends.xla.bits import ON_BITS
-from collage_neuron.passes.backends.xla.blocks import lower_block_max
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 
 _PLAIN: Mapping[Any, str] = {
@@ -43,20 +50,22 @@ _COMPARISONS: Mapping[Any, str] = {
     operator.lt: "LT", operator.le: "LE", operator.gt: "GT", operator.ge: "GE", operator.eq: "EQ", operator.ne: "NE",
 }  # fmt: skip
 
+_MAGNITUDE, _UPPER, _LOWER, _LOWER_SIGN = 0x7FFFFFFF, -0x10000, 0xFFFF, 0x8000
+"""Masks of the bits of an fp32 number: all but its sign, both halves, and the first bit of the lower one."""
+
 
 def lower_node(
     hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]
 ) -> Instruction:
     """The node, whose inputs have these values, all of shape `dims`."""
     if node.target is round_to:
-        return _round_to(hlo, _operand(hlo, node.args[0], values, dims), str(node.args[1]), dims)
-    if node.target in ON_BITS or node.target is block_max:
-        write = ON_BITS.get(node.target, lower_block_max)
-        return write(hlo, *(values[x] if isinstance(x, fx.Node) else x for x in node.args))
+        return _round_to(hlo, _operand(hlo, node.args[0], values, dims), str(node.args[1]))
+    if node.target in ON_BITS:
+        return ON_BITS[node.target](hlo, *(values[x] if isinstance(x, fx.Node) else x for x in node.args))
     element = "s32" if any(values[x].shape == Shape("s32", dims) for x in node.all_input_nodes) else "f32"
     operands = [_operand(hlo, x, values, dims, element) for x in node.args if not isinstance(x, str)]
     if node.target is stochastic_round:
-        return _stochastic_round(hlo, dims, *operands)
+        return _stochastic_round(hlo, *operands)
     if node.target is capped:  # a NaN in the first operand stays, see _keeping_nan
         return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(LARGEST), dims)])
     if node.target is operator.add and element == "s32":
@@ -72,18 +81,28 @@ def lower_node(
     return _keeping_nan(hlo, operands[1], result) if node.target in (torch.maximum, torch.minimum) else result
 
 
-def _round_to(hlo: Computation, x: Instruction, fmt: str, dims: tuple[int, ...]) -> Instruction:
+def _operand(
+    hlo: Computation, x: Any, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...], element: str = "f32"
+) -> Instruction:
+    """An operand; a literal becomes a constant of the element type `element`."""
+    return values[x] if isinstance(x, fx.Node) else hlo.broadcast(hlo.constant(float(x), element), dims)
+
+
+# Roundings ---------------------------------------------------------------------------------------------------------
+
+
+def _round_to(hlo: Computation, x: Instruction, fmt: str) -> Instruction:
     """`eft.round_to`: an instruction that XLA may not delete, unlike a pair of converts."""
     storage = storage_named(fmt)
     if storage.precision is not None:
         if storage.largest is not None:
-            x = _limited(hlo, x, (-storage.largest, storage.largest), dims)
+            x = _limited(hlo, x, (-storage.largest, storage.largest))
         return reduced(hlo, x, *storage.precision)
-    return _limited(hlo, hlo.round_nearest_even(x), storage.limits, dims)
+    return _limited(hlo, hlo.round_nearest_even(x), storage.limits)
 
 
-def _limited(hlo: Computation, x: Instruction, limits: tuple[float, float], dims: tuple[int, ...]) -> Instruction:
-    low, high = (hlo.broadcast(hlo.constant(limit), dims) for limit in limits)
+def _limited(hlo: Computation, x: Instruction, limits: tuple[float, float]) -> Instruction:
+    low, high = (hlo.broadcast(hlo.constant(limit), x.array.dims) for limit in limits)
     return hlo.add("clamp", x.shape, [low, x, high])
 
 
@@ -98,26 +117,112 @@ def reduced(hlo: Computation, x: Instruction, exponent_bits: int, mantissa_bits:
     whole_number = hlo.round_nearest_even(hlo.add("multiply", x.shape, [x, up]))
     subnormal = hlo.add("multiply", x.shape, [whole_number, down])
     is_small = hlo.compare("LT", hlo.add("abs", x.shape, [x]), limit)
-    return hlo.add("select", x.shape, [is_small, subnormal, rounded])
+    return hlo.select(is_small, subnormal, rounded)
 
 
 def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
     """Keeps a NaN in the second operand, which XLA's CPU maximum and minimum lose; torch keeps NaN in either."""
-    return hlo.add("select", result.shape, [hlo.compare("NE", second, second), second, result])
+    return hlo.select(hlo.compare("NE", second, second), second, result)
 
 
-def _stochastic_round(hlo: Computation, dims: tuple[int, ...], x: Instruction, random: Instruction) -> Instruction:
+def _stochastic_round(hlo: Computation, x: Instruction, random: Instruction) -> Instruction:
     """`eft.stochastic_round`, in the same operations on bits."""
-    bits = hlo.add("bitcast-convert", random.shape, [x])
-    upper = hlo.broadcast(hlo.constant(-0x10000, "s32"), dims)
+    bits, upper = lower_bits_of(hlo, x), number_like(hlo, x, _UPPER)
     carried = hlo.add("and", random.shape, [hlo.wrapping_sum(bits, random), upper])
-    rounded = hlo.add("bitcast-convert", x.shape, [carried])
-    nearest = _round_to(hlo, x, "bf16", dims)
-    return hlo.add("select", x.shape, [hlo.compare("EQ", x, x), rounded, nearest])
+    rounded, nearest = lower_from_bits(hlo, carried), _round_to(hlo, x, "bf16")
+    return hlo.select(hlo.compare("EQ", x, x), rounded, nearest)
 
 
-def _operand(
-    hlo: Computation, x: Any, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...], element: str = "f32"
-) -> Instruction:
-    """An operand; a literal becomes a constant of the element type `element`."""
-    return values[x] if isinstance(x, fx.Node) else hlo.broadcast(hlo.constant(float(x), element), dims)
+# Bits: each function is the one of the same name of `numerics.eft` ---------------------------------------------------
+
+
+def lower_bits_of(hlo: Computation, x: Instruction) -> Instruction:
+    """The bits of an fp32 array, as int32."""
+    return hlo.add("bitcast-convert", Shape("s32", x.array.dims), [x])
+
+
+def lower_from_bits(hlo: Computation, n: Instruction) -> Instruction:
+    """The fp32 array that has these bits."""
+    return hlo.add("bitcast-convert", Shape("f32", n.array.dims), [n])
+
+
+def number_like(hlo: Computation, like: Instruction, value: int) -> Instruction:
+    """An int32 constant in the shape of another array."""
+    return hlo.broadcast(hlo.constant(value, "s32"), like.array.dims)
+
+
+def _masked(hlo: Computation, x: Instruction, bits: int) -> Instruction:
+    """These of the bits of an fp32 array, as int32."""
+    mask = number_like(hlo, x, bits)
+    return hlo.add("and", mask.shape, [lower_bits_of(hlo, x), mask])
+
+
+def _power_of_two(hlo: Computation, x: Instruction) -> Instruction:
+    return lower_from_bits(hlo, _masked(hlo, x, EXPONENT))
+
+
+def _inverse_power_of_two(hlo: Computation, x: Instruction) -> Instruction:
+    exponent = _masked(hlo, x, EXPONENT)
+    return lower_from_bits(hlo, hlo.add("xor", exponent.shape, [exponent, number_like(hlo, x, EXPONENT)]))
+
+
+def _lower_half(hlo: Computation, x: Instruction) -> Instruction:
+    """The lower 16 bits of fp32 numbers, as signed numbers."""
+    half, sign = _masked(hlo, x, _LOWER), number_like(hlo, x, _LOWER_SIGN)
+    return hlo.add("subtract", sign.shape, [hlo.add("xor", sign.shape, [half, sign]), sign])
+
+
+def _places(hlo: Computation, x: Instruction) -> Instruction:
+    return hlo.add("convert", x.shape, [_lower_half(hlo, x)])
+
+
+def _limit_places(hlo: Computation, x: Instruction, most: int) -> Instruction:
+    n = _lower_half(hlo, x)
+    missing = hlo.add("subtract", n.shape, [number_like(hlo, x, -most), n])
+    missing = hlo.add("maximum", n.shape, [missing, number_like(hlo, x, 0)])
+    return lower_from_bits(hlo, hlo.wrapping_sum(lower_bits_of(hlo, x), missing))
+
+
+def _beyond(hlo: Computation, x: Instruction, n: Instruction) -> Instruction:
+    bits = lower_bits_of(hlo, x)
+    return lower_from_bits(hlo, hlo.wrapping_sum(bits, hlo.add("convert", bits.shape, [n])))
+
+
+def lower_block_max(hlo: Computation, x: Instruction, k: int) -> Instruction:
+    """`eft.block_max`: as bits, magnitudes are ordered like numbers and NaN is the largest; XLA's maximum loses NaN."""
+    dims = x.array.dims
+    words = words_of(dims, k)
+    bits = _masked(hlo, x, _MAGNITUDE)
+    rows = hlo.reshape(hlo.pad(bits, words[-1] * k - dims[-1]), (*words, k))
+    return lower_from_bits(hlo, spread(hlo, hlo.largest(rows), dims, k))
+
+
+ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
+    power_of_two: _power_of_two,
+    inverse_power_of_two: _inverse_power_of_two,
+    places: _places,
+    limit_places: _limit_places,
+    beyond: _beyond,
+    bits_of: lower_bits_of,
+    block_max: lower_block_max,
+}
+"""How each operation is written, given its operands; whole numbers of a graph stay numbers."""
+
+
+# Words of blocks -----------------------------------------------------------------------------------------------------
+
+
+def words_of(dims: tuple[int, ...], k: int) -> tuple[int, ...]:
+    """The dimensions of the words of blocks of `k` elements, for a parameter of shape `dims`."""
+    return (*dims[:-1], -(-dims[-1] // k))
+
+
+def spread(hlo: Computation, words: Instruction, dims: tuple[int, ...], k: int) -> Instruction:
+    """Gives each element the word of its block."""
+    given = words.array.dims
+    return hlo.first(hlo.reshape(hlo.repeat(words, k), (*given[:-1], given[-1] * k)), dims[-1])
+
+
+def gather(hlo: Computation, x: Instruction, k: int) -> Instruction:
+    """The first element of each block."""
+    return hlo.first(x, x.array.dims[-1], stride=k)

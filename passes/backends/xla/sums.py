@@ -39,8 +39,8 @@ from collage_neuron.numerics.tensor_sums import (
     power_from,
     sum_of,
 )
-from collage_neuron.passes.backends.xla.bits import lower_bits_of, lower_from_bits
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
+from collage_neuron.passes.backends.xla.nodes import lower_bits_of, lower_from_bits
 
 Finish = Callable[[Computation, Instruction, Instruction], Instruction]
 

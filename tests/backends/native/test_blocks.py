@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.fx as fx
-from beside import Beside, check
+from exact import graph_of
+from natively import Beside, check
 from torch import Tensor
 
 import collage_neuron
@@ -19,7 +19,7 @@ from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native import backend as module
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.passes.backends.native.schedule import Schedule
+from collage_neuron.passes.backends.native.blocks import Schedule
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
@@ -35,22 +35,20 @@ def update_with_blocks(scale: str = "fp32", measured: bool = False, unread: tupl
 
     The largest of 1 / x is infinite where x is 0, as it is beyond the end of a row.
     """
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    names = ("param", "param_scale", *unread, "index", "c0")
-    given: list[Any] = [fx.Proxy(graph.placeholder(n), tracer) for n in names]
-    x, word, *_, index, c = given
-    x, old = widen(x), widen(word)
-    small, parity = torch.abs(x) < 1.0, index & 1
-    first = power_of_two(block_max(x * old, BLOCK)) * c
-    second = block_max(1.0 / (x + first), BLOCK)
-    share = widen((bits_of(x) ^ bits_of(second)) & 0xFFFFF)
-    y = torch.where(small, share, x * 0.5 + widen(parity) * second)
-    third = block_max(old, BLOCK) + c
-    out: list[Any] = [narrow(y, "fp32"), narrow(first + third if scale == "fp32" else widen(word), scale)]
-    if measured:
-        out += [total(y), total(first), count(small), count(y > x)]
-    graph.output(tuple(o.node for o in out))
+
+    def body(x: Any, word: Any, *rest: Any) -> list[Any]:
+        *_, index, c = rest
+        x, old = widen(x), widen(word)
+        small, parity = torch.abs(x) < 1.0, index & 1
+        first = power_of_two(block_max(x * old, BLOCK)) * c
+        second = block_max(1.0 / (x + first), BLOCK)
+        share = widen((bits_of(x) ^ bits_of(second)) & 0xFFFFF)
+        y = torch.where(small, share, x * 0.5 + widen(parity) * second)
+        third = block_max(old, BLOCK) + c
+        out = [narrow(y, "fp32"), narrow(first + third if scale == "fp32" else widen(word), scale)]
+        return [*out, *([total(y), total(first), count(small), count(y > x)] if measured else [])]
+
+    graph = graph_of(("param", "param_scale", *unread, "index", "c0"), body)
     kinds = Component("", "fp32"), Component("_scale", scale, f"block:{BLOCK}")
     fmt = Format("ours", kinds, encode=FORMATS["fp32"].encode, decode=FORMATS["fp32"].decode)
     extra: dict[str, Any] = {"sums": ("y", "first"), "counts": ("small", "grown")} if measured else {}

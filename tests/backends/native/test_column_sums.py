@@ -1,4 +1,4 @@
-"""Sums over rows and columns in one pass, for several parameters at once: the bits of the reference."""
+"""Sums over tensors, and over rows and columns in one pass, of several parameters at once: the reference's bits."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 from as_written import everything, run
-from planned import plan_update
+from natively import copies_of
+from planned import plan, plan_update
 from rowed import Came, Factored
-from staged import Lamb
+from staged import Chained, Lamb
 from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.optimizer import launches
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.passes.backends.native.backend import Engine
+from collage_neuron.passes.backends.native.backend import Engine, Native
 from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.machine import Target
 from collage_neuron.passes.backends.native.reductions import run_by_rows
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=str(NATIVE.
 
 SHAPES = ((65, 1184), (2, 3, 96), (130, 160), (130, 160), (3, 40), (65, 1184))
 """More than a strip of columns, and the last run of it not full; matrices; pairs; columns that are no whole steps."""
+ANY_SHAPES = ((300, 129), (16,), (), (0, 3), (128,))
 
 
 def compiled(make: Any, shapes: Any, **settings: Any) -> tuple[Any, list[Parameter]]:
@@ -40,20 +42,11 @@ def launched(make: Any, shapes: Any = SHAPES) -> list[Launch]:
     """The third step."""
     optimizer, params = compiled(make, shapes, strategy="plus", backend="reference")
     run(optimizer, 2)
-    group, alike = optimizer.param_groups[0], [[p for p in params if p.dim() == n] for n in {len(s) for s in shapes}]
-    return [launches.launch(optimizer, plan_update(make, optimizer, group, ps)) for ps in alike]
-
-
-def copied(launch: Launch) -> Launch:
-    """The same with tensors of its own."""
-    own: dict[int, Tensor] = {}
-
-    def copy(t: Tensor) -> Tensor:
-        return own.setdefault(id(t), t.detach().clone())
-
-    rows = [[[copy(t) for t in row] for row in given] for given in (launch.reads, launch.writes)]
-    small = [{k: copy(t) for k, t in states.items()} for states in launch.small]
-    return launch._replace(reads=rows[0], writes=rows[1], small=small, kept=None)
+    group, ranks = optimizer.param_groups[0], {len(s) for s in shapes}
+    jobs = plan(make, optimizer, group, 0)
+    if make in (Came, Factored):  # whose steps tell parameters of different ranks apart
+        jobs = [plan_update(make, optimizer, group, [p for p in params if p.dim() == n]) for n in ranks]
+    return [launches.launch(optimizer, job) for job in jobs]
 
 
 def found(launch: Launch) -> list[Tensor]:
@@ -61,15 +54,19 @@ def found(launch: Launch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("width", [4, 8, None])
-@pytest.mark.parametrize("make", [Came, Factored])
-def test_they_have_the_bits_of_the_reference(make: Any, width: int | None) -> None:
+@pytest.mark.parametrize("make", [Came, Factored, Lamb, Chained])
+def test_they_have_the_bits_of_the_reference(make: Any, width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if width and platform.machine() != "x86_64":
         pytest.skip("narrower vectors of x86")
-    engine = Engine(Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", width) if width else None)
-    for given in launched(make):
-        own, wanted = copied(given), copied(given)
-        run_by_rows(own, engine.by_rows, engine.run)
+    backend = Native()
+    backend._engine = Engine(Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", width) if width else None)
+    for given in launched(make, SHAPES if make in (Came, Factored) else ANY_SHAPES):
+        (own,), (wanted,) = copies_of([given]), copies_of([given])
         REFERENCE.run([wanted])
+        with monkeypatch.context() as patch:  # nothing is left to the reference
+            patch.setattr(type(REFERENCE), "run_one", None)
+            patch.setattr(type(REFERENCE), "group_sums", None)
+            backend.run([own])
         for ours, theirs, before in zip(found(own), found(wanted), found(given), strict=True):
             assert torch.equal(ours, theirs)
             assert ours.dtype != torch.float32 or not torch.equal(ours, before)
@@ -88,7 +85,7 @@ def test_a_stage_takes_one_pass_for_all_parameters_of_a_shape(columns: int, pass
         return engine.run(one)
 
     (launch,) = launched(Came, ((70, columns),) * 3)
-    run_by_rows(launch, engine.by_rows, noted)
+    run_by_rows(launch, engine.reductions, noted)
     assert len(steps) == passes
 
 
@@ -96,7 +93,7 @@ def test_a_stage_takes_one_pass_for_all_parameters_of_a_shape(columns: int, pass
 def test_parameters_with_numbers_of_their_own_are_added_up_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (given,) = launched(make, ((70, 64),) * 3)
     rows = torch.stack([given.vector * (1 + 0.01 * i) for i in range(3)])
-    own, alone = copied(given)._replace(vector=rows), copied(given)
+    own, alone = copies_of([given])[0]._replace(vector=rows), copies_of([given])[0]
     wanted = [alone.part([i])._replace(vector=row) for i, row in enumerate(rows)]
     steps, run_step = list[Step](), NATIVE.engine.run
 

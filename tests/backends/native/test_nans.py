@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import collage_neuron
-from collage_neuron.passes.backends.native import nans
+from collage_neuron.passes.backends.native import rules
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine
 
@@ -71,6 +71,6 @@ def test_words_beside_a_nan_say_nothing(strategy: str) -> None:
 
 
 def test_a_nan_of_fp32_has_to_be_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nans, "NARROW", nans.NARROW | {torch.float32})
+    monkeypatch.setattr(rules, "NARROW", rules.NARROW | {torch.float32})
     monkeypatch.setattr(NATIVE, "_engine", Engine())  # with kernels of its own
     assert changed("fp32_states", "exp_avg") == ["param"]

@@ -1,4 +1,4 @@
-"""Steps of native code: sizes, threads, memory that is shared or not contiguous, skipped steps, measurements, modes."""
+"""Steps of native code: sizes, threads, memory, skipped steps, measurements (sums in runs of fp32), the process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.fx as fx
-from beside import check, of_reference
-from natively import assert_same, assert_same_measures, copies_of, results
+from exact import graph_of
+from natively import assert_same, assert_same_measures, check, copies_of, of_reference, results
 from torch import Tensor
+from worlds import run_script
 
 from collage_neuron.numerics.eft import bf16, narrow, stochastic_round, widen
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends.native import backend as module
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.passes.backends.native.kernel import RUN
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
@@ -33,20 +36,17 @@ DTYPES = {"p": torch.bfloat16, "g": torch.bfloat16, "m": torch.float32}
 
 def momentum(draws: bool = False, measured: bool = False) -> Update:
     """m = 0.9 m + c0 g; p = p - m, p in bf16; with a sum and a count of m if `measured`."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    names = ["p", "g", "m", *(["index"] if draws else []), "c0"]
-    given: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in names]
-    p, g, m, *index, c = given
-    new = widen(m) * 0.9 + widen(g) * c
-    q = widen(p) - new
-    stored = stochastic_round(q, index[0] & 0xFFFF) if draws else bf16(q)
-    out: list[Any] = [narrow(stored, "bf16"), narrow(new, "fp32")]
-    extra: dict[str, Any] = {}
-    if measured:
-        out += [total(new), total(new * new), count(new > 0.0)]
-        extra = {"sums": ("m", "m2"), "counts": ("positive",)}
-    graph.output(tuple(x.node for x in out))
+
+    def body(p: Any, g: Any, m: Any, *rest: Any) -> list[Any]:
+        *index, c = rest
+        new = widen(m) * 0.9 + widen(g) * c
+        q = widen(p) - new
+        stored = stochastic_round(q, index[0] & 0xFFFF) if draws else bf16(q)
+        measures = [total(new), total(new * new), count(new > 0.0)] if measured else []
+        return [narrow(stored, "bf16"), narrow(new, "fp32"), *measures]
+
+    extra: dict[str, Any] = {"sums": ("m", "m2"), "counts": ("positive",)} if measured else {}
+    graph = graph_of(["p", "g", "m", *(["index"] if draws else []), "c0"], body)
     program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
     return Update.elementwise(graph, ("p", "g", "m"), ("p", "m"), program, {}, draws=draws, **extra)
 
@@ -260,6 +260,40 @@ def test_measurements_are_those_of_each_parameter(many: int, threads: Callable[[
     check(*(launch(update, *(tensors([n], n) for n in (1, 33, 500, 0, 64))) for _ in range(3)))
 
 
+@cache
+def summed() -> Update:
+    """z = x + y + 1, which is not 0 beyond the end; sums of z and of x * z, counts of positive z, and of z but 0."""
+
+    def body(x: Any, y: Any) -> list[Any]:
+        z = widen(x) + widen(y) + 1.0
+        return [narrow(z, "fp32"), total(z), total(widen(x) * z), count(z > 0.0), count(z != 0.0)]
+
+    names: dict[str, Any] = {"sums": ("z", "x*z"), "counts": ("positive", "not 0")}
+    return Update.elementwise(graph_of("xy", body), ("x", "y"), ("x",), ScalarProgram(), {}, **names)
+
+
+def given(n: int) -> tuple[Tensor, Tensor]:
+    """Numbers of many magnitudes; x + y is -1 for some."""
+    generator = torch.Generator().manual_seed(n)
+    x, y = torch.randn(2, n, generator=generator) * torch.exp2(torch.randn(2, n, generator=generator) * 4)
+    y[torch.rand(n, generator=generator) < 0.2] *= 0
+    return torch.where(y == 0, -1.0, x), y
+
+
+LENGTHS = (0, 1, 31, 33, 32 * RUN - 1, 32 * RUN, 32 * RUN + 1, 32 * RUN + 33, 96 * RUN + 40, 100_003)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_every_element_is_counted_once(n: int) -> None:
+    """Counts are exact, and sums within 15 roundings of 2**-24 of the magnitudes."""
+    x, y = given(n)
+    z = x + y + 1.0
+    terms = torch.stack([z, x * z]).double()
+    (found,) = NATIVE.run([Launch(summed(), torch.zeros(0), [[x, y]], [[x]])])
+    assert ((found.sums - terms.sum(1)).abs() <= 15 * 2.0**-24 * terms.abs().sum(1)).all()
+    assert found.counts.tolist() == [int((z > 0).sum()), int((z != 0).sum())]
+
+
 # The process -------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +327,7 @@ def test_another_thread_may_step() -> None:
 FORK = """
 import os, sys, torch
 import test_steps as here
-from collage_neuron.passes.backends.native import openmp
+from collage_neuron.passes.backends.native import machine
 from collage_neuron.passes.backends.native.backend import BACKEND
 torch.set_num_threads(2)
 big = here.tensors([1 << 17])  # made here, since torch's own threads would be waited for in the child
@@ -302,10 +336,10 @@ torch.randn(1 << 20).exp().sum()  # torch's threads run now, and a fork does not
 for when in ("before native code is made", "after it"):
     child = os.fork()
     if child == 0:
-        assert openmp.was_forked()
+        assert machine.was_forked()
         step()
         os._exit(7)
-    assert not openmp.was_forked()
+    assert not machine.was_forked()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     step()
 """
@@ -328,10 +362,10 @@ import collage_neuron
 
 def train(k, strategy):
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (1, 17, 130, 5001, 70000)]
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (1, 130, 70000)]
     optimizer = collage_neuron.compile(torch.optim.AdamW(params, lr=1e-2), strategy=strategy, verbose=False)
     start.wait()
-    for step in range(12):
+    for step in range(4):
         for p in params:
             p.grad = torch.linspace(1, 2, p.numel()).bfloat16() / (step + 1)
         optimizer.step()
@@ -354,3 +388,37 @@ def test_optimizers_in_threads_that_make_their_code_at_once() -> None:
     """Steps have addresses of kernels only: those of a thread must not be freed for those of another."""
     done = subprocess.run([sys.executable, "-c", STEPPING], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+GUARDED = """
+import ctypes, mmap, torch, collage_neuron
+
+def guarded(x):
+    "The numbers of a tensor at the end of a page, with one after it that nobody may read."
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(first + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    made = torch.frombuffer(memory, dtype=x.dtype, offset=mmap.PAGESIZE - x.nbytes, count=x.numel())
+    return made.copy_(x)
+
+def trained(n, place):
+    generator = torch.Generator().manual_seed(n)
+    p = torch.nn.Parameter(place(torch.randn(n, generator=generator).bfloat16()))
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p]), strategy="plus", backend="native", verbose=False)
+    for _ in range(3):
+        p.grad = place(torch.randn(n, generator=generator).bfloat16())
+        optimizer.step()
+        for name, word in optimizer.state[p].items():
+            if word.shape == p.shape:
+                optimizer.state[p][name] = place(word)
+    return p.detach()
+
+for n in (16, 32, 48, 64, 65, 96, 100, 256, 1000):
+    assert torch.equal(trained(n, guarded), trained(n, torch.clone)), n
+print("nothing beyond was read")
+"""
+
+
+def test_nothing_is_read_beyond_a_tensor(tmp_path: Path) -> None:
+    """A step ahead of the last one would be: the process ends with a signal then."""
+    assert run_script(tmp_path, GUARDED) == "nothing beyond was read\n"

@@ -18,11 +18,11 @@ import collage_neuron
 from collage_neuron.cli import doctor
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native import backend as module
-from collage_neuron.passes.backends.native import machine, openmp
+from collage_neuron.passes.backends.native import machine
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine, Native
 from collage_neuron.passes.backends.native.driver import write_driver
-from collage_neuron.passes.backends.native.kernel import slots_of, write_kernel
+from collage_neuron.passes.backends.native.kernel import write_kernel
 from collage_neuron.passes.backends.native.machine import Target, binding
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
@@ -83,9 +83,8 @@ def test_it_compiles_for_other_cpus_with_their_vectors_and_without_contraction(n
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     launch = recorded(strategy)[0]
-    update, reads = launch.update, [t.dtype for t in launch.reads[0]]
-    slots = slots_of(update, reads, [t.dtype for t in launch.writes[0]], apart=False)
-    assembly = target.assembly(llvm, write_kernel(update, slots, target.width).text)
+    dtypes = [t.dtype for t in launch.reads[0]]  # it writes nothing else
+    assembly = target.assembly(llvm, write_kernel(launch.update, False, dtypes, target.width).text)
     assert re.search(VECTORS[name], assembly)
     assert not CONTRACTED.search(assembly)
     assert "share" in target.assembly(llvm, write_driver(target.architecture))
@@ -97,7 +96,7 @@ def test_it_compiles_for_other_cpus_with_their_vectors_and_without_contraction(n
 def test_narrower_vectors_have_the_same_bits(width: int) -> None:
     """With the instructions of AVX2 alone, run here."""
     backend = Native()
-    vars(backend)["engine"] = Engine(Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", width))
+    backend._engine = Engine(Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", width))
     for strategy in ("plus", "stochastic", "split311"):
         found, wanted = copies_of(recorded(strategy)), copies_of(recorded(strategy))
         backend.run(found)
@@ -142,7 +141,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, what: str) -> Native:
     ],
 )
 def test_what_is_missing_is_said(what: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if what in ("llvmlite", "version", "library") and openmp.loaded_libgomp() is None:
+    if what in ("llvmlite", "version", "library") and machine.loaded_libgomp() is None:
         pytest.skip("there is no libgomp either")
     backend = lacking(monkeypatch, what)
     assert not backend.suits(CPU)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from beside import Beside
 from hypothesis import HealthCheck, Phase, given, settings
+from natively import Beside
 from random_optimizers import RandomOptimizer, programs
 from sampling import WHOLE, part
 from torch import Tensor
@@ -78,7 +78,7 @@ def train(optimizer: Optimizer, steps: int = 3, special: bool = True) -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.measured])
 def test_an_optimizer_of_torch_has_all_bits_in_every_strategy(name: str, beside: Beside) -> None:
     base, options, _ = CASES[name]
-    tried = part(SETTINGS, 8, name)
+    tried = part(SETTINGS, 12, name)
     for strategy, arithmetic in tried:
         settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic, "validate": "off"}
         train(collage_neuron.compile(base(parameters(), **options), backend="beside", **settings))
@@ -86,7 +86,7 @@ def test_an_optimizer_of_torch_has_all_bits_in_every_strategy(name: str, beside:
     assert len(beside.updates) >= len({(STRATEGIES[strategy].param, arithmetic) for strategy, arithmetic in tried})
 
 
-@settings(max_examples=30 if WHOLE else 15, derandomize=True, database=None, phases=[Phase.generate], deadline=None,
+@settings(max_examples=30 if WHOLE else 8, derandomize=True, database=None, phases=[Phase.generate], deadline=None,
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(programs())
 def test_a_random_optimizer_has_all_bits(program: Any) -> None:
