@@ -12,7 +12,7 @@ from torch import Tensor
 from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.by_parameter import write
 from collage_neuron.passes.backends.nki.calls import call, parts_of
-from collage_neuron.passes.backends.nki.chunk_totals import measure_of, nothing
+from collage_neuron.passes.backends.nki.chunk_totals import measure_of
 from collage_neuron.passes.backends.nki.custom_op import in_place_operator, works_in_place
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import LAYOUTS, reason_against
@@ -51,9 +51,7 @@ def run_step(launches: Sequence[Launch], rows: Sequence[Tensor | None] = ()) -> 
     for part, found, (old, writes) in zip(parts, results, of_parameters, strict=True):
         update = launches[part.launch].update
         known = dict(zip(update.inputs, old, strict=True)) | found  # what a kernel leaves alone stays what it is
-        measure = None
-        if update.sums:
-            measure = nothing(update, old[0].device) if part.is_empty else measure_of(update, found[MEASURES])
+        measure = measure_of(update, found[MEASURES]) if update.sums else None
         new = [
             x if key in part.stored else known[key].reshape(x.shape)
             for key, x in zip(update.outputs, writes, strict=True)

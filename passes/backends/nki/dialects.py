@@ -64,22 +64,18 @@ class Nki:
     range = "range"
     """The loop over the parts of a tile."""
     engine = "nisa.engine.{}"
-    register: tuple[str, ...] = ("at",)
-    """What `_update_tile` is told of where a tile is, beside the line it begins at."""
     rest: tuple[str, ...] = ("base + whole", "None")
     """Where the tile of the lines that are left is."""
-    bodies: tuple[str, ...] = ("tiles",)
-    """What a kernel is told of its loops: the tiles in a turn."""
-    done: tuple[str, ...] = ("done",)
-    """What a function is told of a loop over several tensors before it: True if that has updated the whole tiles."""
     loops = True
-    """True if loops are run by the device, one of several tensors too."""
-    helpers: tuple[str, ...] = (SHARES,)
-    """Functions of a module that say what each core does."""
+    """True if the device runs loops, one of several tensors too, and cores of a logical one share the lines (`SHARES`).
+
+    Then functions are told of the register with the place of a tile (`at`), of the tiles in a turn (`tiles`), and
+    whether a loop over several tensors before it has updated the whole tiles (`done`).
+    """
 
     def cut_arguments(self, cut: Cut, total: int) -> tuple[int, ...]:
         """The last arguments of a kernel: how tensors of so many elements are cut, and what is known of its loops."""
-        return (*cut.arguments(total), *([cut.tiles] if self.loops else []))
+        return (*cut.arguments(total), *[cut.tiles] * self.loops)
 
     def parameter(self, name: str, written: bool) -> str:
         """A parameter of the kernel, a tensor in HBM."""
@@ -218,12 +214,8 @@ class Beta1(Nki):
     )
     range = "nl.affine_range"
     engine = "nisa.{}_engine"
-    register = ()
     rest = ("whole",)
-    bodies = ()
-    done = ()
     loops = False
-    helpers = ()
 
     def parameter(self, name: str, written: bool) -> str:
         return f"{name}: nt.mutable_tensor" if written else name

@@ -203,3 +203,9 @@ def resources(engine: str, shape: Shape, g: Generation) -> tuple[str, ...]:
     psum = ("psum port",) if "psum" in spaces and engine in ("vector", "scalar") else ()
     sbuf = ("sbuf port",) if "sbuf" in spaces and engine in ("vector", "gpsimd") else ()
     return (engine, *psum, *sbuf)
+
+
+def times_of(kind: str, engine: str, shape: Shape, g: Generation, columns: int) -> tuple[tuple[str, float], ...]:
+    """Nanoseconds per column that an instruction on so many columns occupies each resource; its engine is the first."""
+    time = cost_of(kind, engine, shape, g).time(g, columns, shape.block)
+    return tuple((resource, time) for resource in resources(engine, shape, g))

@@ -43,15 +43,6 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics import eft
 from collage_neuron.numerics.block_formats import BLOCK
-from collage_neuron.numerics.eft import (
-    bits_of,
-    block_max,
-    from_bits,
-    power_of_two,
-    shift_right,
-    stochastic_round,
-    widen,
-)
 from collage_neuron.passes.backends.nki.ir import Column, Operand, Spread, Tile, Value, View
 from collage_neuron.passes.ir.scalars import DRAWING
 from collage_neuron.passes.ir.update import Update
@@ -83,7 +74,7 @@ def spread(op: str, args: tuple[Operand, ...], name: str) -> tuple[tuple[Operand
 
 def is_block_max(node: Any) -> bool:
     """Returns True for the node of the largest magnitude of a block."""
-    return isinstance(node, fx.Node) and node.target is block_max
+    return isinstance(node, fx.Node) and node.target is eft.block_max
 
 
 def largest_power(new: Callable[..., Value], args: Sequence[Any], node: fx.Node) -> Value:
@@ -93,7 +84,7 @@ def largest_power(new: Callable[..., Value], args: Sequence[Any], node: fx.Node)
         UnsupportedUpdate: the blocks have another size, or something reads the magnitude itself.
     """
     x, size = args
-    if size != BLOCK or any(user.target is not power_of_two for user in node.users) or isinstance(x, View):
+    if size != BLOCK or any(user.target is not eft.power_of_two for user in node.users) or isinstance(x, View):
         raise UnsupportedUpdate(
             f"the update uses the largest magnitude of blocks of {size} (node {node.name}); kernels for NKI compute "
             f"its power of two alone, for blocks of {BLOCK}: use backend='xla'"
@@ -191,20 +182,20 @@ ON_HALVES: Mapping[Any, Callable[[New, Sequence[Any], str], Operand]] = {
 INDEX = "index"
 """The placeholder with the numbers of the elements, and what stands for all that is computed from it."""
 
-READERS = (widen, stochastic_round)
+READERS = (eft.widen, eft.stochastic_round)
 """Operations that read random bits as a number from 0 to 65535."""
 
 
 def reason_against_draws(update: Update) -> str | None:
     """Why no kernel can draw what `update` draws; None if one can."""
-    if update.draws and any(n.target in (bits_of, from_bits) for n in update.graph.graph.nodes):
+    if update.draws and any(n.target in (eft.bits_of, eft.from_bits) for n in update.graph.graph.nodes):
         return "kernels for NKI do not add random bits to those of a number (format ue5m3) yet; use backend='xla'"
     return None
 
 
 def check_is_draw(node: fx.Node) -> None:
     """Raises UnsupportedUpdate if a node is not 16 bits of a random word."""
-    if (node.target, node.args[1:]) not in ((operator.and_, (0xFFFF,)), (shift_right, (16,))):
+    if (node.target, node.args[1:]) not in ((operator.and_, (0xFFFF,)), (eft.shift_right, (16,))):
         raise UnsupportedUpdate(
             f"the update reads random bits in a way that no kernel does (node {node.name}); use backend='xla'"
         )
