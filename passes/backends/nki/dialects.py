@@ -75,7 +75,7 @@ class Nki:
 
     def cut_arguments(self, cut: Cut, total: int) -> tuple[int, ...]:
         """The last arguments of a kernel: how tensors of so many elements are cut, and what is known of its loops."""
-        return (*cut.arguments(total), *[cut.tiles] * self.loops)
+        return (total, *[cut.length] * bool(cut.length), cut.columns, cut.width, *[cut.tiles] * self.loops)
 
     def parameter(self, name: str, written: bool) -> str:
         """A parameter of the kernel, a tensor in HBM."""

@@ -168,11 +168,6 @@ class Design:
     """Descriptions of the totals of a kernel that measures."""
     dialect: str = "nki"
 
-    @property
-    def components(self) -> list[str]:
-        """The keys of the arguments that are components."""
-        return [a.key for a in self.arguments if a.key != MEASURES]
-
 
 def docstring(d: Design) -> list[str]:
     """The lines between the quotes."""

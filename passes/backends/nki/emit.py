@@ -20,7 +20,7 @@ from collage_neuron.passes.backends.nki.dialects import DIALECTS, SHARES, Nki, i
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Design, docstring, names_of
 from collage_neuron.passes.backends.nki.hardware import CORES, PARTITIONS
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value, View
-from collage_neuron.passes.backends.nki.table_phases import TABLES
+from collage_neuron.passes.backends.nki.schedule import TABLES
 from collage_neuron.passes.backends.nki.tiling import Cut, is_looped, tile_of, turns_of, whole_tiles, wide_tiles
 
 WIDTH = 120
@@ -274,9 +274,8 @@ def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
 
 def _flat_parts(design: Design, start: str, lines: str, columns: str, mark: str, marks: str) -> list[str]:
     """All tensors as lines of columns, from an element on; of the totals as many for each line."""
-    parts = [call("_lines", key, "total", start, lines, columns) for key in design.components]
-    measures = [call("_lines", MEASURES, f"{MEASURES}.shape[0]", mark, lines, marks)]
-    return parts + measures * bool(design.plan.program.measures)
+    of_elements, of_measures = ("total", start, lines, columns), (f"{MEASURES}.shape[0]", mark, lines, marks)
+    return [call("_lines", a.key, *(of_measures if a.key == MEASURES else of_elements)) for a in design.arguments]
 
 
 def _turn(design: Design, suffix: str) -> list[str]:
@@ -303,12 +302,10 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
         return call(f"_update_lines{suffix}", *names, *numbers(design), *where, *marks, *_of_loops(d, "False"))
 
     def lines(start: str, n: str, columns: str, words: str, chunks: str, mark: str = "0") -> list[str]:
-        cut = [
-            (a.key, f"blocks, {start} // BLOCK, {n}, {words}" if a.block else f"total, {start}, {n}, {columns}")
-            for a in design.arguments if a.key != MEASURES
-        ]  # fmt: skip
-        cut += [(MEASURES, f"{MEASURES}.shape[0], {mark}, {n}, {chunks} * {totals}")] * bool(totals)
-        return [f"{part} = _lines({key}, {where})" for part, (key, where) in zip(names, cut, strict=True)]
+        of_words, of_elements = f"blocks, {start} // BLOCK, {n}, {words}", f"total, {start}, {n}, {columns}"
+        of_measures = f"{MEASURES}.shape[0], {mark}, {n}, {chunks} * {totals}"
+        where = (of_measures if a.key == MEASURES else of_words if a.block else of_elements for a in design.arguments)
+        return [f"{a.key}_part = _lines({a.key}, {w})" for a, w in zip(design.arguments, where, strict=True)]
 
     def all_blocks(elements: str) -> list[str]:
         as_lines = lines("0", f"{elements} // columns", "columns", "columns // BLOCK", "columns // width")
@@ -349,42 +346,36 @@ def _done(design: Design, d: Nki, done: bool) -> list[str]:
     return [str(done)] * (d.loops and not design.plan.has_blocks)
 
 
-DOC = "Updates all elements of all tensors, in place."
+def _jitted(
+    name: str, d: Nki, arguments: Sequence[tuple[str, bool]], columns: Mapping[str, int], draws: bool,
+    cut: Sequence[str], body: Sequence[Sequence[str]],
+) -> list[str]:  # fmt: skip
+    """A kernel of tensors that it writes, or only reads, and of so many numbers for each suffix of a scalar input."""
+    given = [*(d.parameter(*a) for a in arguments), *(f"scalars{suffix}" for suffix in columns), *["seed"] * draws]
+    numbers = (d.load_numbers(count, suffix) for suffix, count in columns.items())
+    doc = "Updates all elements of all tensors, in place."
+    return ["@nki.jit", *define(name, [*given, *cut], doc, *numbers, d.seed() if draws else [], *body)]
 
 
 def _kernel(design: Design, d: Nki) -> list[str]:
     columns = len(design.plan.columns)
     cut = ["total", *["length"] * design.plan.has_blocks, "columns", "width", *["tiles"] * d.loops]
-    tensors = [d.parameter(a.key, a.written) for a in design.arguments]
-    given = ["scalars"] * bool(columns) + ["seed"] * design.plan.draws
-    return [
-        "@nki.jit",
-        *define(
-            design.name, [*tensors, *given, *cut], DOC,
-            d.load_numbers(columns) if columns else [],
-            d.seed() if design.plan.draws else [],
-            [call("_update", *common(design), *cut, *_done(design, d, False))],
-            [f"return {', '.join(a.key for a in design.arguments if a.written)}"],
-        ),
-    ]  # fmt: skip
+    arguments = [(a.key, a.written) for a in design.arguments]
+    returned = f"return {', '.join(key for key, written in arguments if written)}"
+    body = [[call("_update", *common(design), *cut, *_done(design, d, False))], [returned]]
+    return _jitted(design.name, d, arguments, {"": columns} if columns else {}, design.plan.draws, cut, body)
 
 
 def _step(name: str, works: Sequence[Work], numbered: Mapping[Design, int], d: Nki) -> list[str]:
     arguments = [(f"{a.key}_{i}", a.written) for i, work in enumerate(works) for a in work.kernel.arguments]
     columns = {work.scalars: n for work in works if (n := len(work.kernel.plan.columns))}
     draws = any(work.kernel.plan.draws for work in works)
-    parameters = [d.parameter(*a) for a in arguments] + [f"scalars_{j}" for j in sorted(columns)] + ["seed"] * draws
-    return [
-        "@nki.jit",
-        *define(
-            name, parameters, DOC,
-            *(d.load_numbers(columns[j], f"_{j}") for j in sorted(columns)),
-            d.seed() if draws else [],
-            *(_loop(works, numbered, k, members) for k, members in enumerate(loops_of(works))),
-            *(_part(work, numbered, i, d) for i, work in enumerate(works)),
-            [call("return ", *(key for key, written in arguments if written))],
-        ),
-    ]  # fmt: skip
+    returned = call("return ", *(key for key, written in arguments if written))
+    body = [
+        *(_loop(works, numbered, k, members) for k, members in enumerate(loops_of(works))),
+        *(_part(work, numbered, i, d) for i, work in enumerate(works)),
+    ]
+    return _jitted(name, d, arguments, {f"_{j}": columns[j] for j in sorted(columns)}, draws, [], [*body, [returned]])
 
 
 def loops_of(works: Sequence[Work]) -> list[list[int]]:

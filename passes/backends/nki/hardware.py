@@ -101,11 +101,8 @@ class Shape(NamedTuple):
     @property
     def fast(self) -> bool:
         """True if all operands and the result are bf16 numbers in SBUF: what the fast modes are documented for."""
-        return (
-            self.narrow
-            and not self.op.startswith("bitwise")
-            and all(a.space == "sbuf" for a in (*self.inputs, self.output))
-        )
+        in_sbuf = all(a.space == "sbuf" for a in (*self.inputs, self.output))
+        return self.narrow and in_sbuf and not self.op.startswith("bitwise")
 
     @property
     def split(self) -> bool:

@@ -155,7 +155,7 @@ class Program:
 
     loads: tuple[Value, ...]
     phases: Mapping[Value, int]
-    """The computed values, operands first, and the phase of each (see `table_phases`)."""
+    """The computed values, operands first, and the phase of each (see `schedule.py`)."""
     stores: Mapping[str, Value]
     """By component key."""
     nonnegative: frozenset[int]

@@ -25,7 +25,7 @@ from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki import ir, words
 from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, nonnegative, root_of, unguarded
 from collage_neuron.passes.backends.nki.ir import Column, Operand, Program, Tile, Value, View
-from collage_neuron.passes.backends.nki.table_phases import in_phases
+from collage_neuron.passes.backends.nki.schedule import in_phases
 from collage_neuron.passes.ir.update import Update
 
 
@@ -74,13 +74,18 @@ class Builder:
     def program(self) -> Program:
         """What is stored."""
         for node in self.nodes:
-            if node.op == "placeholder":
-                self.env[node] = self.placeholder(str(node.target))
-            elif node.op == "call_function" and node in self.users:
-                self.env[node] = self.call(node)
+            if node in self.users or node.op == "placeholder":
+                self.translate(node)
         stores = dict(zip(self.update.outputs, map(self.env.__getitem__, self.results), strict=False))
         loaded = {k for k, v in stores.items() if isinstance(v, Value) and (v.op, v.name) == ("load", k)}
         return self.reachable({k: v for k, v in stores.items() if k not in loaded})
+
+    def translate(self, node: fx.Node) -> None:
+        """Notes what a node stands for."""
+        if node.op == "placeholder":
+            self.env[node] = self.placeholder(str(node.target))
+        elif node.op == "call_function":
+            self.env[node] = self.call(node)
 
     def measured(self, plain: Program) -> Program:
         """What is stored, and what is measured."""
@@ -90,7 +95,7 @@ class Builder:
             if node.target in REDUCTIONS:
                 measures.append(self.new("total", (self.each(node),), "float32", node.name, chunk=True))
             elif node.op == "call_function" and node not in stored:
-                self.env[node] = self.call(node)
+                self.translate(node)
         return self.reachable(plain.stores, measures)
 
     def each(self, node: fx.Node) -> Value:
@@ -121,7 +126,7 @@ class Builder:
         """What an operation on integers that are computed from the index becomes: a draw, where one is read."""
         if node.target not in words.READERS:
             return words.INDEX
-        *others, random = (self._draw(n) if words.is_drawn(a) else a for a, n in zip(args, node.args, strict=True))
+        *others, random = (self._draw(n) if a == words.INDEX else a for a, n in zip(args, node.args, strict=True))
         if not others:
             return random
         return words.stochastic(self.new, self._tile(others[0], f"{node.name}_each"), random, node.name)
@@ -161,7 +166,7 @@ class Builder:
     def call(self, node: fx.Node) -> Operand:
         """What an operation stands for."""
         args: list[Any] = [self._operand(a, node) for a in node.args]
-        if words.is_drawn(*args):
+        if words.INDEX in args:
             return self._drawn(node, args)  # type: ignore[no-any-return]  # or INDEX
         if node.target in (eft.round_to, eft.narrow):
             return self._rounded(args[0], storage_named(args[1]).nki, node.name)
@@ -171,7 +176,7 @@ class Builder:
             return args[0]  # type: ignore[no-any-return]  # an operand
         if node.target is eft.block_max:
             return words.largest_power(self.new, args, node)
-        if node.target is eft.power_of_two and words.is_block_max(node.args[0]):
+        if node.target is eft.power_of_two and getattr(node.args[0], "target", None) is eft.block_max:
             return args[0]  # type: ignore[no-any-return]  # it is a power of two already
         if node.target is eft.capped:
             dtype = "bfloat16" if args[0].dtype == "bfloat16" else self._dtype(node)

@@ -121,10 +121,6 @@ class Cut(NamedTuple):
     done: bool = False
     """True if a loop over several tensors updates its whole tiles; `bodies.py` chooses both."""
 
-    def arguments(self, total: int) -> tuple[int, ...]:
-        """The last arguments of a kernel on tensors of `total` elements."""
-        return (total, *([self.length] if self.length else []), self.columns, self.width)
-
 
 class Part(NamedTuple):
     """Tiles of one shape: their number, and their lines, columns, and columns an instruction takes."""

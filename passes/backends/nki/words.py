@@ -72,11 +72,6 @@ def spread(op: str, args: tuple[Operand, ...], name: str) -> tuple[tuple[Operand
     return tuple(reversed(mixed) if isinstance(mixed[0], Spread) and op in SYMMETRIC else mixed), False
 
 
-def is_block_max(node: Any) -> bool:
-    """Returns True for the node of the largest magnitude of a block."""
-    return isinstance(node, fx.Node) and node.target is eft.block_max
-
-
 def largest_power(new: Callable[..., Value], args: Sequence[Any], node: fx.Node) -> Value:
     """The power of two of the largest magnitude of a block.
 
@@ -227,8 +222,3 @@ def seed_of(steps: Iterable[tuple[Update, torch.Tensor]], cores: int = 1) -> tor
         seeds += struct.unpack("<i", digest.digest())
         digest.update(b"another core")
     return torch.tensor([[seed | 1 for seed in seeds]], dtype=torch.int32, device="cpu")
-
-
-def is_drawn(*operands: Any) -> bool:
-    """Returns True if an operand is computed from the index of an element."""
-    return any(isinstance(x, str) and x == INDEX for x in operands)

@@ -79,12 +79,6 @@ def test_the_cut_that_is_chosen(n: int, dialect: str) -> None:
     assert not wrong(dialect, n, kernel(dialect).cut((n,)))
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_cut_that_would_leave_columns_is_rejected(dialect: str) -> None:
-    with pytest.raises(AssertionError):
-        wrong(dialect, 2 * TILE, Cut(6, 4))
-
-
 # Cuts
 
 
@@ -146,7 +140,7 @@ def test_chosen_cuts(n: int, cut: Cut) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("n", [127, 4096, 3 * TILE + 12, 5 * 128 * 512, 128 * 2048 * 2 + 77])
+@pytest.mark.parametrize("n", [127, 3 * TILE + 12, 5 * 128 * 512])
 def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
     given, k = step().of_size(n), kernel(dialect)
     for tiles in (1, 3):
@@ -157,7 +151,7 @@ def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("shape", [(300, 256), (140, 200), (3, 5), (131, 2500)])
+@pytest.mark.parametrize("shape", [(300, 256), (3, 5), (131, 2500)])
 def test_instructions_on_blocks_are_counted_as_they_run(shape: tuple[int, ...], dialect: str) -> None:
     s = step_of(CASES["sgd_momentum"], {"param": "bf16", "momentum_buffer": "i16q4"}, "fp32", n=math.prod(shape))
     words = (shape[0], -(-shape[1] // BLOCK))
