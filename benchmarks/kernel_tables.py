@@ -237,7 +237,7 @@ def size_of(kernel: Kernel, shapes: Shapes, cores: int = 1) -> Size:
     With two physical cores in a logical one instructions are those of the core with more of them.
     """
     works = with_bodies(works_of(kernel, shapes))
-    counts = [Count(bool(kernel.columns), bool(kernel.columns))]  # what loads the numbers
+    counts = [Count(bool(kernel.plan.columns), bool(kernel.plan.columns))]  # what loads the numbers
     counts += [count_as(kernel, work.total, work.cut, cores) for work in works]
     count = Count(*map(sum, zip(*counts, strict=True)))
     bound = calibrated(kernel).transfer * sum(work.total for work in works) / PARTITIONS / cores

@@ -151,9 +151,11 @@ def _results(
     for i, kernel in dict.fromkeys((i, kernel) for i, kernel, _ in inputs):
         if kernel.may_clamp(launches[i].vector):
             _warn_of_clamped(kernel, device)
-        if kernel.columns:
+        if kernel.plan.columns:
             made[i, kernel] = kernel.scalar_input(launches[i].vector, rows[i] if kernel.finds else None).to(device)
-    scalars = [made[i, kernel][j] if kernel.finds else made[i, kernel] for i, kernel, j in inputs if kernel.columns]
+    scalars = [
+        made[i, kernel][j] if kernel.finds else made[i, kernel] for i, kernel, j in inputs if kernel.plan.columns
+    ]
     drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
     scalars += [seed_of(drawing, machine.cores).to(device)] if drawing else []
     update = custom_op.update_in_place if custom_op.works_in_place(device) else custom_op.update_tensors

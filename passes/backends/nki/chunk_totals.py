@@ -209,7 +209,7 @@ def of_values(operation: Any, x: Tensor, extent: str) -> Tensor:
 def _over_last(operation: Any, x: Tensor) -> Tensor:
     if not x.numel():
         return matrix_sums.ENDINGS[operation].finish(x.new_zeros(x.shape[:-1]), x.shape[-1])
-    unit = power_of_two(x).amax(-1, keepdim=True).clamp(LEAST, LARGEST)  # of powers: it never meets a NaN
+    unit: Tensor = power_of_two(x).amax(-1, keepdim=True).clamp(LEAST, LARGEST)  # of powers: it never meets a NaN
     scaled = x * inverse_power_of_two(unit)
     terms = plain = scaled
     if operation in SQUARES:

@@ -102,15 +102,12 @@ class Nki:
             f"offset_of_measures = line * measures.shape[1]{' + mark' if blocks else ''}",
         ]
 
-    def store_measures(self, name: str) -> str:
-        """Stores the totals of a tile to HBM."""
-        place = "pattern=pattern_of_measures, offset=offset_of_measures, scalar_offset=at, indirect_dim=0"
-        return f"nisa.dma_copy(dst=measures.ap({place}), src={name})"
-
-    def place(self, key: str, value: Value, blocks: bool) -> str:
-        """What `index` addresses of a tensor in HBM."""
+    def place(self, key: str, value: Value | None, blocks: bool) -> str:
+        """What is addressed of a tensor in HBM: by `index`, or, without a value, by `index_of_measures`."""
         pattern, offset = "pattern", "line * length + first" if blocks else "line * columns"
-        if value.block:
+        if value is None:
+            pattern, offset = "pattern_of_measures", "offset_of_measures"
+        elif value.block:
             pattern, offset = "pattern_of_words", "line * blocks + word"
         return f"{key}.ap(pattern={pattern}, offset={offset}, scalar_offset=at, indirect_dim=0)"
 
@@ -119,7 +116,7 @@ class Nki:
         made = self.allocate(name, "rows", "columns // block" if value.block else "columns", value.dtype)
         return [made, f"nisa.dma_copy(dst={name}, src={self.place(key, value, blocks)})"]
 
-    def store(self, key: str, name: str, value: Value, blocks: bool) -> str:
+    def store(self, key: str, name: str, value: Value | None, blocks: bool) -> str:
         """Stores a tile to HBM."""
         return f"nisa.dma_copy(dst={self.place(key, value, blocks)}, src={name})"
 
@@ -232,16 +229,13 @@ class Beta1(Nki):
     def index_of_measures(self, blocks: bool) -> list[str]:
         return [f"at_mark = nl.arange(marks)[None, :]{' + mark' if blocks else ''}"]
 
-    def store_measures(self, name: str) -> str:
-        return f"nl.store(measures[at_line, at_mark], value={name})"
-
-    def place(self, key: str, value: Value, blocks: bool) -> str:
-        return f"{key}[at_line, {'at_word' if value.block else 'at_column'}]"
+    def place(self, key: str, value: Value | None, blocks: bool) -> str:
+        return f"{key}[at_line, {'at_mark' if value is None else 'at_word' if value.block else 'at_column'}]"
 
     def load(self, name: str, key: str, value: Value, blocks: bool) -> list[str]:
         return [f"{name} = nl.load({self.place(key, value, blocks)})"]
 
-    def store(self, key: str, name: str, value: Value, blocks: bool) -> str:
+    def store(self, key: str, name: str, value: Value | None, blocks: bool) -> str:
         return f"nl.store({self.place(key, value, blocks)}, value={name})"
 
     def share(self, lines: str) -> list[str]:

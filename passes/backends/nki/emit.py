@@ -78,7 +78,7 @@ def _tile(design: Design, d: Nki, suffix: str = "") -> list[str]:
         _loads(design, d),
         _chunks(design, d),
         (d.store(key, names[tile_of(v)], v, blocks) for key, v in design.plan.program.stores.items()),
-        [d.store_measures(f"{MEASURES}_out")] * bool(totals),
+        [d.store(MEASURES, f"{MEASURES}_out", None, blocks)] * bool(totals),
     )
 
 
@@ -311,9 +311,6 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
         as_lines = lines("0", f"{elements} // columns", "columns", "columns // BLOCK", "columns // width")
         return [*as_lines, update_lines("0", "0", "columns", "width", "BLOCK")]
 
-    def strip(first: str, columns: str, width: str, block: str, word: str, mark: str) -> str:
-        return update_lines(first, word, columns, width, block, mark=f"{mark} * {totals}")
-
     rest = ("rest", "rest", "rest")
     return define(
         f"_update{suffix}",
@@ -332,12 +329,12 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
         indented("assert whole % width == 0", "blocks = total // length * (whole // BLOCK + 1)"),
         indented(*lines("0", "total // length", "length", "(whole // BLOCK + 1)", "(whole // width + 1)")),
         indented(f"for strip in {d.range}(whole // columns):"),
-        indented(*indented(strip("strip * columns", "columns", "width", "BLOCK",
-                                 "strip * (columns // BLOCK)", "strip * (columns // width)"))),
+        indented(*indented(update_lines("strip * columns", "strip * (columns // BLOCK)", "columns", "width", "BLOCK",
+                                        mark=f"strip * (columns // width) * {totals}"))),
         indented("over = whole % columns", "if over > 0:"),
-        indented(*indented(strip("whole - over", "over", "width", "BLOCK",
-                                 "(whole - over) // BLOCK", "(whole - over) // width"))),
-        indented(strip("whole", *rest, "whole // BLOCK", "whole // width")),
+        indented(*indented(update_lines("whole - over", "(whole - over) // BLOCK", "over", "width", "BLOCK",
+                                        mark=f"(whole - over) // width * {totals}"))),
+        indented(update_lines("whole", "whole // BLOCK", *rest, mark=f"whole // width * {totals}")),
     )  # fmt: skip
 
 

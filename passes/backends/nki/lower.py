@@ -62,14 +62,9 @@ class Kernel(Design):
         return self.generation.target
 
     @property
-    def columns(self) -> tuple[Column, ...]:
-        """The numbers of its scalar input."""
-        return self.plan.columns
-
-    @property
     def finds(self) -> bool:
         """Returns True if it reads numbers that earlier stages find: its scalar input is one for each parameter."""
-        return any(c.is_found for c in self.columns)
+        return any(c.is_found for c in self.plan.columns)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -123,11 +118,11 @@ class Kernel(Design):
                     "and was generated for positive divisors; use backend='xla'"
                 )
         if rows is None:
-            return torch.stack([c.value(entries) for c in self.columns]).expand(PARTITIONS, -1).contiguous()
-        given = [c.value(entries) for c in self.columns if not c.is_found]
+            return torch.stack([c.value(entries) for c in self.plan.columns]).expand(PARTITIONS, -1).contiguous()
+        given = [c.value(entries) for c in self.plan.columns if not c.is_found]
         known = torch.stack(given or [torch.zeros((), dtype=torch.float32, device="cpu")])
         known_rows, found = iter(known.to(rows.device).expand(len(rows), -1).unbind(1)), rows.unbind(1)
-        columns = [c.value(found).expand(len(rows)) if c.is_found else next(known_rows) for c in self.columns]
+        columns = [c.value(found).expand(len(rows)) if c.is_found else next(known_rows) for c in self.plan.columns]
         return torch.stack(columns, dim=1)[:, None, :].expand(-1, PARTITIONS, -1).contiguous()
 
 

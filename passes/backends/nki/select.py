@@ -147,7 +147,9 @@ def _fills(x: Operand) -> Iterator[Instruction]:
 def _power_of_two(value: Value) -> Instruction:
     """The exponent's bits alone, or inverted: one instruction, and exact, since operators on bits do not convert."""
     bits, exponent = BITS[value.dtype]
-    inverted = {"op1": "bitwise_xor", "operand1": exponent} if value.op == "inverse_power_of_two" else {}
+    inverted: dict[str, Any] = (
+        {"op1": "bitwise_xor", "operand1": exponent} if value.op == "inverse_power_of_two" else {}
+    )
     return _instruction(
         "tensor_scalar", bits=bits, data=value.args[0], op0="bitwise_and", operand0=exponent, **inverted
     )

@@ -42,7 +42,7 @@ def test_no_byte_moves_twice(strategy: str) -> None:
     trace = run(k, s.components, s.vector).machine.trace
     n = s.components["param"].numel()
     assert trace.hbm_written == k.cost.written * n
-    assert trace.hbm_read == k.cost.read * n + 128 * 4 * len(k.columns)
+    assert trace.hbm_read == k.cost.read * n + 128 * 4 * len(k.plan.columns)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -66,14 +66,6 @@ def test_any_number_of_turns_and_any_remainder(turns: int, dialect: str, cut: Cu
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("rest", [1, 127, 128, 129, 300])
-def test_what_no_line_holds_is_one_or_two_tiles_more(rest: int, dialect: str) -> None:
-    """Lines of 512 columns in chunks of 256, and up to four kinds of tiles."""
-    for lines in (0, 1, 130):
-        assert not wrong(dialect, 512 * lines + rest, Cut(512, 256))
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("n", [1, 2, 127, 257, 1009, 4096, 5 * 1024 + 3])
 def test_the_cut_that_is_chosen(n: int, dialect: str) -> None:
     assert not wrong(dialect, n, kernel(dialect).cut((n,)))
