@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from kernel_tables import size_of
+from kernel_tables import divided, size_of
 from nki_runs import count_of, search_less, step_of
 from torch_cases import CASES
 
-from collage_neuron.cli.kernels import shapes_of
+from collage_neuron.cli.kernels import llama_7b, shapes_of
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.tiling import Tiling, cut_of
 
 STRATEGIES = ("split423", "split422", "split412", "split311")
 DIALECTS = ("nki", "beta1")
@@ -69,6 +70,32 @@ def test_only_the_blocks_of_a_row_do_where_its_last_one_is_short(strategy: str) 
         assert traced(strategy, "nki", 1000, row) <= 2 * tile * (row // BLOCK + 1), row
         assert traced(strategy, "beta1", 1000, row) <= 3 * traced(strategy, "beta1", 1000, 100), row
     assert k.cut((1000, 4544)).columns < 4544
+
+
+LLAMA = {
+    "split423": (70_000, 30_000),
+    "split422": (80_000, 50_000),
+    "split412": (70_000, 70_000),
+    "split311": (65_000,) * 2,
+}
+"""Instructions of Llama-7B, whatever share of it a core has, by dialect: about 200 for each of 291 tensors."""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_blocks_take_one_chunk_or_two_of_a_tensor(strategy: str) -> None:
+    """With as wide tiles as kernels have that are nearly bound by memory, `import nki` had 350,000 to 500,000."""
+    for dialect, most in zip(DIALECTS, LLAMA[strategy], strict=True):
+        shapes = llama_7b()
+        shares = [divided(shapes, cores) for cores in (1, 8, 32)]
+        counts = [size_of(kernel(strategy, dialect), share).instructions for share in shares]
+        assert max(count.traced for count in counts) <= most
+
+
+def test_the_longer_engines_take_the_narrower_a_tile_may_be() -> None:
+    widths = [cut_of(4096 * 4096, Tiling(2048, 128, 0), 4096, ratio).columns for ratio in (1.0, 4.0, 20.0)]
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] > widths[-1]
+    assert cut_of(4096, Tiling(2048, 512, 0), 0, 0.5) == cut_of(4096, Tiling(2048, 512, 0))
 
 
 @pytest.mark.parametrize(("dialect", "most"), [("nki", TARGETS["trn1"].instructions), ("beta1", 5_000)])

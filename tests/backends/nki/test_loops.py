@@ -71,6 +71,12 @@ def test_the_cut_that_is_chosen(n: int, dialect: str) -> None:
     assert not wrong(dialect, n, kernel(dialect).cut((n,)))
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_cut_that_would_leave_columns_is_rejected(dialect: str) -> None:
+    with pytest.raises(AssertionError):
+        wrong(dialect, 2 * TILE, Cut(6, 4))
+
+
 # Cuts
 
 
