@@ -188,7 +188,7 @@ WORDS = {"param": "bf16", "momentum_buffer": "i16q4"}
 
 @pytest.mark.parametrize(
     ("make", "strategy"),
-    [(Mini, "light"), (Mini, "split433"), (Mini, "stochastic"), (Lars, "full"), (Lars, WORDS), (Decaying, "plus")],
+    [(Mini, "split433"), (Mini, "stochastic"), (Lars, WORDS), (Decaying, "plus")],
 )
 def test_strategies(make: Any, strategy: Any) -> None:
     """Of the stochastic one the bits that are drawn are the engine's own."""
