@@ -16,7 +16,7 @@ import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -270,9 +270,10 @@ def size_of(kernel: Kernel, shapes: Shapes, cores: int = 1) -> Size:
 
     With two physical cores in a logical one instructions are those of the core with more of them.
     """
-    numbers = Count(1, 1) if kernel.columns else Count(0, 0)
     works = with_bodies(works_of(kernel, shapes))
-    count = reduce(Count.plus, (count_as(kernel, work.total, work.cut, cores) for work in works), numbers)
+    counts = [Count(bool(kernel.plan.columns), bool(kernel.plan.columns))]  # what loads the numbers
+    counts += [count_as(kernel, work.total, work.cut, cores) for work in works]
+    count = Count(*map(sum, zip(*counts, strict=True)))
     bound = calibrated(kernel).transfer * sum(work.total for work in works) / PARTITIONS / cores
     time = sum(time_of(work, cores=cores) for work in works)
     return Size(count, time, bound)

@@ -191,7 +191,7 @@ def called(
     if kernel.arguments[-1].key == MEASURES:
         given[-1] = torch.full((kernel.totals(rows, cut or kernel.cut(rows)),), torch.nan)
         shapes[-1] = given[-1].shape
-    numbers = [kernel.scalar_input(vector)] if kernel.columns else []
+    numbers = [kernel.scalar_input(vector)] if kernel.plan.columns else []
     numbers += [torch.tensor([list(seeds)], dtype=torch.int32)] if kernel.plan.draws else []
     results = function(*given, *numbers, *kernel.cut_arguments(math.prod(rows), cut or kernel.cut(rows)))
     results = results if isinstance(results, tuple) else (results,)

@@ -47,7 +47,7 @@ def results(
     room |= {MEASURES: torch.zeros(k.totals(like.shape, cut))} if MEASURES in room else {}
     given = room | {key: components[key] for key in components if key in room}
     arguments = [tensor(given[a.key]) for a in k.arguments]
-    numbers = [tensor(k.scalar_input(vector))] if k.columns else []
+    numbers = [tensor(k.scalar_input(vector))] if k.plan.columns else []
     numbers += [tensor(torch.ones(1, len(order), dtype=torch.int32))] if k.plan.draws else []
     for core in order:
         reading = _read(k, source or k.source, drawn, core, len(order))

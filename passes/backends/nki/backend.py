@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.by_parameter import write
 from collage_neuron.passes.backends.nki.calls import call, parts_of
-from collage_neuron.passes.backends.nki.chunk_totals import measure_of, nothing
+from collage_neuron.passes.backends.nki.chunk_totals import measure_of
 from collage_neuron.passes.backends.nki.custom_op import in_place_operator, works_in_place
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import LAYOUTS, reason_against
@@ -25,17 +24,13 @@ from collage_neuron.passes.backends.xla.backend import open_device
 from collage_neuron.passes.ir.update import Update
 
 
-class Result(NamedTuple):
-    """What a step makes of one parameter."""
-
-    components: Sequence[Tensor]
-    """The new ones, in the order of `update.outputs`; a tensor of `launch.writes` itself has its new value already."""
-    measure: Measure | None
-    """Its measurements, if its update measures itself."""
-
-
-def run_step(launches: Sequence[Launch], rows: Sequence[Tensor | None] = ()) -> Iterator[Result]:
+def run_step(
+    launches: Sequence[Launch], rows: Sequence[Tensor | None] = ()
+) -> Iterator[tuple[Sequence[Tensor], Measure | None]]:
     """What a step makes of every parameter, in order; writes none, but where kernels work in place.
+
+    That is its new components, in the order of `update.outputs`, of which a tensor of `launch.writes` itself has its
+    new value already; and its measurements, if its update measures itself.
 
     Updates are of one elementwise stage. `rows` are, for each launch, None or the scalar vectors of its parameters with
     what earlier stages have found (`stages.before_of`).
@@ -51,14 +46,11 @@ def run_step(launches: Sequence[Launch], rows: Sequence[Tensor | None] = ()) -> 
     for part, found, (old, writes) in zip(parts, results, of_parameters, strict=True):
         update = launches[part.launch].update
         known = dict(zip(update.inputs, old, strict=True)) | found  # what a kernel leaves alone stays what it is
-        measure = None
-        if update.sums:
-            measure = nothing(update, old[0].device) if part.is_empty else measure_of(update, found[MEASURES])
         new = [
             x if key in part.stored else known[key].reshape(x.shape)
             for key, x in zip(update.outputs, writes, strict=True)
         ]
-        yield Result(new, measure)
+        yield new, measure_of(update, found[MEASURES]) if update.sums else None
 
 
 class Nki(Backend):

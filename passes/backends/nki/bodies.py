@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import NamedTuple
 
-from collage_neuron.passes.backends.nki.cost import CALIBRATED, Estimate, estimate
+from collage_neuron.passes.backends.nki.cost import BARRIER, START, Estimate, estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import Design
 from collage_neuron.passes.backends.nki.emit import BESIDE, Work
@@ -71,7 +71,7 @@ def _traced(work: Work) -> int:
 @lru_cache(256)
 def calibrated(kernel: Design) -> Estimate:
     """What a column of a kernel costs by the calibrated figures."""
-    return estimate(kernel.plan, kernel.tiling, kernel.generation, CALIBRATED)
+    return estimate(kernel.plan, kernel.tiling, kernel.generation, calibrated=True)
 
 
 @lru_cache(4096)
@@ -105,7 +105,7 @@ def _turn(work: Work, part: Part) -> float:
     """
     compute, move, starts = _of_tile(work.kernel, part)
     tiles = work.cut.tiles * work.beside
-    return (CALIBRATED.barrier + move + max(tiles * compute, (tiles - 1) * move, tiles * starts)) / work.beside
+    return (BARRIER + move + max(tiles * compute, (tiles - 1) * move, tiles * starts)) / work.beside
 
 
 def _of_tile(kernel: Design, part: Part) -> tuple[float, float, float]:
@@ -114,7 +114,7 @@ def _of_tile(kernel: Design, part: Part) -> tuple[float, float, float]:
     moved = len(program.loads) + len(program.stores) + bool(program.measures)
     columns = part.columns
     compute = max(cost.times.values(), default=0.0) * columns
-    return compute, cost.transfer * columns * part.lines / PARTITIONS, CALIBRATED.start * moved
+    return compute, cost.transfer * columns * part.lines / PARTITIONS, START * moved
 
 
 class Count(NamedTuple):
@@ -126,14 +126,11 @@ class Count(NamedTuple):
     traced: int
     unrolled: int
 
-    def plus(self, other: Count) -> Count:
-        """Those of two kernels."""
-        return Count(self.traced + other.traced, self.unrolled + other.unrolled)
-
 
 def count_as(kernel: Design, total: int, cut: Cut, cores: int = 1) -> Count:
     """Those that update so many elements, cut so, on the last one of so many cores."""
-    return reduce(Count.plus, (_count_of_part(kernel, part, cut) for part in parts_of(total, cut, cores)), Count(0, 0))
+    counts = [_count_of_part(kernel, part, cut) for part in parts_of(total, cut, cores)]
+    return Count(sum(c.traced for c in counts), sum(c.unrolled for c in counts))
 
 
 def _count_of_part(kernel: Design, part: Part, cut: Cut) -> Count:

@@ -22,15 +22,8 @@ from torch import Tensor
 from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
+from collage_neuron.passes.backends.nki import custom_op
 from collage_neuron.passes.backends.nki.bodies import with_bodies
-from collage_neuron.passes.backends.nki.custom_op import (
-    KEPT,
-    Program,
-    register,
-    update_in_place,
-    update_tensors,
-    works_in_place,
-)
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.emit import Work, step_text
 from collage_neuron.passes.backends.nki.hardware import ADDRESSED
@@ -72,15 +65,18 @@ def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
         given = {k: _in_hbm(x) for k, x in named}
         like = given[launch.update.inputs[0]]
         try:
-            kernel = kernel_of(launch.update, machine, _storage(given.get("grad")))
+            grad = storage_of(given["grad"].dtype).name if "grad" in given else "bf16"
+            kernel = kernel_of(launch.update, machine, grad)
         except UnsupportedUpdate as error:
             raise UnsupportedUpdate(advised(str(error), like.device)) from error.__cause__
         shapes = {a.key: shape_of(launch.update, a.key, reads[0]) for a in kernel.arguments}
         if MEASURES in shapes and like.numel():
             shapes[MEASURES] = (kernel.totals(reads[0].shape, kernel.cut(reads[0].shape)),)
-        tensors = [given[k] if (k := a.key) in given else _room(a.dtype, like, shapes[k]) for a in kernel.arguments]
-        part = Part(index, place, kernel, tensors, reads[0].shape)
-        if works_in_place(like.device):
+        for a in kernel.arguments:
+            if a.key not in given:  # it is written, and was not read
+                given[a.key] = like.new_empty(tuple(shapes[a.key]) or (1,), dtype=getattr(torch, a.dtype))
+        part = Part(index, place, kernel, [given[a.key] for a in kernel.arguments], reads[0].shape)
+        if custom_op.works_in_place(like.device):
             _give_memory(part, launch, reads)
         yield part
 
@@ -115,15 +111,6 @@ def shape_of(update: Update, key: str, like: Tensor) -> Sequence[int]:
     """The shape of a component of a parameter with a component `like`, which has a word for each element."""
     block = update.blocks.get(key)
     return like.shape if block is None else (*like.shape[:-1], -(-like.shape[-1] // block))
-
-
-def _storage(grad: Tensor | None) -> str:
-    return "bf16" if grad is None else storage_of(grad.dtype).name
-
-
-def _room(dtype: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor for a component that the update writes without having read it."""
-    return like.new_empty(tuple(shape) or (1,), dtype=getattr(torch, dtype))
 
 
 @cache
@@ -164,12 +151,14 @@ def _results(
     for i, kernel in dict.fromkeys((i, kernel) for i, kernel, _ in inputs):
         if kernel.may_clamp(launches[i].vector):
             _warn_of_clamped(kernel, device)
-        if kernel.columns:
+        if kernel.plan.columns:
             made[i, kernel] = kernel.scalar_input(launches[i].vector, rows[i] if kernel.finds else None).to(device)
-    scalars = [made[i, kernel][j] if kernel.finds else made[i, kernel] for i, kernel, j in inputs if kernel.columns]
+    scalars = [
+        made[i, kernel][j] if kernel.finds else made[i, kernel] for i, kernel, j in inputs if kernel.plan.columns
+    ]
     drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
     scalars += [seed_of(drawing, machine.cores).to(device)] if drawing else []
-    update = update_in_place if works_in_place(device) else update_tensors
+    update = custom_op.update_in_place if custom_op.works_in_place(device) else custom_op.update_tensors
     return update([t for part in parts for t in part.tensors], scalars, key)
 
 
@@ -228,28 +217,23 @@ def _ambiguous(text: str) -> Iterator[str]:
         yield from (f"{name} has two meanings in {function.name}" for name, n in given.items() if n > 1 or name in own)
 
 
-def _check(text: str) -> None:
-    """Raises UnsupportedUpdate, before a compiler does, if names of states have two meanings in a kernel."""
-    if found := next(_ambiguous(text), None):
-        raise UnsupportedUpdate(
-            f"the generated kernel is not one that NKI takes: {found}: if a state of the optimizer is called so, "
-            "rename it; or use backend='xla'"
-        )
-
-
 def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> str:
     """The key of the registered program that runs these kernels: each with its scalar input, by number, and its cut."""
     key, program = _program(machine, pieces)
-    register(key, program)
+    custom_op.register(key, program)
     return key
 
 
-@lru_cache(KEPT)
-def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> tuple[str, Program]:
+@lru_cache(custom_op.KEPT)
+def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> tuple[str, custom_op.Program]:
     works = with_bodies([Work(kernel, total, cut) for kernel, _, total, cut in pieces])
     name = "collage_step"
     text = step_text(name, [work._replace(scalars=n) for work, (_, n, *_) in zip(works, pieces, strict=True)])
-    _check(text)
+    if ambiguous := next(_ambiguous(text), None):  # before a compiler says so
+        raise UnsupportedUpdate(
+            f"the generated kernel is not one that NKI takes: {ambiguous}: if a state of the optimizer is called so, "
+            "rename it; or use backend='xla'"
+        )
     arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
     key = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}[{machine.cores}]"
-    return key, Program(name, text, [i for i, a in enumerate(arguments) if a.written], machine.cores)
+    return key, custom_op.Program(name, text, [i for i, a in enumerate(arguments) if a.written], machine.cores)

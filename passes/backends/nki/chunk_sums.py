@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch.fx as fx
 
@@ -36,17 +35,12 @@ LEAST, LARGEST = 2.0**-126, 2.0**127
 assert SUMMED == 512  # what the exponents below are derived from: 9 bits of 24 are for the sum
 
 
-class Sum(NamedTuple):
-    """The values from which a sum is put together."""
-
-    unit: Value
-    inverse: Value
-    totals: tuple[tuple[Value, float], ...]
-    """Totals of the chunk and their factors, the largest first."""
+Totals = list[tuple[Value, float]]
+"""Totals of a chunk, or what they add up, and their factors: the largest first."""
 
 
-def sum_of_chunk(new: New, x: Value, is_square: bool, name: str) -> Sum:
-    """The sum of the elements of x, fp32 or bf16, or of their squares."""
+def sum_of_chunk(new: New, x: Value, is_square: bool, name: str) -> tuple[Value, Value, Totals]:
+    """The sum of the elements of x, fp32 or bf16, or of their squares: unit, twice its inverse, and totals."""
     maker = _Maker(new, name)
     power = new("power_of_two", (x,), x.dtype, f"{name}_power")
     peak = new("peak", (power,), "float32", f"{name}_peak", chunk=True)  # of powers: its maximum never meets a NaN
@@ -55,7 +49,7 @@ def sum_of_chunk(new: New, x: Value, is_square: bool, name: str) -> Sum:
     inverse = new("inverse_power_of_two", (clamped,), "float32", f"{name}_inverse", chunk=True)
     scaled = maker.apply("multiply", x, Spread(inverse))
     totals = maker.elements(scaled) if not is_square else maker.squares(scaled, is_short=x.dtype == "bfloat16")
-    return Sum(unit, inverse, tuple((maker.total(piece), factor) for piece, factor in totals))
+    return unit, inverse, [(maker.total(piece), factor) for piece, factor in totals]
 
 
 class _Maker:
@@ -83,11 +77,11 @@ class _Maker:
             pieces.append(self.piece(x, place))
         return pieces
 
-    def elements(self, x: Value) -> list[tuple[Value, float]]:
+    def elements(self, x: Value) -> Totals:
         """|x| < 4 = 2**2: multiples of 2**(2 + 9 - 24), and what is left is half of that."""
         return [(piece, 1.0) for piece in self.cut(x, -13, -29, -45)]
 
-    def squares(self, x: Value, is_short: bool) -> list[tuple[Value, float]]:
+    def squares(self, x: Value, is_short: bool) -> Totals:
         """Of x of 8 bits the square is exact; of others it is the sum of three products, of which two are."""
         if is_short:
             return [(piece, 1.0) for piece in self.cut(self.apply("multiply", x, x), -11, -27, -43)]
@@ -115,22 +109,19 @@ class _Reduction(Builder):
 
     def reduced(self) -> Program:
         """What is found of each chunk."""
-        self.users = set(self.nodes)
-        sums = []
+        self.users, sums, self.measures = set(self.nodes), [], list[Value]()
         for node in self.nodes:
-            if node.op == "placeholder":
-                self.env[node] = self.placeholder(str(node.target))
-            elif node.target in OF_TENSOR:
+            if node.target in OF_TENSOR:
                 sums.append(self._sum(node))
-            elif node.op == "call_function":
-                self.env[node] = self.call(node)
-        measures = list(dict.fromkeys(v for s in sums for v in (s.unit, s.inverse, *(total for total, _ in s.totals))))
-        at = measures.index
-        found = [Pieces(at(s.unit), at(s.inverse), tuple((at(v), factor) for v, factor in s.totals)) for s in sums]
-        return replace(self.reachable({}, measures), sums=tuple(found))
+            else:
+                self.translate(node)
+        return replace(self.reachable({}, self.measures), sums=tuple(sums))
 
-    def _sum(self, node: fx.Node) -> Sum:
+    def _sum(self, node: fx.Node) -> Pieces:
         x = self.each(node)
         if x.dtype not in ("float32", "bfloat16"):
             x = self.new("copy", (x,), "float32", f"{node.name}_wide")
-        return sum_of_chunk(self.new, x, OF_TENSOR[node.target].is_square, node.name)
+        unit, inverse, totals = sum_of_chunk(self.new, x, OF_TENSOR[node.target].is_square, node.name)
+        self.measures += [v for v in dict.fromkeys((unit, inverse, *(v for v, _ in totals))) if v not in self.measures]
+        at = self.measures.index
+        return Pieces(at(unit), at(inverse), tuple((at(v), factor) for v, factor in totals))

@@ -9,6 +9,14 @@ The error, before a result is rounded to fp32: of a sum 2**-37 of the sum of mag
 From 512 terms that have lost 2**-46 each, where the largest is 2 at least; from as many squares that have lost 2**-43,
 where the largest is 4; and 2**-38 from folding 2**22 numbers.
 
+A reduction over rows, columns, matrices or all elements is one over the rows of some matrix: columns are those of the
+transposed one. Such a row is cut into as few chunks as a kernel takes, of equal width, so that no chunk has two rows; a
+few zeros are added to rows that this does not divide. Zeros add nothing to sums of elements or of squares, and a mean
+is divided by the number of elements without them. What chunks leave of a row is put together as that of a tensor is.
+
+Given: rows of 1031 elements, and chunks of at most 512
+Result: 3 chunks of 344 elements for each row, the last of which ends with a zero
+
 A stage of numbers computes with what stages have found; its roots are those of `fp32_pairs`, and so are sums, means and
 norms of values of rows, columns and matrices. Such a sum, of n values x: all are divided by a power of two near the
 largest magnitude, so that none is 4 or larger; squares are three exact products, of halves of 12 bits
@@ -25,28 +33,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
+from collage_neuron.numerics import matrix_sums
 from collage_neuron.numerics.eft import inverse_power_of_two, power_of_two, sqrt
 from collage_neuron.numerics.fp32_pairs import Pair, folded, halves, over, root, square_root
-from collage_neuron.numerics.matrix_sums import DIMENSIONS, ENDINGS, mean_to, norm_to, sum_to
-from collage_neuron.numerics.tensor_sums import OF_TENSOR, mean_of, norm_of, sum_of
+from collage_neuron.numerics.storage import storage_of
+from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
+from collage_neuron.passes.backends.nki.calls import Part, call, kernel_of
 from collage_neuron.passes.backends.nki.chunk_sums import LARGEST, LEAST
+from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.ir import Pieces, Program
-from collage_neuron.passes.backends.protocol import Measure
-from collage_neuron.passes.ir.stage import Stage
+from collage_neuron.passes.backends.nki.lower import Kernel
+from collage_neuron.passes.backends.nki.target import Machine
+from collage_neuron.passes.backends.nki.tiling import Cut, Tiling
+from collage_neuron.passes.backends.protocol import Launch, Measure
+from collage_neuron.passes.ir.scalars import ScalarProgram
+from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 FINISH: Mapping[Any, Callable[[Pair, int], Pair]] = {
-    **dict.fromkeys((sum_of, sum_to), lambda total, n: total),
-    **dict.fromkeys((mean_of, mean_to), over),
-    **dict.fromkeys((norm_of, norm_to), lambda total, n: root(total)),
+    **dict.fromkeys((sum_of, matrix_sums.sum_to), lambda total, n: total),
+    **dict.fromkeys((mean_of, matrix_sums.mean_to), over),
+    **dict.fromkeys((norm_of, matrix_sums.norm_to), lambda total, n: root(total)),
 }
 """What becomes of a sum, by operation."""
+
+SQUARES = frozenset({norm_of, matrix_sums.norm_to})
+"""Operations that add up squares."""
 
 
 def sums_of(program: Program, kinds: Sequence[Any], totals: Tensor, size: int) -> Tensor:
@@ -55,15 +74,16 @@ def sums_of(program: Program, kinds: Sequence[Any], totals: Tensor, size: int) -
     `totals` has, for each of them, the measures of each chunk: `[parameters, chunks * measures]`.
     """
     each = totals.view(len(totals), -1, len(program.measures))
-    found = [_finished(pieces, kind, each, size) for pieces, kind in zip(program.sums, kinds, strict=True)]
+    found = []
+    for pieces, kind in zip(program.sums, kinds, strict=True):
+        terms, unit = terms_of(pieces, each, kind in SQUARES)
+        found.append(_chosen(FINISH[kind](folded(terms.flatten(1)), size), terms[:, 0].sum(1)) * unit)
     return torch.stack(found, dim=1)
 
 
-def _finished(pieces: Pieces, kind: Any, measures: Tensor, size: int) -> Tensor:
-    terms, unit = terms_of(pieces, measures, OF_TENSOR[kind].is_square)
-    found = FINISH[kind](folded(terms.flatten(1)), size).hi
-    plain = terms[:, 0].sum(1)
-    return torch.where(plain.abs() < torch.inf, found, plain) * unit
+def _chosen(found: Pair, plain: Tensor) -> Tensor:
+    """What was found, or an ordinary sum that is infinite or NaN."""
+    return torch.where(plain.abs() < torch.inf, found.hi, plain)
 
 
 def terms_of(pieces: Pieces, measures: Tensor, is_square: bool) -> tuple[Tensor, Tensor]:
@@ -75,40 +95,90 @@ def terms_of(pieces: Pieces, measures: Tensor, is_square: bool) -> tuple[Tensor,
     return terms, 0.5 * units.amax(1)
 
 
-def nothing_of(kind: Any) -> float:
-    """The result for a tensor without elements."""
-    return float(OF_TENSOR[kind].finish(0.0, 0))
+# Of rows, columns and matrices
+
+X = "grad"
+"""The key of what is added up: the one whose type a kernel is made for."""
 
 
-def measure_of(update: Update, totals: Tensor) -> Measure:
-    """The measurements of one parameter, from the flat totals of all chunks."""
-    sums = len(update.sums)
-    chunks = totals.view(-1, sums + len(update.counts))
-    return Measure(_added(chunks[:, :sums]), _counted(chunks[:, sums:]))
+class Wanted(NamedTuple):
+    """A result of a reduction, for parameters of one shape."""
+
+    operation: Any
+    """A key of `ENDINGS`."""
+    extent: str
+    operands: Sequence[Tensor]
+    """Of each parameter, in one shape: (matrices, rows, columns), fp32 or bf16."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the result: with a dimension for parameters, if there are several."""
+        own, count = matrix_sums.shape_of(self.extent, self.operands[0].shape), len(self.operands)
+        return (count, *(own or (1, 1, 1))) if count > 1 else own
 
 
-def nothing(update: Update, device: torch.device) -> Measure:
-    """The measurements of a parameter without elements."""
-    dtype, whole = _types(device)
-    sums, counts = len(update.sums), len(update.counts)
-    return Measure(torch.zeros(sums, dtype=dtype, device=device), torch.zeros(counts, dtype=whole, device=device))
+def sums_for(wanted: Sequence[Wanted], machine: Machine) -> list[Tensor]:
+    """The results, by one call of kernels."""
+    parts = [[_part(each, x, machine) for x in each.operands] for each in wanted]
+    unread = Launch(_sum(False), torch.zeros(0, dtype=torch.float32, device="cpu"), (), ())
+    measured = call([unread], [part for own in parts for part in own], machine)
+    return [_finished(each, own, [next(measured) for _ in own]) for each, own in zip(wanted, parts, strict=True)]
 
 
-def _types(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    return (torch.float64, torch.int64) if device.type == "cpu" else (torch.float32, torch.int32)
+def _part(wanted: Wanted, x: Tensor, machine: Machine) -> Part:
+    kernel = kernel_for(wanted.operation in SQUARES, machine, x.dtype)
+    rows = rows_of(wanted.extent, x)
+    lines, cut = laid_out(rows, kernel.tiling) if rows.numel() else (rows, Cut(1, 1))
+    room = x.new_empty(kernel.totals(lines.shape, cut), dtype=torch.float32)
+    given = {X: lines, MEASURES: room}
+    return Part(0, 0, kernel, [given[a.key] for a in kernel.arguments], lines.shape, cut)
 
 
-def _added(x: Tensor) -> Tensor:
-    """The sums of columns: of about as many rows as rows have numbers."""
-    height = math.isqrt(len(x) - 1) + 1
-    padded = torch.nn.functional.pad(x.to(_types(x.device)[0]), (0, 0, 0, -len(x) % height))
-    return padded.view(-1, height, x.shape[1]).sum(1).sum(0)
+def rows_of(extent: str, x: Tensor) -> Tensor:
+    """What has to be added up of (matrices, rows, columns): each row of a matrix, contiguous, is one result."""
+    matrices, rows, columns = x.shape
+    if extent == matrix_sums.ROW:
+        return x.reshape(matrices * rows, columns)
+    if extent == matrix_sums.COLUMN:
+        return x.mT.reshape(matrices * columns, rows).contiguous()
+    return x.reshape(matrices, rows * columns) if extent == matrix_sums.MATRIX else x.reshape(1, x.numel())
 
 
-def _counted(x: Tensor) -> Tensor:
-    """The sums of columns of whole numbers of at most `SUMMED`: exact."""
-    dtype = _types(x.device)[1]
-    return x.to(dtype).sum(0, dtype=dtype)
+def laid_out(rows: Tensor, tiling: Tiling) -> tuple[Tensor, Cut]:
+    """Rows with zeros at their ends, and how to cut them: into chunks that end where a row does, and several lines."""
+    count, length = rows.shape
+    chunks = -(-length // tiling.chunk)
+    width = -(-length // chunks)
+    padded = torch.nn.functional.pad(rows, (0, chunks * width - length)) if chunks * width > length else rows
+    most = min(chunks, tiling.columns // width)
+    fit = [d for d in range(1, most + 1) if chunks % d == 0 and (d == 1 or count * chunks > d)]
+    return padded, Cut(width * max(fit), width)
+
+
+def _finished(wanted: Wanted, parts: Sequence[Part], measured: Sequence[dict[str, Tensor]]) -> Tensor:
+    x = wanted.operands[0]
+    if not x.numel():
+        return _of_nothing(wanted.operation, x.new_zeros(wanted.shape, dtype=torch.float32), 0)
+    totals = torch.cat([known[MEASURES].view(len(known[X]), -1) for known in measured])
+    terms = matrix_sums.terms_in(x.shape, matrix_sums.ELEMENT, wanted.extent)
+    return sums_of(parts[0].kernel.plan.program, [wanted.operation], totals, terms).reshape(wanted.shape)
+
+
+@cache
+def _sum(is_square: bool) -> Update:
+    """The reduction of a tensor to its sum, or to its norm."""
+    graph, kind = fx.Graph(), norm_of if is_square else sum_of
+    graph.output((graph.call_function(kind, (graph.placeholder(X),)),))
+    stage = Stage(REDUCTION, graph, (X,), (), (kind.__name__,))
+    return Update((stage,), (X,), (), ScalarProgram(), {})
+
+
+def kernel_for(is_square: bool, machine: Machine, dtype: torch.dtype) -> Kernel:
+    """The kernel that adds up fp32 or bf16 elements, or their squares."""
+    return kernel_of(_sum(is_square), machine, storage_of(dtype).name)
+
+
+# Stages of numbers
 
 
 class _Numbers(fx.Interpreter):
@@ -116,7 +186,7 @@ class _Numbers(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation."""
-        if target in ENDINGS:
+        if target in matrix_sums.ENDINGS:
             return of_values(target, *args)
         return super().call_function(square_root if target is sqrt else target, args, kwargs)
 
@@ -129,26 +199,39 @@ def computed(stage: Stage, given: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def of_values(operation: Any, x: Tensor, extent: str) -> Tensor:
     """The result of an operation of `ENDINGS` for values of shape (..., matrices, rows, columns)."""
-    gone = [d - 3 for d in range(3) if d not in DIMENSIONS[extent]]
+    gone = [d - 3 for d in range(3) if d not in matrix_sums.DIMENSIONS[extent]]
     shape = [1 if d - x.dim() in gone else n for d, n in enumerate(x.shape)]
     terms = x.movedim(gone, list(range(-len(gone), 0))).flatten(-len(gone))
     found = _over_last(operation, terms).reshape(shape)
-    return found if DIMENSIONS[extent] or found.dim() > 3 else found.reshape(())
+    return found if matrix_sums.DIMENSIONS[extent] or found.dim() > 3 else found.reshape(())
 
 
 def _over_last(operation: Any, x: Tensor) -> Tensor:
-    count, is_square = x.shape[-1], ENDINGS[operation].is_square
     if not x.numel():
-        nothing: Tensor = ENDINGS[operation].finish(x.new_zeros(x.shape[:-1]), count)
-        return nothing
-    unit = power_of_two(x).amax(-1, keepdim=True).clamp(LEAST, LARGEST)  # of powers: it never meets a NaN
+        return _of_nothing(operation, x.new_zeros(x.shape[:-1]), x.shape[-1])
+    unit: Tensor = power_of_two(x).amax(-1, keepdim=True).clamp(LEAST, LARGEST)  # of powers: it never meets a NaN
     scaled = x * inverse_power_of_two(unit)
-    found = FINISH[operation](folded(_squares(scaled) if is_square else scaled), count).hi
-    plain = (scaled * scaled if is_square else scaled).sum(-1)
-    result: Tensor = torch.where(plain.abs() < torch.inf, found, plain) * (0.5 * unit[..., 0])
+    terms = plain = scaled
+    if operation in SQUARES:
+        a, b = halves(scaled)
+        terms, plain = torch.cat([a * a, 2.0 * (a * b), b * b], dim=-1), scaled * scaled
+    return _chosen(FINISH[operation](folded(terms), x.shape[-1]), plain.sum(-1)) * (0.5 * unit[..., 0])
+
+
+def _of_nothing(operation: Any, zeros: Tensor, count: int) -> Tensor:
+    result: Tensor = matrix_sums.ENDINGS[operation].finish(zeros, count)
     return result
 
 
-def _squares(x: Tensor) -> Tensor:
-    a, b = halves(x)
-    return torch.cat([a * a, 2.0 * (a * b), b * b], dim=-1)
+# What a monitor measures
+
+
+def measure_of(update: Update, totals: Tensor) -> Measure:
+    """The measurements of one parameter, from the flat totals of all chunks: of none, if it has no elements."""
+    dtype, whole = (torch.float64, torch.int64) if totals.device.type == "cpu" else (torch.float32, torch.int32)
+    sums = len(update.sums)
+    chunks = totals.view(-1, sums + len(update.counts))
+    height = math.isqrt(max(len(chunks) - 1, 0)) + 1  # of about as many rows as rows have numbers
+    padded = torch.nn.functional.pad(chunks[:, :sums].to(dtype), (0, 0, 0, -len(chunks) % height))
+    # counts are whole numbers of at most SUMMED: exact
+    return Measure(padded.view(-1, height, sums).sum(1).sum(0), chunks[:, sums:].to(whole).sum(0, dtype=whole))

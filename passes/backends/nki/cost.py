@@ -3,30 +3,22 @@
 The unit is one column: one element in each of 128 partitions, that is 128 parameters. The estimate assumes that all
 engines work in parallel, which is the purpose of two buffers for each tile. We have measured nothing.
 
-What an estimate assumes beside documented cycles is as documented (`DOCUMENTED`), or as others measured (`CALIBRATED`).
-The one optimizer kernel with public times is AWS's fused AdamW (nki-library, experimental/optimizer/fused_adam.py):
-its test (`test_perf_roofline`) has "manual profiling results" on a logical core of trn2, two physical cores, and says
-that it is bound by memory. For trn1 a user of a trn1.2xlarge published what copies reach. For trn3 nothing is
-published: the same share of its bandwidth is assumed as of trn2's.
+What an estimate assumes beside documented cycles is as documented, or, if it is calibrated, as others measured. The one
+optimizer kernel with public times is AWS's fused AdamW (nki-library, experimental/optimizer/fused_adam.py): its test
+(`test_perf_roofline`) has "manual profiling results" on a logical core of trn2, two physical cores, and says that it is
+bound by memory. For trn1 a user of a trn1.2xlarge published what copies reach. For trn3 nothing is published: the same
+share of its bandwidth is assumed as of trn2's.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from collage_neuron.numerics.block_formats import BLOCK
-from collage_neuron.passes.backends.nki.hardware import (
-    ENGINES,
-    PARTITIONS,
-    TABLE_LOAD,
-    TARGETS,
-    Generation,
-    cost_of,
-    resources,
-)
+from collage_neuron.passes.backends.nki import hardware
+from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.backends.nki.ir import itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan, shape_of, table_loads
 from collage_neuron.passes.backends.nki.tiling import Tiling
@@ -59,26 +51,17 @@ REACHED = {
 """GB/s that a core reads and writes."""
 
 
-@dataclass(frozen=True, eq=False)
-class Figures:
-    """The assumptions of an estimate."""
+BARRIER = 9_000.0
+"""Nanoseconds for which a loop that the device runs waits between turns, in which nothing overlaps across them
+(nki-library, "about 9 us": its advice on dynamic loops)."""
 
-    bandwidth: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """GB/s that a core reads and writes, by target; the documented bandwidth where it has none."""
-    barrier: float = 9_000.0
-    """Nanoseconds for which a loop that the device runs waits between turns, in which nothing overlaps across them
-    (nki-library, "about 9 us": its advice on dynamic loops)."""
-    start: float = 600.0
-    """Nanoseconds to start a DMA of such a loop, whose descriptor is generated (same source); one after the other."""
-    turn: float = 0.0
-    """Cycles that an access to PSUM takes beside its columns, where Vector and Scalar take turns at it."""
+START = 600.0
+"""Nanoseconds to start a DMA of such a loop, whose descriptor is generated (same source); one after the other."""
 
-
-DOCUMENTED = Figures()
-
-CALIBRATED = Figures(bandwidth=REACHED, turn=60.0)
-"""[A2]: to start an access to SBUF or PSUM takes about 60 cycles, which engines "can typically hide" in part; where
-two engines take turns none of it is taken as hidden."""
+TURN = 60.0
+"""Cycles that an access to PSUM takes beside its columns, where Vector and Scalar take turns at it. [A2]: to start an
+access to SBUF or PSUM takes about 60 cycles, which engines "can typically hide" in part; none of it is taken as hidden.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,35 +106,33 @@ class Estimate:
         return max(*self.times.values(), self.transfer) / self.memory
 
 
-def estimate(plan: Plan, tiling: Tiling, g: Generation, figures: Figures = DOCUMENTED) -> Estimate:
+def estimate(plan: Plan, tiling: Tiling, g: Generation, calibrated: bool = False) -> Estimate:
     """The cost of `plan` on the generation `g`."""
     moved = (*plan.program.loads, *plan.program.stores.values())
     read = sum(itemsize(v.dtype) for v in plan.program.loads if not v.block)
     written = sum(itemsize(v.dtype) for v in plan.program.stores.values() if not v.block)
     shared = sum(itemsize(v.dtype) for v in moved if v.block) / BLOCK
     shared += len(plan.program.measures) * itemsize("float32") / tiling.chunk
-    cycles: dict[str, float] = defaultdict(float)
+    cycles, instructions = dict.fromkeys(ENGINES, 0.0), dict.fromkeys(ENGINES, 0)
     loads = table_loads(plan.program)
-    times: dict[str, float] = defaultdict(float, {"scalar": loads * TABLE_LOAD / tiling.columns})
+    times: dict[str, float] = defaultdict(float, {"scalar": loads * hardware.TABLE_LOAD / tiling.columns})
     for value, instruction in plan.steps:
-        shape = shape_of(value, instruction, plan.in_psum)
-        time = cost_of(instruction.kind, instruction.engine, shape, g).time(g, tiling.chunk, shape.block)
-        used = resources(instruction.engine, shape, g)
-        time += figures.turn / tiling.chunk / g.clock[instruction.engine] if "psum port" in used else 0.0
-        cycles[instruction.engine] += time * g.clock[instruction.engine]
+        shape, engine = shape_of(value, instruction, plan.in_psum), instruction.engine
+        used = dict(hardware.times_of(instruction.kind, engine, shape, g, tiling.chunk))
+        time = used[engine] + (TURN / tiling.chunk / g.clock[engine] if calibrated and "psum port" in used else 0.0)
+        cycles[engine] += time * g.clock[engine]
+        instructions[engine] += 1
         for resource in used:
             times[resource] += time
-    memory = PARTITIONS * (read + written + shared) / g.bandwidth
-    of_reads, of_writes = figures.bandwidth.get(g.target, (g.bandwidth, g.bandwidth))
-    count = Counter(instruction.engine for _, instruction in plan.steps)
+    of_reads, of_writes = REACHED[g.target] if calibrated else (g.bandwidth, g.bandwidth)
     return Estimate(
         read=read,
         written=written,
-        instructions={e: count[e] for e in ENGINES},
-        cycles={e: cycles[e] for e in ENGINES},
+        instructions=instructions,
+        cycles=cycles,
         times=dict(times),
         table_loads=loads,
-        memory=memory,
+        memory=PARTITIONS * (read + written + shared) / g.bandwidth,
         transfer=PARTITIONS * (read / of_reads + (written + shared) / of_writes),
         sbuf=tiling.sbuf,
     )

@@ -53,9 +53,9 @@ def register(key: str, program: Program) -> None:
 @lru_cache(KEPT)
 def function(key: str) -> Callable[..., Any]:
     """The kernel function, imported when it first runs."""
-    program = _programs[key]
-    loaded: Any = getattr(load(program.name, program.source), program.name)
-    return loaded if program.cores == 1 else loaded[program.cores]  # type: ignore[no-any-return]  # NKI's
+    name, source, _, cores = _programs[key]
+    loaded: Any = getattr(load(name, source), name)
+    return loaded if cores == 1 else loaded[cores]  # type: ignore[no-any-return]  # NKI's
 
 
 def _results(returned: Any) -> list[Tensor]:
@@ -114,10 +114,8 @@ def in_place_operator() -> Callable[[list[Tensor], list[Tensor], str], None]:
             f"kernels on the device {NAME!r} are called through torch_neuronx.nki_op, which is not here ({error}): "
             f"install torch-neuronx 2.13 or newer (Neuron SDK 2.33), or set {IN_PLACE}=0"
         ) from error
-    made: Callable[[list[Tensor], list[Tensor], str], None] = nki_op(
-        "collage_neuron::update_in_place", mutates_args={"written"}
-    )(_run_in_place)
-    return made
+    made: Any = nki_op("collage_neuron::update_in_place", mutates_args={"written"})(_run_in_place)
+    return made  # type: ignore[no-any-return]  # torch_neuronx's
 
 
 def _run_in_place(written: Sequence[Tensor], read: Sequence[Tensor], kernel: str) -> None:

@@ -64,22 +64,18 @@ class Nki:
     range = "range"
     """The loop over the parts of a tile."""
     engine = "nisa.engine.{}"
-    register: tuple[str, ...] = ("at",)
-    """What `_update_tile` is told of where a tile is, beside the line it begins at."""
     rest: tuple[str, ...] = ("base + whole", "None")
     """Where the tile of the lines that are left is."""
-    bodies: tuple[str, ...] = ("tiles",)
-    """What a kernel is told of its loops: the tiles in a turn."""
-    done: tuple[str, ...] = ("done",)
-    """What a function is told of a loop over several tensors before it: True if that has updated the whole tiles."""
     loops = True
-    """True if loops are run by the device, one of several tensors too."""
-    helpers: tuple[str, ...] = (SHARES,)
-    """Functions of a module that say what each core does."""
+    """True if the device runs loops, one of several tensors too, and cores of a logical one share the lines (`SHARES`).
+
+    Then functions are told of the register with the place of a tile (`at`), of the tiles in a turn (`tiles`), and
+    whether a loop over several tensors before it has updated the whole tiles (`done`).
+    """
 
     def cut_arguments(self, cut: Cut, total: int) -> tuple[int, ...]:
         """The last arguments of a kernel: how tensors of so many elements are cut, and what is known of its loops."""
-        return (*cut.arguments(total), *([cut.tiles] if self.loops else []))
+        return (total, *[cut.length] * bool(cut.length), cut.columns, cut.width, *[cut.tiles] * self.loops)
 
     def parameter(self, name: str, written: bool) -> str:
         """A parameter of the kernel, a tensor in HBM."""
@@ -106,15 +102,12 @@ class Nki:
             f"offset_of_measures = line * measures.shape[1]{' + mark' if blocks else ''}",
         ]
 
-    def store_measures(self, name: str) -> str:
-        """Stores the totals of a tile to HBM."""
-        place = "pattern=pattern_of_measures, offset=offset_of_measures, scalar_offset=at, indirect_dim=0"
-        return f"nisa.dma_copy(dst=measures.ap({place}), src={name})"
-
-    def place(self, key: str, value: Value, blocks: bool) -> str:
-        """What `index` addresses of a tensor in HBM."""
+    def place(self, key: str, value: Value | None, blocks: bool) -> str:
+        """What is addressed of a tensor in HBM: by `index`, or, without a value, by `index_of_measures`."""
         pattern, offset = "pattern", "line * length + first" if blocks else "line * columns"
-        if value.block:
+        if value is None:
+            pattern, offset = "pattern_of_measures", "offset_of_measures"
+        elif value.block:
             pattern, offset = "pattern_of_words", "line * blocks + word"
         return f"{key}.ap(pattern={pattern}, offset={offset}, scalar_offset=at, indirect_dim=0)"
 
@@ -123,7 +116,7 @@ class Nki:
         made = self.allocate(name, "rows", "columns // block" if value.block else "columns", value.dtype)
         return [made, f"nisa.dma_copy(dst={name}, src={self.place(key, value, blocks)})"]
 
-    def store(self, key: str, name: str, value: Value, blocks: bool) -> str:
+    def store(self, key: str, name: str, value: Value | None, blocks: bool) -> str:
         """Stores a tile to HBM."""
         return f"nisa.dma_copy(dst={self.place(key, value, blocks)}, src={name})"
 
@@ -218,12 +211,8 @@ class Beta1(Nki):
     )
     range = "nl.affine_range"
     engine = "nisa.{}_engine"
-    register = ()
     rest = ("whole",)
-    bodies = ()
-    done = ()
     loops = False
-    helpers = ()
 
     def parameter(self, name: str, written: bool) -> str:
         return f"{name}: nt.mutable_tensor" if written else name
@@ -240,16 +229,13 @@ class Beta1(Nki):
     def index_of_measures(self, blocks: bool) -> list[str]:
         return [f"at_mark = nl.arange(marks)[None, :]{' + mark' if blocks else ''}"]
 
-    def store_measures(self, name: str) -> str:
-        return f"nl.store(measures[at_line, at_mark], value={name})"
-
-    def place(self, key: str, value: Value, blocks: bool) -> str:
-        return f"{key}[at_line, {'at_word' if value.block else 'at_column'}]"
+    def place(self, key: str, value: Value | None, blocks: bool) -> str:
+        return f"{key}[at_line, {'at_mark' if value is None else 'at_word' if value.block else 'at_column'}]"
 
     def load(self, name: str, key: str, value: Value, blocks: bool) -> list[str]:
         return [f"{name} = nl.load({self.place(key, value, blocks)})"]
 
-    def store(self, key: str, name: str, value: Value, blocks: bool) -> str:
+    def store(self, key: str, name: str, value: Value | None, blocks: bool) -> str:
         return f"nl.store({self.place(key, value, blocks)}, value={name})"
 
     def share(self, lines: str) -> list[str]:

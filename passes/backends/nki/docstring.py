@@ -27,9 +27,6 @@ NOUNS = {
     "carried": "rounded",
 }  # fmt: skip
 
-ROUNDED = {"bfloat16": "bf16"}
-"""The name of a rounding to a dtype, if it differs from the name of the dtype."""
-
 PARTS = {None: "bits", 0: "lower", 1: "upper"}
 """The names of views as int16, by half."""
 
@@ -65,11 +62,8 @@ def names_of(plan: Plan) -> dict[Value, str]:
 def _is_pair(value: Value) -> bool:
     """Returns True if a value is the sum of the two words of a component."""
     words = list(value.tiles())
-    return (
-        value.op == "add"
-        and [w.op for w in words] == ["load", "load"]
-        and words[1].name.startswith(words[0].name + "_")
-    )
+    loads = value.op == "add" and [w.op for w in words] == ["load", "load"]
+    return loads and words[1].name.startswith(words[0].name + "_")
 
 
 def number(x: float) -> str:
@@ -85,11 +79,8 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
 
     def text(x: Any) -> str:
         if isinstance(x, View):
-            return (
-                f"{PARTS[x.half]}({names[x.tile]})"
-                if x.dtype == "int16"
-                else f"uint16({PARTS[x.half]}({names[x.tile]}))"
-            )
+            part = f"{PARTS[x.half]}({names[x.tile]})"
+            return part if x.dtype == "int16" else f"uint16({part})"
         if isinstance(x, Spread):
             return f"{names[x.tile]}{'[block]' if x.tile.block else ''}"
         if isinstance(x, Value):
@@ -101,7 +92,8 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
         return f"{PARTS[HALVES[value.op]]}({names[value]}) = int16({body})"
     mask = value.op in MASKS and value.dtype == MASK
     exact = value.dtype == "float32" or mask or instruction.bits or instruction.kind == "rng"
-    return f"{names[value]} = {body if exact else f'{ROUNDED.get(value.dtype, value.dtype)}({body})'}"
+    rounding = value.dtype.replace("bfloat", "bf")
+    return f"{names[value]} = {body if exact else f'{rounding}({body})'}"
 
 
 def _body(i: Instruction, text: Any) -> str:
@@ -176,11 +168,6 @@ class Design:
     """Descriptions of the totals of a kernel that measures."""
     dialect: str = "nki"
 
-    @property
-    def components(self) -> list[str]:
-        """The keys of the arguments that are components."""
-        return [a.key for a in self.arguments if a.key != MEASURES]
-
 
 def docstring(d: Design) -> list[str]:
     """The lines between the quotes."""
@@ -195,8 +182,7 @@ def _wrapped(text: str, indent: str = "", more: str = "") -> list[str]:
 
 
 def _tensors(d: Design) -> Iterator[str]:
-    yield "HBM tensors of N elements, in any shape; what is written is written in place and returned:"
-    yield ""
+    yield from ("HBM tensors of N elements, in any shape; what is written is written in place and returned:", "")
     width = max(len(a.key) for a in d.arguments)
     for a in d.arguments:
         use = " and ".join(word for word, used in (("read", a.read), ("written", a.written)) if used)
@@ -221,12 +207,10 @@ def _tensors(d: Design) -> Iterator[str]:
 
 def _about_measures(d: Design) -> Iterator[str]:
     if d.measures:
-        if d.plan.columns:
-            yield ""
+        yield from [""] * bool(d.plan.columns)
         what = "what `chunk_sums.py` finds of it" if d.plan.program.sums else "the sums of its terms in fp32"
         yield from _wrapped(f"{MEASURES} has {len(d.measures)} numbers for each chunk of each line, {what}:")
-        yield ""
-        yield from (f"    measure_{k}  {what}" for k, what in enumerate(d.measures))
+        yield from ("", *(f"    measure_{k}  {what}" for k, what in enumerate(d.measures)))
 
 
 def _about_blocks(d: Design) -> Iterator[str]:
@@ -244,7 +228,7 @@ def _about_blocks(d: Design) -> Iterator[str]:
 def _equations(d: Design) -> Iterator[str]:
     yield from _about_blocks(d)
     used = {value.dtype for value, i in d.plan.steps if i.kind != "rng"}
-    integers = [t.nki for t in STORAGE_TYPES.values() if not t.is_floating and t.nki in used]
+    integers = (t.nki for t in STORAGE_TYPES.values() if not t.is_floating and t.nki in used)
     also = "".join(f", {name}(...) too, and saturates" for name in integers)
     yield from _wrapped(
         f"A chunk as equations, an instruction each; bf16(...) rounds to nearest even{also}, every other operation is "
@@ -254,9 +238,9 @@ def _equations(d: Design) -> Iterator[str]:
     names, numbers = names_of(d.plan), {c: f"n{k}" for k, c in enumerate(d.plan.columns)}
     before = 0
     for value, instruction in d.plan.steps:
-        if d.plan.program.phases[value] != before:
-            yield ""
-            before = d.plan.program.phases[value]
+        phase = d.plan.program.phases[value]
+        yield from [""] * (phase != before)
+        before = phase
         yield from _wrapped(formula(value, instruction, names, numbers), " " * 4, " " * 8)
 
 

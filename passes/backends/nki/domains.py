@@ -24,7 +24,7 @@ MARGIN = 2.0**-16
 
 def lowest_square(root: torch.Tensor | float) -> torch.Tensor:
     """The least number of sqrt's domain whose root is `root` or more."""
-    return torch.as_tensor(root, dtype=torch.float32).clamp(min=0.0).square().clamp(*DOMAINS["sqrt"])
+    return _fp32(root).clamp(min=0.0).square().clamp(*DOMAINS["sqrt"])
 
 
 def highest_square(root: torch.Tensor | float) -> torch.Tensor:
@@ -62,21 +62,16 @@ def unguarded(root: Value) -> Value:
 
 def least(x: Operand, known: dict[Value, Operand]) -> Operand:
     """A number that `x` is not below, by the numbers of the step, if no state is negative; `known` are found ones."""
-    if not isinstance(x, Tile):
-        return x
     if not isinstance(x, Value):
-        return 0.0
+        return 0.0 if isinstance(x, Tile) else x
     if x not in known:
-        known[x] = _least(x, known)
+        if x.op == "sqrt":
+            known[x] = _number(_root, least(unguarded(x), known))
+        elif x.op in LEASTS:
+            known[x] = _number(LEASTS[x.op], *(least(a, known) for a in x.args))
+        else:
+            known[x] = least(x.args[0], known) if x.op in ("copy", "own_copy", "clamp", "fill") else 0.0
     return known[x]
-
-
-def _least(x: Value, known: dict[Value, Operand]) -> Operand:
-    if x.op == "sqrt":
-        return _number(_root, least(unguarded(x), known))
-    if x.op in LEASTS:
-        return _number(LEASTS[x.op], *(least(a, known) for a in x.args))
-    return least(x.args[0], known) if x.op in ("copy", "own_copy", "clamp", "fill") else 0.0
 
 
 def _number(f: Callable[..., Any], *args: Operand) -> Operand:
@@ -90,26 +85,26 @@ def _number(f: Callable[..., Any], *args: Operand) -> Operand:
 
 
 def _root(x: Any) -> torch.Tensor:
-    return torch.as_tensor(x, dtype=torch.float32).clamp(min=0.0).sqrt()
+    return _fp32(x).clamp(min=0.0).sqrt()
 
 
 def _product(x: Any, y: Any) -> torch.Tensor:
     """Of a factor that may be negative, such as one of a square, nothing is known."""
-    a, b = (torch.as_tensor(v, dtype=torch.float32).clamp(min=0.0) for v in (x, y))
+    a, b = (_fp32(v).clamp(min=0.0) for v in (x, y))
     return a * b
 
 
+def _fp32(x: Any) -> torch.Tensor:
+    return torch.as_tensor(x, dtype=torch.float32)
+
+
 def _smaller(x: Any, y: Any) -> torch.Tensor:
-    return torch.minimum(torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(y, dtype=torch.float32))
-
-
-def _larger(x: Any, y: Any) -> torch.Tensor:
-    return torch.maximum(torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(y, dtype=torch.float32))
+    return torch.minimum(_fp32(x), _fp32(y))
 
 
 LEASTS: Mapping[str, Callable[..., Any]] = {
-    "add": operator.add, "multiply": _product, "minimum": _smaller, "maximum": _larger,
-    "select": lambda mask, x, y: _smaller(x, y),
+    "add": operator.add, "multiply": _product, "minimum": _smaller,
+    "maximum": lambda x, y: torch.maximum(_fp32(x), _fp32(y)), "select": lambda mask, x, y: _smaller(x, y),
 }  # fmt: skip
 """The least result of an operation by the least of its operands."""
 
@@ -145,16 +140,13 @@ def _unpaired(x: Value) -> list[Operand]:
     if x.op != "multiply":
         return list(x.args)
     left: list[Operand] = []
-    for factor in (f for a in x.args for f in (_unpaired(a) if _is_product(a) else [a])):  # type: ignore[arg-type]
-        pair = next((i for i, f in enumerate(left) if _same(f, factor)), None)
-        left = [*left, factor] if pair is None else [*left[:pair], *left[pair + 1 :]]
+    for a in x.args:
+        for factor in _unpaired(a) if isinstance(a, Value) and a.op == "multiply" else [a]:
+            pair = next((i for i, f in enumerate(left) if _same(f, factor)), None)
+            left = [*left, factor] if pair is None else [*left[:pair], *left[pair + 1 :]]
     return left
 
 
 def _same(x: Operand, y: Operand) -> bool:
     """Returns True for the same tile, the same number of the step, and the same number (0.0 is not -0.0)."""
     return x is y or (not isinstance(x, Tile) and repr(x) == repr(y))
-
-
-def _is_product(x: Operand) -> bool:
-    return isinstance(x, Value) and x.op == "multiply"

@@ -2,7 +2,7 @@
 
 A kernel loads what has a value for each element. So a value of each row, column or matrix that a stage reads becomes an
 operand with one for each element: fp32, 4 bytes more to load, and to write before that. Of a reduction the elements
-that it adds up are stored as they are (`row_sums.py` adds them up), in fp32 too.
+that it adds up are stored as they are (`chunk_totals.py` adds them up), in fp32 too.
 
 Given (a second moment of rows)::
 
@@ -41,11 +41,19 @@ def elements_of(part: Update) -> Update:
     The outputs of a reduction are what it adds up, each once: `operands_of` has which result adds up which.
     """
     (stage,) = part.stages
-    if stage.kind != REDUCTION:
-        return _with(part, stage.body, stage.results, part.outputs)
-    added = list(dict.fromkeys(_added(stage)))
-    kept = [node for node in added if direct(node) is None]
-    return _with(part, stage.body, kept, tuple(f"{OPERAND}{added.index(node)}" for node in kept))
+    results, outputs = stage.results, part.outputs
+    if stage.kind == REDUCTION:
+        added = zip(operands_of(stage), _added(stage), strict=True)
+        stored = {key: node for key, node in added if direct(node) is None}
+        results, outputs = tuple(stored.values()), tuple(stored)
+    spread = tuple(name for name in stage.numbers if part.extents.get(name, NUMBER) != NUMBER)
+    numbers = tuple(name for name in stage.numbers if name not in spread)
+    inputs = (*stage.inputs, *spread)
+    new = Stage(ELEMENTWISE, _reordered(stage.body, inputs, numbers, results), inputs, outputs, numbers=numbers)
+    formats = {**part.formats, **dict.fromkeys(spread, FORMATS["fp32"])}
+    return replace(
+        part, stages=(new,), inputs=inputs, outputs=outputs, formats=formats, extents={}, small={}, reads_small=()
+    )
 
 
 def operands_of(stage: Stage) -> list[str]:
@@ -64,20 +72,6 @@ def direct(node: fx.Node) -> str | None:
 
 def _added(stage: Stage) -> list[fx.Node]:
     return [result.all_input_nodes[0] for result in stage.results]
-
-
-def _with(part: Update, body: fx.Graph, results: Sequence[fx.Node], outputs: tuple[str, ...]) -> Update:
-    """The part as one elementwise stage that returns these results."""
-    (stage,) = part.stages
-    spread = tuple(name for name in stage.numbers if part.extents.get(name, NUMBER) != NUMBER)
-    numbers = tuple(name for name in stage.numbers if name not in spread)
-    inputs = (*stage.inputs, *spread)
-    graph = _reordered(body, inputs, numbers, results)
-    formats = {**part.formats, **dict.fromkeys(spread, FORMATS["fp32"])}
-    new = Stage(ELEMENTWISE, graph, inputs, outputs, numbers=numbers)
-    return replace(
-        part, stages=(new,), inputs=inputs, outputs=outputs, formats=formats, extents={}, small={}, reads_small=()
-    )
 
 
 def _reordered(body: fx.Graph, inputs: Sequence[str], numbers: Sequence[str], results: Sequence[fx.Node]) -> fx.Graph:

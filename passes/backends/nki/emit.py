@@ -16,11 +16,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from collage_neuron.numerics.block_formats import BLOCK
-from collage_neuron.passes.backends.nki.dialects import DIALECTS, Nki, indented
+from collage_neuron.passes.backends.nki.dialects import DIALECTS, SHARES, Nki, indented
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Design, docstring, names_of
 from collage_neuron.passes.backends.nki.hardware import CORES, PARTITIONS
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value, View
-from collage_neuron.passes.backends.nki.table_phases import TABLES
+from collage_neuron.passes.backends.nki.schedule import TABLES
 from collage_neuron.passes.backends.nki.tiling import Cut, is_looped, tile_of, turns_of, whole_tiles, wide_tiles
 
 WIDTH = 120
@@ -49,6 +49,11 @@ def elements(design: Design) -> str:
     return next(a.key for a in design.arguments if not a.block)
 
 
+def _of_loops(d: Nki, done: str = "done") -> list[str]:
+    """What a function is told of the loops that a device runs."""
+    return ["tiles", done] if d.loops else []
+
+
 def call(function: str, *arguments: object) -> str:
     """A call, on one line."""
     return f"{function}({', '.join(map(str, arguments))})"
@@ -61,18 +66,19 @@ def define(name: str, parameters: Iterable[str], doc: str, *body: Iterable[str])
 
 def _tile(design: Design, d: Nki, suffix: str = "") -> list[str]:
     """The function that updates some lines of tensors of lines by columns."""
-    blocks, totals = design.plan.has_blocks, len(design.plan.program.measures)
+    blocks, totals, names = design.plan.has_blocks, len(design.plan.program.measures), names_of(design.plan)
     words = next((a.key for a in design.arguments if a.block), "")
     columns = ", the columns from `first` on, and the words of their blocks" if blocks else ""
     return define(
         f"_update_tile{suffix}",
-        [*common(design), "line", *d.register, "rows", *span(design)],
+        [*common(design), "line", *["at"] * d.loops, "rows", *span(design)],
         f"Updates `rows` lines of all tensors{columns}.",
         d.index(blocks, elements(design), words),
         [f"marks = columns // width * {totals}", *d.index_of_measures(blocks)] if totals else [],
         _loads(design, d),
         _chunks(design, d),
-        _stores(design, d),
+        (d.store(key, names[tile_of(v)], v, blocks) for key, v in design.plan.program.stores.items()),
+        [d.store(MEASURES, f"{MEASURES}_out", None, blocks)] * bool(totals),
     )
 
 
@@ -133,14 +139,6 @@ def _in_block(value: Value, wide: bool) -> str:
     return "[:, start + k * block : start + k * block + block]" if wide else "[:, k * block : k * block + block]"
 
 
-def _stores(design: Design, d: Nki) -> Iterator[str]:
-    names = names_of(design.plan)
-    for key, value in design.plan.program.stores.items():
-        yield d.store(key, names[tile_of(value)], value, design.plan.has_blocks)
-    if design.plan.program.measures:
-        yield d.store_measures(f"{MEASURES}_out")
-
-
 def text_of(design: Design) -> str:
     """The module of a kernel, as Python."""
     d = DIALECTS[design.dialect]
@@ -199,7 +197,7 @@ def _module(doc: Sequence[str], designs: Sequence[Design], d: Nki, *functions: I
     constants = [f"PARTITIONS = {PARTITIONS}", *([f"BLOCK = {BLOCK}  # elements that share a word"] * blocks)]
     head = "\n".join([f'"""{doc[0]}', *doc[1:], '"""', "", *d.imports, "", *constants])
     made = ("\n".join(line for long in function for line in wrapped(long)) for function in functions)
-    return "\n\n\n".join([head, LINES, *d.helpers, *made]) + "\n"
+    return "\n\n\n".join([head, LINES, *[SHARES] * d.loops, *made]) + "\n"
 
 
 def wrapped(line: str) -> list[str]:
@@ -235,7 +233,7 @@ def _update_lines(design: Design, d: Nki, suffix: str = "") -> list[str]:
 
     return define(
         f"_update_lines{suffix}",
-        [*common(design), *span(design), *d.bodies, *d.done],
+        [*common(design), *span(design), *_of_loops(d)],
         "Updates tensors of lines by columns: tiles of PARTITIONS lines, and what is left.",
         d.share(f"{elements(design)}.shape[0]"),
         d.loop(tile),
@@ -252,11 +250,11 @@ def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
 
     def update_lines(start: str, lines: str, columns: str, width: str, mark: str, marks: str) -> str:
         parts = _flat_parts(design, start, lines, columns, mark, marks)
-        return "    " + call(f"_update_lines{suffix}", *parts, *numbers(design), width, *d.bodies, *d.done)
+        return "    " + call(f"_update_lines{suffix}", *parts, *numbers(design), width, *_of_loops(d))
 
     return define(
         f"_update{suffix}",
-        [*common(design), "total", "columns", "width", *d.bodies, *d.done],
+        [*common(design), "total", "columns", "width", *_of_loops(d)],
         "Updates the `total` elements of all tensors, cut into lines of so many columns.",
         [
             "assert columns % width == 0",
@@ -276,9 +274,8 @@ def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
 
 def _flat_parts(design: Design, start: str, lines: str, columns: str, mark: str, marks: str) -> list[str]:
     """All tensors as lines of columns, from an element on; of the totals as many for each line."""
-    parts = [call("_lines", key, "total", start, lines, columns) for key in design.components]
-    measures = [call("_lines", MEASURES, f"{MEASURES}.shape[0]", mark, lines, marks)]
-    return parts + measures * bool(design.plan.program.measures)
+    of_elements, of_measures = ("total", start, lines, columns), (f"{MEASURES}.shape[0]", mark, lines, marks)
+    return [call("_lines", a.key, *(of_measures if a.key == MEASURES else of_elements)) for a in design.arguments]
 
 
 def _turn(design: Design, suffix: str) -> list[str]:
@@ -302,100 +299,80 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
 
     def update_lines(*where: str, mark: str = "0") -> str:
         marks = [mark] * bool(totals)
-        return call(
-            f"_update_lines{suffix}", *names, *numbers(design), *where, *marks, *d.bodies, *["False" for _ in d.done]
-        )
+        return call(f"_update_lines{suffix}", *names, *numbers(design), *where, *marks, *_of_loops(d, "False"))
 
     def lines(start: str, n: str, columns: str, words: str, chunks: str, mark: str = "0") -> list[str]:
-        cut = [
-            (a.key, f"blocks, {start} // BLOCK, {n}, {words}" if a.block else f"total, {start}, {n}, {columns}")
-            for a in design.arguments if a.key in design.components
-        ]  # fmt: skip
-        cut += [(MEASURES, f"{MEASURES}.shape[0], {mark}, {n}, {chunks} * {totals}")] * bool(totals)
-        return [f"{part} = _lines({key}, {where})" for part, (key, where) in zip(names, cut, strict=True)]
+        of_words, of_elements = f"blocks, {start} // BLOCK, {n}, {words}", f"total, {start}, {n}, {columns}"
+        of_measures = f"{MEASURES}.shape[0], {mark}, {n}, {chunks} * {totals}"
+        where = (of_measures if a.key == MEASURES else of_words if a.block else of_elements for a in design.arguments)
+        return [f"{a.key}_part = _lines({a.key}, {w})" for a, w in zip(design.arguments, where, strict=True)]
 
-    all_blocks = ("0", "0", "columns", "width", "BLOCK")
+    def all_blocks(elements: str) -> list[str]:
+        as_lines = lines("0", f"{elements} // columns", "columns", "columns // BLOCK", "columns // width")
+        return [*as_lines, update_lines("0", "0", "columns", "width", "BLOCK")]
+
     rest = ("rest", "rest", "rest")
-    as_lines = lines("0", "total // columns", "columns", "columns // BLOCK", "columns // width")
-    whole_as_lines = lines("0", "whole // columns", "columns", "columns // BLOCK", "columns // width")
     return define(
         f"_update{suffix}",
-        [*common(design), "total", "length", "columns", "width", *d.bodies],
+        [*common(design), "total", "length", "columns", "width", *["tiles"] * d.loops],
         "Updates the `total` elements of all tensors, and the words of the blocks of their rows.",
         ["assert columns % width == 0 and width % BLOCK == 0"],
         ["whole = length // BLOCK * BLOCK", "rest = length - whole"],
         ["if rest == 0:"],
-        indented("assert total % columns == 0", "blocks = total // BLOCK", *as_lines, update_lines(*all_blocks)),
+        indented("assert total % columns == 0", "blocks = total // BLOCK", *all_blocks("total")),
         ["if rest > 0 and total == length:"],
         indented("assert whole % columns == 0", "blocks = whole // BLOCK + 1", "if whole > 0:"),
-        indented(*indented(*whole_as_lines, update_lines(*all_blocks))),
+        indented(*indented(*all_blocks("whole"))),
         indented(*lines("whole", "1", "rest", "1", "1", f"{MEASURES}.shape[0] - {totals}")),
         indented(update_lines("0", "0", *rest)),
         ["if rest > 0 and total > length:"],
         indented("assert whole % width == 0", "blocks = total // length * (whole // BLOCK + 1)"),
         indented(*lines("0", "total // length", "length", "(whole // BLOCK + 1)", "(whole // width + 1)")),
-        indented(
-            f"for strip in {d.range}(whole // columns):",
-            *indented(
-                update_lines(
-                    "strip * columns", "strip * (columns // BLOCK)", "columns", "width", "BLOCK",
-                    mark=f"strip * (columns // width) * {totals}",
-                )
-            ),
-            "over = whole % columns",
-            "if over > 0:",
-            *indented(
-                update_lines(
-                    "whole - over", "(whole - over) // BLOCK", "over", "width", "BLOCK",
-                    mark=f"(whole - over) // width * {totals}",
-                )
-            ),
-            update_lines("whole", "whole // BLOCK", *rest, mark=f"whole // width * {totals}"),
-        ),
+        indented(f"for strip in {d.range}(whole // columns):"),
+        indented(*indented(update_lines("strip * columns", "strip * (columns // BLOCK)", "columns", "width", "BLOCK",
+                                        mark=f"strip * (columns // width) * {totals}"))),
+        indented("over = whole % columns", "if over > 0:"),
+        indented(*indented(update_lines("whole - over", "(whole - over) // BLOCK", "over", "width", "BLOCK",
+                                        mark=f"(whole - over) // width * {totals}"))),
+        indented(update_lines("whole", "whole // BLOCK", *rest, mark=f"whole // width * {totals}")),
     )  # fmt: skip
 
 
 def _done(design: Design, d: Nki, done: bool) -> list[str]:
     """What `_update` is told of a loop over several tensors before it; tensors with words of blocks are in none."""
-    return [] if design.plan.has_blocks else [str(done) for _ in d.done]
+    return [str(done)] * (d.loops and not design.plan.has_blocks)
 
 
-DOC = "Updates all elements of all tensors, in place."
+def _jitted(
+    name: str, d: Nki, arguments: Sequence[tuple[str, bool]], columns: Mapping[str, int], draws: bool,
+    cut: Sequence[str], body: Sequence[Sequence[str]],
+) -> list[str]:  # fmt: skip
+    """A kernel of tensors that it writes, or only reads, and of so many numbers for each suffix of a scalar input."""
+    given = [*(d.parameter(*a) for a in arguments), *(f"scalars{suffix}" for suffix in columns), *["seed"] * draws]
+    numbers = (d.load_numbers(count, suffix) for suffix, count in columns.items())
+    doc = "Updates all elements of all tensors, in place."
+    return ["@nki.jit", *define(name, [*given, *cut], doc, *numbers, d.seed() if draws else [], *body)]
 
 
 def _kernel(design: Design, d: Nki) -> list[str]:
     columns = len(design.plan.columns)
-    cut = ["total", *["length"] * design.plan.has_blocks, "columns", "width", *d.bodies]
-    tensors = [d.parameter(a.key, a.written) for a in design.arguments]
-    given = ["scalars"] * bool(columns) + ["seed"] * design.plan.draws
-    return [
-        "@nki.jit",
-        *define(
-            design.name, [*tensors, *given, *cut], DOC,
-            d.load_numbers(columns) if columns else [],
-            d.seed() if design.plan.draws else [],
-            [call("_update", *common(design), *cut, *_done(design, d, False))],
-            [f"return {', '.join(a.key for a in design.arguments if a.written)}"],
-        ),
-    ]  # fmt: skip
+    cut = ["total", *["length"] * design.plan.has_blocks, "columns", "width", *["tiles"] * d.loops]
+    arguments = [(a.key, a.written) for a in design.arguments]
+    returned = f"return {', '.join(key for key, written in arguments if written)}"
+    body = [[call("_update", *common(design), *cut, *_done(design, d, False))], [returned]]
+    return _jitted(design.name, d, arguments, {"": columns} if columns else {}, design.plan.draws, cut, body)
 
 
 def _step(name: str, works: Sequence[Work], numbered: Mapping[Design, int], d: Nki) -> list[str]:
     arguments = [(f"{a.key}_{i}", a.written) for i, work in enumerate(works) for a in work.kernel.arguments]
     columns = {work.scalars: n for work in works if (n := len(work.kernel.plan.columns))}
     draws = any(work.kernel.plan.draws for work in works)
-    parameters = [d.parameter(*a) for a in arguments] + [f"scalars_{j}" for j in sorted(columns)] + ["seed"] * draws
-    return [
-        "@nki.jit",
-        *define(
-            name, parameters, DOC,
-            *(d.load_numbers(columns[j], f"_{j}") for j in sorted(columns)),
-            d.seed() if draws else [],
-            *(_loop(works, numbered, k, members) for k, members in enumerate(loops_of(works))),
-            *(_part(work, numbered, i, d) for i, work in enumerate(works)),
-            [call("return ", *(key for key, written in arguments if written))],
-        ),
-    ]  # fmt: skip
+    returned = call("return ", *(key for key, written in arguments if written))
+    body = [
+        *(_loop(works, numbered, k, members) for k, members in enumerate(loops_of(works))),
+        *(_part(work, numbered, i, d) for i, work in enumerate(works)),
+    ]
+    return _jitted(name, d, arguments, {f"_{j}": columns[j] for j in sorted(columns)}, draws, [], [*body, [returned]])
 
 
 def loops_of(works: Sequence[Work]) -> list[list[int]]:

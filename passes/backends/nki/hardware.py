@@ -101,11 +101,8 @@ class Shape(NamedTuple):
     @property
     def fast(self) -> bool:
         """True if all operands and the result are bf16 numbers in SBUF: what the fast modes are documented for."""
-        return (
-            self.narrow
-            and not self.op.startswith("bitwise")
-            and all(a.space == "sbuf" for a in (*self.inputs, self.output))
-        )
+        in_sbuf = all(a.space == "sbuf" for a in (*self.inputs, self.output))
+        return self.narrow and in_sbuf and not self.op.startswith("bitwise")
 
     @property
     def split(self) -> bool:
@@ -195,11 +192,13 @@ def is_legal(kind: str, engine: str, shape: Shape, g: Generation) -> bool:
     return spaces.count("psum") < 2
 
 
-def resources(engine: str, shape: Shape, g: Generation) -> tuple[str, ...]:
-    """The resources that an instruction occupies: its engine, and a port that the engine shares with another."""
-    if not g.shared_ports:
-        return (engine,)
-    spaces = {a.space for a in (*shape.inputs, shape.output)}
-    psum = ("psum port",) if "psum" in spaces and engine in ("vector", "scalar") else ()
-    sbuf = ("sbuf port",) if "sbuf" in spaces and engine in ("vector", "gpsimd") else ()
-    return (engine, *psum, *sbuf)
+def times_of(kind: str, engine: str, shape: Shape, g: Generation, columns: int) -> tuple[tuple[str, float], ...]:
+    """Nanoseconds per column that an instruction on so many columns occupies its engine, and a port of it.
+
+    Such a port is one that the engine shares with another.
+    """
+    time = cost_of(kind, engine, shape, g).time(g, columns, shape.block)
+    spaces = {a.space for a in (*shape.inputs, shape.output)} if g.shared_ports else set()
+    psum = ["psum port"] * ("psum" in spaces and engine in ("vector", "scalar"))
+    sbuf = ["sbuf port"] * ("sbuf" in spaces and engine in ("vector", "gpsimd"))
+    return tuple((resource, time) for resource in (engine, *psum, *sbuf))

@@ -19,9 +19,7 @@ MASK = "uint8"
 
 def itemsize(dtype: str) -> int:
     """Bytes of an element, by the name `nki.language` gives the dtype."""
-    if dtype == MASK:
-        return 1
-    return next(t.bytes for t in STORAGE_TYPES.values() if t.nki == dtype)
+    return 1 if dtype == MASK else next(t.bytes for t in STORAGE_TYPES.values() if t.nki == dtype)
 
 
 SYMBOLS = {
@@ -72,9 +70,8 @@ class Column:
         args = [a.text(entries) if isinstance(a, Column) else repr(a) for a in self.args]
         if self.target not in SYMBOLS:
             return f"{'-' if self.target is operator.neg else self.target.__name__}({', '.join(args)})"
-        nested = [isinstance(a, Column) and a.target in SYMBOLS for a in self.args]
-        x, y = (f"({text})" if inner else text for text, inner in zip(args, nested, strict=True))
-        return f"{x} {SYMBOLS[self.target]} {y}"
+        nested = (isinstance(a, Column) and a.target in SYMBOLS for a in self.args)
+        return f" {SYMBOLS[self.target]} ".join(f"({x})" if y else x for x, y in zip(args, nested, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +155,7 @@ class Program:
 
     loads: tuple[Value, ...]
     phases: Mapping[Value, int]
-    """The computed values, operands first, and the phase of each (see `table_phases`)."""
+    """The computed values, operands first, and the phase of each (see `schedule.py`)."""
     stores: Mapping[str, Value]
     """By component key."""
     nonnegative: frozenset[int]

@@ -12,54 +12,20 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.eft import (
-    LARGEST,
-    bf16,
-    block_max,
-    capped,
-    narrow,
-    power_of_two,
-    round_to,
-    sqrt,
-    widen,
-)
+from collage_neuron.numerics import eft
 from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.storage import storage_named
+from collage_neuron.passes.backends.nki import ir, words
 from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, nonnegative, root_of, unguarded
-from collage_neuron.passes.backends.nki.ir import (
-    BINARY,
-    MASK,
-    MASKS,
-    MIRRORED,
-    POWERS,
-    UNARY,
-    Column,
-    Operand,
-    Program,
-    Tile,
-    Value,
-    View,
-)
-from collage_neuron.passes.backends.nki.table_phases import in_phases
-from collage_neuron.passes.backends.nki.words import (
-    INDEX,
-    ON_HALVES,
-    READERS,
-    check_is_draw,
-    is_block_max,
-    is_drawn,
-    is_floor,
-    largest_power,
-    spread,
-    stochastic,
-)
+from collage_neuron.passes.backends.nki.ir import Column, Operand, Program, Tile, Value, View
+from collage_neuron.passes.backends.nki.schedule import in_phases
 from collage_neuron.passes.ir.update import Update
 
 
@@ -96,8 +62,11 @@ class Builder:
         self.least: dict[Value, Operand] = {}
         self.nodes = list(update.graph.graph.nodes)
         (self.results,) = self.nodes[-1].args
-        self.users = {self.nodes[-1], *needed_for(self.results[: len(update.outputs)])}
+        self.users = {n for n in self.results[: len(update.outputs)] if isinstance(n, fx.Node)}
         """The nodes on whose roundings the type of a value depends: at first without those that only measure."""
+        for node in reversed(self.nodes):
+            self.users.update(node.all_input_nodes if node in self.users else ())
+        self.users.add(self.nodes[-1])
         self.rounded: set[fx.Node] = set()
         """Values that are rounded where they are computed, since all users round them."""
         self.draws: dict[fx.Node, Value] = {}
@@ -105,12 +74,18 @@ class Builder:
     def program(self) -> Program:
         """What is stored."""
         for node in self.nodes:
-            if node.op == "placeholder":
-                self.env[node] = self.placeholder(str(node.target))
-            elif node.op == "call_function" and node in self.users:
-                self.env[node] = self.call(node)
+            if node in self.users or node.op == "placeholder":
+                self.translate(node)
         stores = dict(zip(self.update.outputs, map(self.env.__getitem__, self.results), strict=False))
-        return self.reachable({k: v for k, v in stores.items() if not _unchanged(k, v)})
+        loaded = {k for k, v in stores.items() if isinstance(v, Value) and (v.op, v.name) == ("load", k)}
+        return self.reachable({k: v for k, v in stores.items() if k not in loaded})
+
+    def translate(self, node: fx.Node) -> None:
+        """Notes what a node stands for."""
+        if node.op == "placeholder":
+            self.env[node] = self.placeholder(str(node.target))
+        elif node.op == "call_function":
+            self.env[node] = self.call(node)
 
     def measured(self, plain: Program) -> Program:
         """What is stored, and what is measured."""
@@ -118,13 +93,10 @@ class Builder:
         measures = []
         for node in self.nodes:
             if node.target in REDUCTIONS:
-                measures.append(self._total(node))
+                measures.append(self.new("total", (self.each(node),), "float32", node.name, chunk=True))
             elif node.op == "call_function" and node not in stored:
-                self.env[node] = self.call(node)
+                self.translate(node)
         return self.reachable(plain.stores, measures)
-
-    def _total(self, node: fx.Node) -> Value:
-        return self.new("total", (self.each(node),), "float32", node.name, chunk=True)
 
     def each(self, node: fx.Node) -> Value:
         """The elements that a node adds up."""
@@ -142,7 +114,8 @@ class Builder:
         if not isinstance(a, fx.Node):
             return a
         x: Any = self.env[a]
-        if a not in self.rounded or (user.target in (round_to, narrow) and storage_named(user.args[1]).nki == x.dtype):
+        rounded = user.target in (eft.round_to, eft.narrow) and storage_named(user.args[1]).nki
+        if a not in self.rounded or rounded == x.dtype:
             return x
         users, self.users = self.users, set()
         x = self.call(a)
@@ -151,22 +124,22 @@ class Builder:
 
     def _drawn(self, node: fx.Node, args: list[Any]) -> Any:
         """What an operation on integers that are computed from the index becomes: a draw, where one is read."""
-        if node.target not in READERS:
-            return INDEX
-        *others, random = (self._draw(n) if is_drawn(a) else a for a, n in zip(args, node.args, strict=True))
+        if node.target not in words.READERS:
+            return words.INDEX
+        *others, random = (self._draw(n) if a == words.INDEX else a for a, n in zip(args, node.args, strict=True))
         if not others:
             return random
-        return stochastic(self.new, self._tile(others[0], f"{node.name}_each"), random, node.name)
+        return words.stochastic(self.new, self._tile(others[0], f"{node.name}_each"), random, node.name)
 
     def _draw(self, node: Any) -> Value:
         """The random number that a node is."""
-        check_is_draw(node)
+        words.check_is_draw(node)
         return self.draws.setdefault(node, self.new("draw", (), "uint16", node.name))
 
     def placeholder(self, name: str) -> Any:
         """What an input stands for: a component that is loaded, or a number."""
-        if self.update.draws and name == INDEX:
-            return INDEX
+        if self.update.draws and name == words.INDEX:
+            return words.INDEX
         if name in (found := self.update.only_stage.numbers):
             return Column(entry=len(self.update.scalars.entries) + found.index(name), found=True)
         if name not in self.storage:
@@ -180,8 +153,9 @@ class Builder:
 
         It is one of blocks if `block` says so, or if all of its operands are; and one of chunks if `chunk` says so.
         """
-        args, small = spread(op, args, name)
-        value = Value(op, args, MASK if op in MASKS and dtype != "bfloat16" else dtype, name, block or small, chunk)
+        args, small = words.spread(op, args, name)
+        dtype = ir.MASK if op in ir.MASKS and dtype != "bfloat16" else dtype
+        value = Value(op, args, dtype, name, block or small, chunk)
         if op not in ("load", "own_copy", "lower", "total", "draw"):
             same = tuple(a if isinstance(a, (*Tile, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
             value = self.made.setdefault((op, same, value.dtype, value.block), value)
@@ -192,33 +166,31 @@ class Builder:
     def call(self, node: fx.Node) -> Operand:
         """What an operation stands for."""
         args: list[Any] = [self._operand(a, node) for a in node.args]
-        if is_drawn(*args):
+        if words.INDEX in args:
             return self._drawn(node, args)  # type: ignore[no-any-return]  # or INDEX
-        if node.target in (round_to, narrow):
+        if node.target in (eft.round_to, eft.narrow):
             return self._rounded(args[0], storage_named(args[1]).nki, node.name)
         if not any(isinstance(a, (Value, View)) for a in args):
             return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
-        if node.target is widen:
+        if node.target is eft.widen:
             return args[0]  # type: ignore[no-any-return]  # an operand
-        if node.target is block_max:
-            return largest_power(self.new, args, node)
-        if node.target is power_of_two and is_block_max(node.args[0]):
+        if node.target is eft.block_max:
+            return words.largest_power(self.new, args, node)
+        if node.target is eft.power_of_two and getattr(node.args[0], "target", None) is eft.block_max:
             return args[0]  # type: ignore[no-any-return]  # it is a power of two already
-        if node.target is capped:
-            (x,) = args
-            return self._binary(
-                "minimum", x, LARGEST, x.dtype if x.dtype == "bfloat16" else self._dtype(node), node.name
-            )
+        if node.target is eft.capped:
+            dtype = "bfloat16" if args[0].dtype == "bfloat16" else self._dtype(node)
+            return self._binary("minimum", args[0], eft.LARGEST, dtype, node.name)
         if node.target is not operator.mul:  # a product reads halves of a tile where they lie
             args = [self.new("copy", (a,), "float32", node.name) if isinstance(a, View) else a for a in args]
-        if node.target in ON_HALVES:
-            return ON_HALVES[node.target](self.new, args, node.name)
+        if node.target in words.ON_HALVES:
+            return words.ON_HALVES[node.target](self.new, args, node.name)
         return self._compute(node.target, args, self._dtype(node), node.name)
 
     def _dtype(self, node: fx.Node) -> str:
         """The type of a value: the one to which all that reads it rounds it, or as which it is stored; else float32."""
         users = [u for u in node.users if u in self.users]
-        types = {u.args[1] if u.target in (round_to, narrow) else "fp32" for u in users}
+        types = {u.args[1] if u.target in (eft.round_to, eft.narrow) else "fp32" for u in users}
         dtype = storage_named(*types).nki if len(types) == 1 else "float32"
         if dtype != "float32":
             self.rounded.add(node)
@@ -234,20 +206,18 @@ class Builder:
             return self._selected(args, dtype, name)
         if target is torch.logical_not:
             return self.new("equal", (args[0], 0.0), dtype, name)
-        if target is sqrt or target is torch.log:
-            op = target.__name__
+        if (op := {eft.sqrt: "sqrt", torch.log: "log"}.get(target)) is not None:
             inside = op == "sqrt" and is_root(args[0])  # the root of a clamped number is in the domain itself
-            x = args[0] if inside else self._clamped(args[0], DOMAINS[op], name)
-            return self.new(op, (x,), dtype, name)
+            return self.new(op, (args[0] if inside else self._clamped(args[0], DOMAINS[op], name),), dtype, name)
         if target is torch.pow:
             args = [self._tile(a, f"{name}_{i}") for i, a in enumerate(args)]
-        if target in POWERS:
-            x = args[0] if args[0].dtype in ("float32", "bfloat16") else self._as(args[0], "float32", f"{name}_wide")
-            return self.new(POWERS[target], (x,), x.dtype, name)
-        if target in BINARY:
-            return self._binary(BINARY[target], args[0], args[1], dtype, name)
-        if target in UNARY:
-            return self.new(UNARY[target], tuple(args), dtype, name)
+        if target in ir.POWERS:
+            x = args[0] if args[0].dtype == "bfloat16" else self._as(args[0], "float32", f"{name}_wide")
+            return self.new(ir.POWERS[target], (x,), x.dtype, name)
+        if target in ir.BINARY:
+            return self._binary(ir.BINARY[target], args[0], args[1], dtype, name)
+        if target in ir.UNARY:
+            return self.new(ir.UNARY[target], tuple(args), dtype, name)
         raise UnsupportedUpdate(
             f"the update uses {getattr(target, '__name__', target)} (node {name}), for which no NKI instruction is "
             "known; use backend='xla', or add it to passes/backends/nki/legalize.py"
@@ -256,14 +226,13 @@ class Builder:
     def _rounded(self, x: Operand, dtype: str, name: str) -> Operand:
         if isinstance(x, Column):
             return _rounded_number(x, dtype, name)
-        if not isinstance(x, (Value, View)) or dtype in ("float32", x.dtype if isinstance(x, Value) else None):
-            return x
-        return self.new("copy", (x,), dtype, name)
+        same = dtype in ("float32", x.dtype if isinstance(x, Value) else None)
+        return x if same or not isinstance(x, (Value, View)) else self.new("copy", (x,), dtype, name)
 
     def _binary(self, op: str, x: Operand, y: Operand, dtype: str, name: str) -> Value:
         """op(x, y), with the tile first where order does not matter, and with negations absorbed: x + -y is x - y."""
-        if op in MIRRORED and not isinstance(x, (Value, View)):
-            op, x, y = MIRRORED[op], y, x
+        if op in ir.MIRRORED and not isinstance(x, (Value, View)):
+            op, x, y = ir.MIRRORED[op], y, x
         if op in ("add", "subtract") and (inner := _negation(y)) is not None:
             return self.new("subtract" if op == "add" else "add", (x, inner), dtype, name)
         if op == "add" and (inner := _negation(x)) is not None:
@@ -280,9 +249,9 @@ class Builder:
         if not isinstance(y, Value):
             by = Column(target=operator.truediv, args=(1.0, y)) if isinstance(y, Column) else 1.0 / y  # type: ignore[operator]
             return self.new("multiply", (x, by), dtype, name)
-        one = not isinstance(x, (Value, Column)) and x == 1.0
-        inverse = self._reciprocal(y, dtype if one else "float32", name if one else f"{name}_reciprocal")
-        return inverse if one else self.new("multiply", (x, inverse), dtype, name)
+        if not isinstance(x, (Value, Column)) and x == 1.0:
+            return self._reciprocal(y, dtype, name)
+        return self.new("multiply", (x, self._reciprocal(y, "float32", f"{name}_reciprocal")), dtype, name)
 
     def _reciprocal(self, y: Value, dtype: str, name: str) -> Value:
         """1 / y: on ScalarE if y is proven positive, else on VectorE, which takes any y but is eight times slower."""
@@ -312,11 +281,11 @@ class Builder:
         mask, x, y = args
         if not isinstance(x, Value) and x == y:
             return self._tile(x, name, dtype)
-        if is_floor(mask, x, y):
+        if words.is_floor(mask, x, y):
             return self._binary("maximum", x, y, dtype, name)
         if not isinstance(mask, Value):  # a comparison of numbers, which is 0 or 1
             zero = self.new("fill", (0.0,), "float32", f"{name}_zero")
-            mask = self.new("not_equal", (zero, mask), MASK, f"{name}_mask")
+            mask = self.new("not_equal", (zero, mask), "float32", f"{name}_mask")
         wide = any(isinstance(t, Value) and t.dtype != "bfloat16" for t in (x, y))
         dtype = "float32" if wide else dtype  # a choice of what is not rounded yet; what reads it rounds
         chosen = self._as(self._tile(x, f"{name}_chosen", dtype), dtype, f"{name}_chosen")
@@ -361,12 +330,7 @@ def _rounded_number(x: Column, dtype: str, name: str) -> Column:
             f"the update rounds a number of the step to {dtype} (node {name}), which no kernel does yet; use "
             "backend='xla'"
         )
-    return Column(target=bf16, args=(x,)) if dtype == "bfloat16" else x
-
-
-def _unchanged(key: str, value: Operand) -> bool:
-    """Returns True if a component is stored as it was loaded."""
-    return isinstance(value, Value) and value.op == "load" and value.name == key
+    return Column(target=eft.bf16, args=(x,)) if dtype == "bfloat16" else x
 
 
 def _negation(x: Operand) -> Value | None:
@@ -378,15 +342,3 @@ def _negation(x: Operand) -> Value | None:
 
 def _minus(x: Operand) -> Operand:
     return Column(target=operator.neg, args=(x,)) if isinstance(x, Column) else -x  # type: ignore[operator]  # a float
-
-
-def needed_for(results: Iterable[Any]) -> set[fx.Node]:
-    """The nodes on which results depend, and these."""
-    found: set[fx.Node] = set()
-    waiting = [r for r in results if isinstance(r, fx.Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found

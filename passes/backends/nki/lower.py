@@ -8,7 +8,7 @@ computes the graph bit for bit, except for what Trainium only approximates: divi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -61,14 +61,9 @@ class Kernel(Design):
         return self.generation.target
 
     @property
-    def columns(self) -> tuple[Column, ...]:
-        """The numbers of its scalar input."""
-        return self.plan.columns
-
-    @property
     def finds(self) -> bool:
         """Returns True if it reads numbers that earlier stages find: its scalar input is one for each parameter."""
-        return any(c.is_found for c in self.columns)
+        return any(c.is_found for c in self.plan.columns)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -85,10 +80,8 @@ class Kernel(Design):
 
     def totals(self, shape: Sequence[int], cut: Cut) -> int:
         """The elements of `measures` for a parameter of this shape, cut so: some for each chunk of each line."""
-        parts = parts_of(math.prod(shape), cut)
-        return len(self.plan.program.measures) * sum(
-            p.tiles * p.lines * p.strips * (p.columns // p.width) for p in parts
-        )
+        chunks = (p.tiles * p.lines * p.strips * (p.columns // p.width) for p in parts_of(math.prod(shape), cut))
+        return len(self.plan.program.measures) * sum(chunks)
 
     def in_dialect(self, dialect: str) -> Kernel:
         """The same instructions in another dialect; ValueError if it has no such target."""
@@ -103,7 +96,7 @@ class Kernel(Design):
         low, _ = DOMAINS["reciprocal"]
         if any(isinstance(d, Column) and d.is_found for d in self.plan.program.divisors):
             return True
-        entries = vector.detach().to("cpu", torch.float32).unbind()
+        entries = _entries(vector)
         divisors = (d.value(entries) if isinstance(d, Column) else d for d in self.plan.program.divisors)
         return any(float(d) < low for d in divisors)  # type: ignore[arg-type]  # numbers
 
@@ -116,23 +109,24 @@ class Kernel(Design):
         Raises:
             ValueError: a number is negative although the kernel relies on its sign.
         """
-        entries = vector.detach().to("cpu", torch.float32).unbind()
-        negative = [i for i in sorted(self.plan.program.nonnegative) if float(entries[i]) < 0]
-        if negative:
-            raise ValueError(
-                f"scalar c{negative[0]} is {float(entries[negative[0]])}, but the kernel {self.name} divides by a "
-                "number made of it and was generated for positive divisors; use backend='xla'"
-            )
+        entries = _entries(vector)
+        for i in sorted(self.plan.program.nonnegative):
+            if float(entries[i]) < 0:
+                raise ValueError(
+                    f"scalar c{i} is {float(entries[i])}, but the kernel {self.name} divides by a number made of it "
+                    "and was generated for positive divisors; use backend='xla'"
+                )
         if rows is None:
-            row = torch.stack([c.value(entries) for c in self.columns])
-            return row.expand(PARTITIONS, -1).contiguous()
-        known = torch.stack(
-            [c.value(entries) for c in self.columns if not c.is_found]
-            or [torch.zeros((), dtype=torch.float32, device="cpu")]
-        )
+            return torch.stack([c.value(entries) for c in self.plan.columns]).expand(PARTITIONS, -1).contiguous()
+        given = [c.value(entries) for c in self.plan.columns if not c.is_found]
+        known = torch.stack(given or [torch.zeros((), dtype=torch.float32, device="cpu")])
         known_rows, found = iter(known.to(rows.device).expand(len(rows), -1).unbind(1)), rows.unbind(1)
-        columns = [c.value(found).expand(len(rows)) if c.is_found else next(known_rows) for c in self.columns]
+        columns = [c.value(found).expand(len(rows)) if c.is_found else next(known_rows) for c in self.plan.columns]
         return torch.stack(columns, dim=1)[:, None, :].expand(-1, PARTITIONS, -1).contiguous()
+
+
+def _entries(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return vector.detach().to("cpu", torch.float32).unbind()
 
 
 def lower_to_nki(
@@ -171,7 +165,7 @@ def lower_to_nki(
     scalars = [f"{form}({str(value).removeprefix('(').removesuffix(')')})" for form, value in update.scalars.entries]
     scalars += [f"{name} of the stages before" for name in update.only_stage.numbers]
     measures = (*(f"sum of {s}" for s in update.sums), *(f"number of {c}" for c in update.counts))
-    measures = measures or tuple(_described(program))
+    measures = measures or _described(program)
     title = title or ("Sums over a parameter." if program.sums else "One optimizer step, fused.")
     arguments, cost = _arguments(update, program), estimate(plan, tiling, g)
     return Kernel(name, title, arguments, scalars, plan, tiling, cost, g, measures, dialect)
@@ -180,23 +174,17 @@ def lower_to_nki(
 def _programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Program]:
     """The program of a stage, and the part of it that does not measure: of a reduction all of it."""
     if update.only_stage.kind == REDUCTION:
-        program = reduction_of(update, storage)
-        return program, program
+        return (program := reduction_of(update, storage)), program
     return programs_of(update, storage)
 
 
-def _described(program: Program) -> Iterator[str]:
+def _described(program: Program) -> tuple[str, ...]:
     """What the measures of a reduction are: of each sum its unit, twice the inverse, and its totals."""
-    what = {
-        index: text
-        for k, pieces in enumerate(program.sums)
-        for index, text in (
-            (pieces.unit, "unit of the elements"),
-            (pieces.inverse, "2 / unit"),
-            *((index, f"sum {k}, in units: times {factor:g}") for index, factor in pieces.totals),
-        )
-    }
-    return (what[k] for k in range(len(program.measures)))
+    what: dict[int, str] = {}
+    for k, pieces in enumerate(program.sums):
+        what |= {pieces.unit: "unit of the elements", pieces.inverse: "2 / unit"}
+        what |= {index: f"sum {k}, in units: times {factor:g}" for index, factor in pieces.totals}
+    return tuple(what[k] for k in range(len(program.measures)))
 
 
 def reason_against(update: Update) -> str | None:
@@ -209,9 +197,9 @@ def reason_against(update: Update) -> str | None:
     if not update.is_cut:
         kinds = ", ".join(stage.kind for stage in update.stages)
         return f"kernels for NKI run one elementwise stage, after some that find numbers; this update has {kinds}"
-    parts = [part for part in update.parts if part.stages[0].kind != NUMBERS]
-    parts = [elements_of(part) for part in parts] if update.by_rows else parts
-    return next((reason for part in parts if (reason := _reason_against(part) or _missing(part))), None)
+    parts = (part for part in update.parts if part.stages[0].kind != NUMBERS)
+    reasons = (_reason_against(p) or _missing(p) for p in (map(elements_of, parts) if update.by_rows else parts))
+    return next(filter(None, reasons), None)
 
 
 def _missing(update: Update) -> str | None:

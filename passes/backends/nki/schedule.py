@@ -3,33 +3,33 @@
 It minimizes the time of the busiest resource: an engine, or a port that two engines share. Vector reads one operand of
 a sum twice as fast from PSUM, Scalar has its own port to SBUF, GpSimd can add; a plain transcription uses little of
 that. The search is simulated annealing with fixed seeds, so an update always gives the same kernel.
+
+Before that, values are grouped by the function table that the Scalar engine must hold to compute them. It evaluates
+sqrt, reciprocal, exp and log from tables, and loading one takes as long as an instruction on hundreds of columns. So a
+kernel passes over a tile once for each such function (a phase): all chunks up to the square root, then all chunks from
+the reciprocal on. Values that cross phases are stored for the whole tile. To have few of them, a value is computed in
+the latest possible phase.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
-from collage_neuron.passes.backends.nki.hardware import (
-    PSUM_BANKS,
-    TABLE_LOAD,
-    Access,
-    Generation,
-    Shape,
-    cost_of,
-    is_legal,
-    resources,
-)
+from collage_neuron.passes.backends.nki import hardware
+from collage_neuron.passes.backends.nki.hardware import Access, Generation, Shape
 from collage_neuron.passes.backends.nki.ir import HALVES, IN_PLACE, Column, Instruction, Program, Value, View
 from collage_neuron.passes.backends.nki.select import choices
 
 CHUNK, COLUMNS = 512, 2048
 """Columns of an instruction and of a DMA tile that the search assumes: a PSUM tile is one bank, of 512 fp32."""
 
-PSUM_TILES = PSUM_BANKS // 2
+PSUM_TILES = hardware.PSUM_BANKS // 2
 """PSUM tiles that may be alive at once, with two chunks in flight."""
 
 STARTS, STEPS, HOT, COLD = 4, 5_000, 1.0, 0.01
@@ -39,6 +39,68 @@ STARTS, STEPS, HOT, COLD = 4, 5_000, 1.0, 0.01
 STEEP = 32
 """The norm of the times of all resources that the search minimizes: a smaller one prefers less work in all to a less
 busy busiest resource, a larger one has no slope. Of 8, 16 and 32 the last gave the best kernels."""
+
+
+TABLES = frozenset({"sqrt", "reciprocal", "exp", "log"})
+"""Functions with their own table; copy, square, abs and sign are assumed to be in every one."""
+
+
+def in_phases(values: Sequence[Value], stores: Collection[Value]) -> dict[Value, int]:
+    """The phase of each of `values` (operands first), in the order in which to compute them.
+
+    Within a phase, values that are only stored come as early as possible, so that fewer tiles are alive at once.
+    """
+    users = {v: [u for u in values if v in u.tiles()] for v in values}
+    final = _final(values, set(stores), users)
+    phase = _late(values, _early(values), users, final)
+    order = sorted(values, key=lambda v: phase[v])
+    return {v: phase[v] for v in _stored_early(order, phase, final)}
+
+
+def _early(values: Sequence[Value]) -> dict[Value, int]:
+    """The first phase in which each value can be computed."""
+    function, phase = dict[int, str](), dict[Value, int]()
+    for value in values:
+        first = max((phase[x] for x in value.tiles() if x in phase), default=0)
+        if value.op in TABLES:
+            while function.setdefault(first, value.op) != value.op:
+                first += 1
+        phase[value] = first
+    return phase
+
+
+def _late(
+    values: Sequence[Value], early: Mapping[Value, int], users: Mapping[Value, list[Value]], final: Collection[Value]
+) -> dict[Value, int]:
+    """The phase in which each value is needed; for functions, and for values that are only stored, the first one."""
+    phase = dict(early)
+    for value in reversed(values):
+        needed = [phase[u] for u in users[value] if u not in final]
+        if needed and value.op not in TABLES:
+            phase[value] = min(needed)
+    for value in values:
+        if value in final:
+            phase[value] = max((phase[x] for x in value.tiles() if x in phase), default=0)
+    return phase
+
+
+def _final(values: Sequence[Value], stores: Collection[Value], users: Mapping[Value, list[Value]]) -> set[Value]:
+    """Stored values that are read only by other stored values."""
+    final = set[Value]()
+    for value in reversed(values):
+        final |= {value} if value in stores and final.issuperset(users[value]) else set()
+    return final
+
+
+def _stored_early(order: Sequence[Value], phase: Mapping[Value, int], final: Collection[Value]) -> list[Value]:
+    done: list[Value] = []
+    waiting = [v for v in order if v in final]
+    for value in order:
+        for v in (value, *waiting):
+            ready = all(x.op == "load" or x in done for x in v.tiles()) and phase[v] == phase[value]
+            if v not in done and (v is value or ready):
+                done.append(v)
+    return done
 
 
 @dataclass(frozen=True)
@@ -124,23 +186,18 @@ class _Option:
         """Nanoseconds per column on each resource, with the tiles of `psum` in PSUM; None if that is not legal."""
         key = psum & self.touches
         if key not in self._times:
-            self._times[key] = self._compute(key)
+            shape, i = shape_of(self.value, self.instruction, _members(key, self._bits)), self.instruction
+            is_legal = hardware.is_legal(i.kind, i.engine, shape, self.g) and not key & self._crossing
+            self._times[key] = hardware.times_of(i.kind, i.engine, shape, self.g, CHUNK) if is_legal else None
         return self._times[key]
-
-    def _compute(self, psum: int) -> tuple[tuple[str, float], ...] | None:
-        in_psum = {v for v, bit in self._bits.items() if bit & psum}
-        shape, i = shape_of(self.value, self.instruction, in_psum), self.instruction
-        if not is_legal(i.kind, i.engine, shape, self.g) or psum & self._crossing:
-            return None
-        time = cost_of(i.kind, i.engine, shape, self.g).time(self.g, CHUNK, shape.block)
-        return tuple((r, time) for r in resources(i.engine, shape, self.g))
 
 
 def _union(sets: Iterable[int]) -> int:
-    result = 0
-    for s in sets:
-        result |= s
-    return result
+    return reduce(operator.or_, sets, 0)
+
+
+def _members(psum: int, bits: Mapping[Value, int]) -> frozenset[Value]:
+    return frozenset(v for v, bit in bits.items() if bit & psum)
 
 
 class _State(NamedTuple):
@@ -156,11 +213,11 @@ class _Search:
 
     def __init__(self, program: Program, g: Generation, fixed: Mapping[Value, Instruction]) -> None:
         self.values = program.values
-        bits = {v: 1 << i for i, v in enumerate(self.values)}
+        self.bits = {v: 1 << i for i, v in enumerate(self.values)}
         options = {v: (fixed[v],) if v in fixed else ways for v, ways in choices(program, g).items()}
-        self.options = [[_Option(v, o, program, bits, g) for o in options[v]] for v in self.values]
-        self.stored = _union(bits.get(v, 0) for v in program.roots)
-        self.fixed = {"scalar": table_loads(program) * TABLE_LOAD / COLUMNS}
+        self.options = [[_Option(v, o, program, self.bits, g) for o in options[v]] for v in self.values]
+        self.stored = _union(self.bits.get(v, 0) for v in program.roots)
+        self.fixed = {"scalar": table_loads(program) * hardware.TABLE_LOAD / COLUMNS}
         self.picked, self.psum = [0] * len(self.values), 0
         kept = [v.args[IN_PLACE[v.op]] for v in self.values if v.op in IN_PLACE]
         held = [*program.roots, *kept, *(v for v in self.values if v.op in (*IN_PLACE, *HALVES, "fill"))]
@@ -170,6 +227,7 @@ class _Search:
         held += [v for v in self.values if v.is_small]
         self.moves = [(i, k) for i, o in enumerate(self.options) for k in range(len(o)) if len(o) > 1]
         self.moves += [(i, -1) for i, v in enumerate(self.values) if v.dtype == "float32" and v not in held]
+        """Changes: another option for a value, or (-1) the other memory for its tile."""
 
     def run(self, seed: int) -> _State:
         """Anneals from the plain transcription; returns the best state found."""
@@ -181,7 +239,11 @@ class _Search:
             temperature = HOT * (COLD / HOT) ** (step / STEPS)
             before = (list(self.picked), self.psum)
             for _ in range(rng.choice((1, 1, 2, 3))):
-                self.apply(*rng.choice(self.moves))
+                value, option = rng.choice(self.moves)
+                if option < 0:
+                    self.psum ^= 1 << value
+                else:
+                    self.picked[value] = option
             new = self.merit()
             if new <= merit or rng.random() < math.exp((merit - new) / temperature):
                 merit = new
@@ -190,13 +252,6 @@ class _Search:
             if merit < best.merit:
                 best = _State(merit, tuple(self.picked), self.psum)
         return best
-
-    def apply(self, value: int, option: int) -> None:
-        """Applies a change: another option for a value, or (-1) the other memory for its tile."""
-        if option < 0:
-            self.psum ^= 1 << value
-        else:
-            self.picked[value] = option
 
     def merit(self) -> float:
         """The objective: close to the time of the busiest resource, but with a slope where that is flat."""
@@ -228,5 +283,4 @@ class _Search:
                 option = self.options[i][state.picked[i]]
                 needed |= option.reads
                 steps.append((option.value, option.instruction))
-        in_psum = frozenset(v for i, v in enumerate(self.values) if needed & state.psum & 1 << i)
-        return tuple(steps[::-1]), in_psum
+        return tuple(steps[::-1]), _members(needed & state.psum, self.bits)

@@ -12,27 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from collage_neuron.passes.backends.nki import ir
 from collage_neuron.passes.backends.nki.domains import nonnegative
 from collage_neuron.passes.backends.nki.hardware import Generation
-from collage_neuron.passes.backends.nki.ir import (
-    HALVES,
-    MASK,
-    MASKS,
-    MIRRORED,
-    POWERS,
-    Column,
-    Instruction,
-    Operand,
-    Program,
-    Spread,
-    Value,
-    View,
-)
+from collage_neuron.passes.backends.nki.ir import Column, Instruction, Operand, Program, Spread, Value, View
 
 APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
 """Operations that the device approximates, with an error that is not published."""
 
-ARITHMETIC = frozenset({"add", "subtract", "multiply", "maximum", "minimum"}) | MASKS
+ARITHMETIC = frozenset({"add", "subtract", "multiply", "maximum", "minimum"}) | ir.MASKS
 """Operators of the vector engine's ALU."""
 
 ON_GPSIMD = frozenset({"add", "multiply"})
@@ -44,7 +32,7 @@ def is_exact(value: Value) -> bool:
 
     A number that is stored as uint8 has the type of a mask, and is rounded.
     """
-    return value.dtype == "float32" or (value.op in MASKS and value.dtype == MASK)
+    return value.dtype == "float32" or (value.op in ir.MASKS and value.dtype == ir.MASK)
 
 
 ACTIVATIONS = frozenset({"sqrt", "reciprocal", "exp", "log", "sign", "abs"})
@@ -65,14 +53,14 @@ def scaled(value: Operand) -> Scaled | None:
     if not isinstance(value, Value) or value.op not in ARITHMETIC:
         return None
     x, y = value.args
-    if isinstance(x, (Value, View)):
-        return None if isinstance(y, (Value, View)) else Scaled(x, value.op, y, False)
-    return Scaled(y, value.op, x, True)  # type: ignore[arg-type]  # one of the two is a tile
+    if not isinstance(x, (Value, View)):
+        return Scaled(y, value.op, x, True)  # type: ignore[arg-type]  # one of the two is a tile
+    return None if isinstance(y, (Value, View)) else Scaled(x, value.op, y, False)
 
 
 def unrounded(value: Operand) -> Scaled | None:
     """`scaled`, if the instruction that reads the value can include it: it is fp32 (or a mask, which is exact)."""
-    return scaled(value) if isinstance(value, Value) and (is_exact(value) or value.op in MASKS) else None
+    return scaled(value) if isinstance(value, Value) and (is_exact(value) or value.op in ir.MASKS) else None
 
 
 class Known(NamedTuple):
@@ -112,24 +100,24 @@ def _is_possible(value: Value, instruction: Instruction, g: Generation) -> bool:
         return False
     if instruction["bias"] is not None and instruction["op"] not in g.adds_bias:
         return False
-    halves = value.op in HALVES or any(isinstance(x, View) for x in instruction.operands())
+    halves = value.op in ir.HALVES or any(isinstance(x, View) for x in instruction.operands())
     return not (instruction.by_block and halves)
 
 
 def _choices(value: Value, known: Known) -> Iterator[Instruction]:
-    if value.op in ("copy", "own_copy"):
-        yield from _copies(value.args[0])
-        source = value.args[0]
+    if value.op in ("copy", "own_copy", "lower"):
+        (source,) = value.args
+        yield from _copies(source)
         if isinstance(source, Value) and source.op in ARITHMETIC and is_exact(source):
-            yield from _choices(replace(source, dtype=value.dtype), known)  # computed again, rounded at once
+            # Computed again, rounded at once; a number of places is an int16 already, as which it is rounded.
+            dtype = "int16" if value.op == "lower" else value.dtype
+            yield from _choices(replace(source, dtype=dtype), known)
     elif value.op == "fill":
         yield from _fills(value.args[0])
     elif value.op == "masked":
         x, *masks = value.args
         for mask in masks:
             yield from _on_two_tiles(replace(value, op="multiply", args=(x, mask)))
-    elif value.op == "lower":
-        yield from _lower_halves(value.args[0], known)
     elif value.op in _ONE_WAY:
         yield _ONE_WAY[value.op](value)
     elif value.op in ACTIVATIONS:
@@ -140,8 +128,9 @@ def _choices(value: Value, known: Known) -> Iterator[Instruction]:
         yield from _on_two_tiles(value)
 
 
-def _instruction(kind: str, engine: str, **fields: Any) -> Instruction:
-    return Instruction(kind, engine, tuple((k, v) for k, v in fields.items() if v is not None and v is not False))
+def _instruction(kind: str, engine: str = "vector", bits: str = "", whole: bool = False, **fields: Any) -> Instruction:
+    given = tuple((k, v) for k, v in fields.items() if v is not None and v is not False)
+    return Instruction(kind, engine, given, bits, whole)
 
 
 BITS = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80)}
@@ -151,79 +140,58 @@ BITS = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80)}
 def _fills(x: Operand) -> Iterator[Instruction]:
     """A tile of one number; of infinity as its bits, since no literal of a kernel is infinite."""
     bits, x = BITS["float32"] if x == math.inf else ("", x)
-    yield replace(_instruction("memset", "vector", value=x), bits=bits)
-    yield replace(_instruction("memset", "gpsimd", value=x), bits=bits)
+    yield _instruction("memset", "vector", bits, value=x)
+    yield _instruction("memset", "gpsimd", bits, value=x)
 
 
 def _power_of_two(value: Value) -> Instruction:
     """The exponent's bits alone, or inverted: one instruction, and exact, since operators on bits do not convert."""
     bits, exponent = BITS[value.dtype]
-    fields: dict[str, Any] = {"data": value.args[0], "op0": "bitwise_and", "operand0": exponent}
-    if value.op == "inverse_power_of_two":
-        fields |= {"op1": "bitwise_xor", "operand1": exponent}
-    return replace(_instruction("tensor_scalar", "vector", **fields), bits=bits)
-
-
-def _select(value: Value) -> Instruction:
-    mask, chosen, _ = value.args
-    return _instruction("tensor_copy_predicated", "vector", src=chosen, predicate=mask)
+    inverted: dict[str, Any] = (
+        {"op1": "bitwise_xor", "operand1": exponent} if value.op == "inverse_power_of_two" else {}
+    )
+    return _instruction(
+        "tensor_scalar", bits=bits, data=value.args[0], op0="bitwise_and", operand0=exponent, **inverted
+    )
 
 
 def _clamp(value: Value) -> Instruction:
     data, low, high = value.args
-    return _instruction("tensor_scalar", "vector", data=data, op0="maximum", operand0=low, op1="minimum", operand1=high)
+    return _instruction("tensor_scalar", data=data, op0="maximum", operand0=low, op1="minimum", operand1=high)
 
 
 def _limit_places(value: Value) -> Instruction:
     """The lower halves of a tile, limited where they are."""
     tile, least = value.args
     assert isinstance(tile, Value)
-    return _instruction("tensor_scalar", "vector", data=View(tile, half=0), op0="maximum", operand0=least)
+    return _instruction("tensor_scalar", data=View(tile, half=0), op0="maximum", operand0=least)
 
 
 def _upper_halves(value: Value) -> Instruction:
     """upper - (places < 0): the bits of a bf16 number as an integer, and 1 less where a number below it is meant."""
     _, upper, sign = value.args
     return _instruction(
-        "scalar_tensor_tensor", "vector",
-        data=sign, op0="less", operand0=0.0, op1="subtract", operand1=upper, reverse1=True,
-    )  # fmt: skip
+        "scalar_tensor_tensor", data=sign, op0="less", operand0=0.0, op1="subtract", operand1=upper, reverse1=True
+    )
 
 
-def _lower_halves(places: Operand, known: Known) -> Iterator[Instruction]:
-    """The number of places as the lower halves: the instructions that round it to int16, which it is already."""
-    yield from _copies(places)
-    if isinstance(places, Value) and places.op in ARITHMETIC and is_exact(places):
-        yield from _choices(replace(places, dtype="int16"), known)
-
-
-def _block_max(value: Value) -> Instruction:
-    return _instruction("tensor_reduce", "vector", op="maximum", data=value.args[0])
-
-
-def _peak(value: Value) -> Instruction:
-    return replace(_instruction("tensor_reduce", "vector", op="maximum", data=value.args[0]), whole=True)
-
-
-def _power(value: Value) -> Instruction:
-    return _instruction("tensor_tensor", "gpsimd", data1=value.args[0], data2=value.args[1], op="power")
+def _largest(value: Value) -> Instruction:
+    return _instruction("tensor_reduce", whole=value.op == "peak", op="maximum", data=value.args[0])
 
 
 _ONE_WAY: Mapping[str, Callable[[Value], Instruction]] = {
-    "select": _select,
+    "select": lambda v: _instruction("tensor_copy_predicated", src=v.args[1], predicate=v.args[0]),
     "clamp": _clamp,
-    "exact_reciprocal": lambda value: _instruction("reciprocal", "vector", data=value.args[0]),
-    "power": _power,
-    "block_max": _block_max,
-    "peak": _peak,
-    "total": lambda value: _instruction("tensor_reduce", "vector", op="add", data=value.args[0]),
-    "draw": lambda value: _instruction("rng", "vector"),
-    "carried": lambda value: _instruction(
-        "tensor_tensor", "vector", data1=value.args[0], data2=value.args[1], op="add"
-    ),
+    "exact_reciprocal": lambda v: _instruction("reciprocal", data=v.args[0]),
+    "power": lambda v: _instruction("tensor_tensor", "gpsimd", data1=v.args[0], data2=v.args[1], op="power"),
+    "block_max": _largest,
+    "peak": _largest,
+    "total": lambda v: _instruction("tensor_reduce", op="add", data=v.args[0]),
+    "draw": lambda v: _instruction("rng"),
+    "carried": lambda v: _instruction("tensor_tensor", data1=v.args[0], data2=v.args[1], op="add"),
     "limit_places": _limit_places,
     "upper": _upper_halves,
-    **dict.fromkeys(POWERS.values(), _power_of_two),
+    **dict.fromkeys(ir.POWERS.values(), _power_of_two),
 }
 """Operations that one instruction computes, and no other can."""
 
@@ -237,7 +205,7 @@ def _copies(x: Operand) -> Iterator[Instruction]:
 def _activations(op: str, x: Operand, known: Known) -> Iterator[Instruction]:
     yield _instruction("activation", "scalar", op=op, data=x)
     if op == "abs":
-        yield _instruction("tensor_scalar", "vector", data=x, op0="abs", operand0=0.0)
+        yield _instruction("tensor_scalar", data=x, op0="abs", operand0=0.0)
     if op in ("exp", "sign", "abs") and isinstance(x, Value):
         yield from _affine(op, x, known)
 
@@ -245,10 +213,10 @@ def _activations(op: str, x: Operand, known: Known) -> Iterator[Instruction]:
 def _on_one_tile(value: Value, known: Known) -> Iterator[Instruction]:
     s = scaled(value)
     assert s is not None
-    yield _instruction("tensor_scalar", "vector", data=s.data, op0=s.op, operand0=s.number, reverse0=s.reverse)
+    yield _instruction("tensor_scalar", data=s.data, op0=s.op, operand0=s.number, reverse0=s.reverse)
     if inner := unrounded(s.data):
         yield _instruction(
-            "tensor_scalar", "vector",
+            "tensor_scalar",
             data=inner.data, op0=inner.op, operand0=inner.number, reverse0=inner.reverse,
             op1=s.op, operand1=s.number, reverse1=s.reverse,
         )  # fmt: skip
@@ -277,13 +245,11 @@ def _affine(op: str, value: Value, known: Known) -> Iterator[Instruction]:
 
 def _bias(s: Scaled) -> tuple[Column | None, float | None]:
     """The column that is added to the data, and the factor of the data (None means 1)."""
-    if not isinstance(s.number, Column):
+    if not isinstance(s.number, Column) or s.op not in ("add", "subtract"):
         return None, None
-    if s.op == "add":
-        return s.number, None
-    if s.op == "subtract":
-        return (s.number, -1.0) if s.reverse else (Column(target=operator.neg, args=(s.number,)), None)
-    return None, None
+    if s.op == "subtract" and not s.reverse:
+        return Column(target=operator.neg, args=(s.number,)), None
+    return s.number, -1.0 if s.op == "subtract" else None
 
 
 def _on_two_tiles(value: Value) -> Iterator[Instruction]:
@@ -294,9 +260,9 @@ def _on_two_tiles(value: Value) -> Iterator[Instruction]:
         yield _instruction("activation", "scalar", op="square", data=x)
     for first, second, reverse in ((x, y, False), (y, x, True)):
         if inner := unrounded(first):
-            op = MIRRORED.get(value.op) if reverse else value.op
+            op = ir.MIRRORED.get(value.op) if reverse else value.op
             yield _instruction(
-                "scalar_tensor_tensor", "vector",
+                "scalar_tensor_tensor",
                 data=inner.data, op0=inner.op, operand0=inner.number, reverse0=inner.reverse,
                 op1=op or value.op, operand1=second, reverse1=reverse and op is None,
             )  # fmt: skip

@@ -18,31 +18,31 @@ Given (Adafactor, of parameters of two shapes)::
     stage 1, numbers:      row, col, reduced0, reduced1 -> number0, number1
     stage 2, elementwise:  param, grad, number0, number1 -> param
 
-Result: a kernel of all parameters that stores squares (`elements.py`), one that adds up their rows and columns
-(`row_sums.py`), operations on small tensors for stage 1 (`chunk_totals.py`), and a launch of stage 2 in which these are
-operands. Parameters of one shape are worked on together, and all shapes and launches in step with each other: a step
-has as many kernels as its longest update needs.
+Result: a kernel of all parameters that stores squares (`elements.py`), one that adds up their rows and columns and
+operations on small tensors for stage 1 (`chunk_totals.py`), and a launch of stage 2 in which these are operands.
+Parameters of one shape are worked on together, and all shapes and launches in step with each other: a step has as many
+kernels as its longest update needs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.by_rows import Search, Values, results_of, searching, seen_view
 from collage_neuron.passes.backends.nki.calls import call, end_graph, parts_of
-from collage_neuron.passes.backends.nki.chunk_totals import computed, nothing_of, sums_of
+from collage_neuron.passes.backends.nki.chunk_totals import Wanted, computed, sums_for, sums_of
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.elements import elements_of, operands_of
-from collage_neuron.passes.backends.nki.row_sums import Wanted, sums_for
 from collage_neuron.passes.backends.nki.target import Machine, machine_of
 from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.backends.staged import find_by, kinds_of
-from collage_neuron.passes.ir.stage import Stage
 from collage_neuron.passes.ir.update import Update
 
 
@@ -69,63 +69,56 @@ class _Alike:
         self.values: Values = {}
         self.found = Found(launch.vector[None], {})
 
-    def ask(self, answer: Sequence[Tensor] | None) -> Update | None:
-        """The reduction that it needs next, given the results of the one before; None at the end."""
+    def ask(self, answer: Sequence[Tensor] | None = None) -> None:
+        """Finds the reduction that it needs next (`part`), given the results of the one before; None at the end."""
+        self.part: Update | None = None
         try:
-            part, self.values = next(self.search) if answer is None else self.search.send(answer)
+            self.part, self.values = self.search.send(answer)  # type: ignore[arg-type]  # None begins
         except StopIteration as end:
             self.values, self.found = end.value
-            return None
-        return part
 
     def elements(self, part: Update) -> tuple[Launch, Tensor]:
         """The launch of the elementwise part of a stage, and its scalar vectors with the numbers that it reads."""
         update, (stage,) = elements_of(part), part.stages
         view, count = seen_view(self.launch), len(self.places)
         spread = [self.values[name].expand(count, *view) for name in update.inputs[len(stage.inputs) :]]
-        reads = [
-            [*self._components(stage.inputs, i), *(x[i].reshape(self.launch.reads[i][0].shape) for x in spread)]
-            for i in range(count)
-        ]
+        reads = []
+        for i, given in enumerate(self.launch.reads):
+            known = dict(zip(self.launch.update.inputs, given, strict=True))
+            reads.append([*(known[key] for key in stage.inputs), *(x[i].reshape(given[0].shape) for x in spread)])
         vector = self.launch.vector.to(reads[0][0].device).expand(count, -1)
         numbers = [self.values[name].reshape(-1).expand(count)[:, None] for name in update.stages[0].numbers]
         own = self.launch._replace(update=update, reads=reads, writes=[()] * count, small=())
         return own, torch.cat([vector, *numbers], dim=1)
 
-    def _components(self, keys: Sequence[str], i: int) -> list[Tensor]:
-        known = dict(zip(self.launch.update.inputs, self.launch.reads[i], strict=True))
-        return [known[key] for key in keys]
+
+def _alike(launch: Launch) -> list[_Alike]:
+    places: dict[tuple[int, ...], list[int]] = {}
+    for i, reads in enumerate(launch.reads):
+        places.setdefault(tuple(reads[0].shape), []).append(i)
+    return [_Alike(launch, of_one_shape) for of_one_shape in places.values()]
 
 
 def before_last(launches: Sequence[Launch], machine: Machine) -> list[Before]:
     """Runs the stages before the last ones of updates by rows, of all launches in step with each other."""
-    alike = [[_Alike(launch, places) for places in _of_one_shape(launch)] for launch in launches]
+    alike = [_alike(launch) for launch in launches]
     groups = [group for of_launch in alike for group in of_launch]
-    asked = [group.ask(None) for group in groups]
-    while active := [(group, part) for group, part in zip(groups, asked, strict=True) if part is not None]:
-        answers = iter(_answers(active, machine))
-        asked = [part and group.ask(next(answers)) for group, part in zip(groups, asked, strict=True)]
+    for group in groups:
+        group.ask()
+    while active := [(group, group.part) for group in groups if group.part is not None]:
+        for (group, _), answer in zip(active, _answers(active, machine), strict=True):
+            group.ask(answer)
     return [_before_by_rows(launch, of_launch) for launch, of_launch in zip(launches, alike, strict=True)]
 
 
 def _before_by_rows(launch: Launch, groups: Sequence[_Alike]) -> Before:
-    reads: dict[int, Sequence[Tensor]] = {}
-    rows: dict[int, Tensor] = {}
+    found: dict[int, tuple[Sequence[Tensor], Tensor]] = {}
     for group in groups:
         own, vectors = group.elements(launch.update.parts[-1])
-        reads |= zip(group.places, own.reads, strict=True)
-        rows |= zip(group.places, vectors.unbind(), strict=True)
-    order = range(len(launch.reads))
-    update = elements_of(launch.update.parts[-1])
-    last = launch._replace(update=update, reads=[reads[i] for i in order], small=(), kept=None)
-    return Before(last, torch.stack([rows[i] for i in order]), [(group.launch, group.found) for group in groups])
-
-
-def _of_one_shape(launch: Launch) -> list[list[int]]:
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, reads in enumerate(launch.reads):
-        groups.setdefault(tuple(reads[0].shape), []).append(i)
-    return [*groups.values()]
+        found |= zip(group.places, zip(own.reads, vectors.unbind(), strict=True), strict=True)
+    reads, rows = zip(*(found[i] for i in range(len(found))), strict=True)
+    last = launch._replace(update=elements_of(launch.update.parts[-1]), reads=reads, small=(), kept=None)
+    return Before(last, torch.stack(rows), [(group.launch, group.found) for group in groups])
 
 
 def _answers(active: Sequence[tuple[_Alike, Update]], machine: Machine) -> list[list[Tensor]]:
@@ -173,31 +166,25 @@ def before_of(launches: Sequence[Launch]) -> list[Before]:
 def _before(launch: Launch) -> Before:
     if not launch.update.is_staged or not launch.reads:
         return Before(launch)
-    found = _found(launch, machine_of(launch.reads[0][0].device))
+    machine = machine_of(launch.reads[0][0].device)
+    found = find_by(
+        launch, lambda part, rows: _reduced(part, rows, machine), lambda stage, rows: computed(stage, rows.unbind(1))
+    )
     return Before(launch._replace(update=launch.update.parts[-1]), found.rows, [(launch, found)])
-
-
-def _found(launch: Launch, machine: Machine) -> Found:
-    """What the stages before the last one find for the parameters of a launch."""
-    return find_by(launch, lambda part, rows: _reduced(part, rows, machine), _computed)
-
-
-def _computed(stage: Stage, rows: Tensor) -> Sequence[Tensor]:
-    return computed(stage, rows.unbind(1))
 
 
 def _reduced(launch: Launch, rows: Tensor, machine: Machine) -> list[Tensor]:
     """The numbers of a reduction, for all parameters of its launch."""
-    kinds = kinds_of(launch.update.stages[0])
-    parts = list(parts_of(0, launch, machine))
+    kinds, parts = kinds_of(launch.update.stages[0]), list(parts_of(0, launch, machine))
     groups: dict[Any, list[tuple[int, Tensor]]] = {}
     for part, known in zip(parts, call([launch], parts, machine, [rows]), strict=True):
         if not part.is_empty:
-            groups.setdefault((part.kernel, tuple(part.shape)), []).append((part.parameter, known[MEASURES]))
+            groups.setdefault((part.kernel, part.shape), []).append((part.parameter, known[MEASURES]))
     end_graph(rows.device)
-    empty = torch.tensor(list(map(nothing_of, kinds)), dtype=torch.float32, device="cpu").to(rows.device)
-    found = dict.fromkeys((part.parameter for part in parts), empty)
+    of_nothing = [OF_TENSOR[kind].finish(0.0, 0) for kind in kinds]
+    empty = torch.tensor(of_nothing, dtype=torch.float32, device="cpu").to(rows.device)
+    found = dict.fromkeys(range(len(parts)), empty)
     for (kernel, shape), of_one in groups.items():
-        numbers = sums_of(kernel.plan.program, kinds, torch.stack([t for _, t in of_one]), torch.Size(shape).numel())
+        numbers = sums_of(kernel.plan.program, kinds, torch.stack([t for _, t in of_one]), math.prod(shape))
         found |= zip((place for place, _ in of_one), numbers.unbind(), strict=True)
-    return list(torch.stack([found[k] for k in range(len(parts))]).unbind(1))
+    return list(torch.stack([*found.values()]).unbind(1))

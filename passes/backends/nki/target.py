@@ -53,9 +53,8 @@ class Machine(NamedTuple):
 
 def is_trainium(device: torch.device) -> bool:
     """Returns True if `device` should run kernels: it is a Trainium, with NKI installed if there is an alternative."""
-    return device.type == "neuron" or (
-        device.type == "xla" and _kind(device) in GENERATIONS and installed() is not None
-    )
+    is_xla = device.type == "xla" and _kind(device) in GENERATIONS and installed() is not None
+    return is_xla or device.type == "neuron"
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -103,29 +102,21 @@ def _said(device: torch.device, kind: str) -> Iterator[tuple[str, str]]:
         yield f"{FLAGS} has {flag} {cores}", cores
     if kind.endswith("d"):
         yield f"it is a {kind}: two cores", "2"
-    if device.type == "neuron":
-        yield from _of_torch()
+    if device.type == "neuron":  # AWS's own kernels for TorchNeuron ask this function
+        try:
+            from torch_neuronx.utils import get_logical_neuron_cores
 
-
-def _of_torch() -> Iterator[tuple[str, str]]:
-    """What TorchNeuron knows, if it has the function that AWS's own kernels for it ask."""
-    try:
-        from torch_neuronx.utils import get_logical_neuron_cores
-
-        cores = str(get_logical_neuron_cores())
-    except Exception:  # it is documented nowhere, and may be missing or raise what it likes
-        return
-    yield f"torch_neuronx.utils.get_logical_neuron_cores() is {cores}", cores
+            cores = str(get_logical_neuron_cores())
+        except Exception:  # it is documented nowhere, and may be missing or raise what it likes
+            return
+        yield f"torch_neuronx.utils.get_logical_neuron_cores() is {cores}", cores
 
 
 def generation(device: torch.device) -> str | None:
     """`trn1`, `trn2` or `trn3` if `device` is one; None for other devices, XLA's CPU among them."""
     if device.type not in ("neuron", "xla"):
         return None
-    name = os.environ.get(TARGET, "")
-    if _is_cpu_of_xla(device):
-        return None
-    return GENERATIONS.get(name or _kind(device))
+    return None if _is_cpu_of_xla(device) else GENERATIONS.get(os.environ.get(TARGET) or _kind(device))
 
 
 def _is_cpu_of_xla(device: torch.device) -> bool:
@@ -171,10 +162,8 @@ def _nki() -> Any:
 
 def _beta1() -> Any:
     """`neuronxcc.nki`, unless it is beside `nki` 0.4 or newer: from SDK 2.30 on it is there and does not compile."""
-    newer = _module("nki", "jit", "simulate")
-    if newer is not None and _version("nki") >= (0, 4):
-        return None
-    return _module("neuronxcc.nki", "jit")
+    is_newer = _module("nki", "jit", "simulate") is not None and _version("nki") >= (0, 4)
+    return None if is_newer else _module("neuronxcc.nki", "jit")
 
 
 def _version(distribution: str) -> tuple[int, ...]:
@@ -201,6 +190,4 @@ def advised(text: str, device: torch.device) -> str:
     """A message with the remedy that there is on `device`."""
     if device.type == NAME:
         return text.replace(XLA, INSTEAD)
-    if device.type == "xla" and XLA in text and generation(device) is not None:
-        return text.replace(XLA, UNPROVEN)
-    return text
+    return text.replace(XLA, UNPROVEN) if XLA in text and generation(device) is not None else text

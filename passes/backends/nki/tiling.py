@@ -67,12 +67,6 @@ def wide_tiles(plan: Plan) -> list[Value]:
     return list(dict.fromkeys([*plan.program.loads, *stored, *crossing]))
 
 
-def chunk_tiles(plan: Plan) -> list[Value]:
-    """The tiles as wide as a chunk: all others."""
-    made = {*wide_tiles(plan), *plan.program.measures}
-    return list(dict.fromkeys(tile_of(v) for v, _ in plan.steps if tile_of(v) not in made))
-
-
 def bytes_of(tiles: Iterable[Value], columns: int) -> int:
     """Bytes per partition of tiles for so many columns."""
     sizes = ((DRAWN if v.op == "draw" else itemsize(v.dtype), v) for v in tiles)
@@ -85,12 +79,12 @@ def tiling_of(plan: Plan, g: Generation) -> Tiling:
     Raises:
         OutOfMemory: not even the narrowest ones fit.
     """
-    wide, between = wide_tiles(plan), [v for v in chunk_tiles(plan) if v not in plan.in_psum]
-    totals = len(plan.program.measures)
+    wide, totals = wide_tiles(plan), len(plan.program.measures)
+    others = {tile_of(v) for v, _ in plan.steps} - {*wide, *plan.program.measures, *plan.in_psum}
     most = PSUM_BANK // itemsize("float32") if plan.in_psum else SUMMED if totals else max(CHUNKS)
     for columns in COLUMNS:
         for chunk in (c for c in CHUNKS if c <= min(most, columns)):
-            tiles = bytes_of(wide, columns) + bytes_of(between, chunk) + 4 * totals * (columns // chunk)
+            tiles = bytes_of(wide, columns) + bytes_of(others, chunk) + 4 * totals * (columns // chunk)
             sbuf = IN_FLIGHT * tiles + 4 * len(plan.columns)
             if sbuf <= g.sbuf:
                 return Tiling(columns, chunk, sbuf)
@@ -126,10 +120,6 @@ class Cut(NamedTuple):
     more whole tiles than that have no loop."""
     done: bool = False
     """True if a loop over several tensors updates its whole tiles; `bodies.py` chooses both."""
-
-    def arguments(self, total: int) -> tuple[int, ...]:
-        """The last arguments of a kernel on tensors of `total` elements."""
-        return (total, *([self.length] if self.length else []), self.columns, self.width)
 
 
 class Part(NamedTuple):

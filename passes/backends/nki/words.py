@@ -43,7 +43,6 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics import eft
 from collage_neuron.numerics.block_formats import BLOCK
-from collage_neuron.numerics.eft import block_max, power_of_two, shift_right, stochastic_round, widen
 from collage_neuron.passes.backends.nki.ir import Column, Operand, Spread, Tile, Value, View
 from collage_neuron.passes.ir.scalars import DRAWING
 from collage_neuron.passes.ir.update import Update
@@ -73,11 +72,6 @@ def spread(op: str, args: tuple[Operand, ...], name: str) -> tuple[tuple[Operand
     return tuple(reversed(mixed) if isinstance(mixed[0], Spread) and op in SYMMETRIC else mixed), False
 
 
-def is_block_max(node: Any) -> bool:
-    """Returns True for the node of the largest magnitude of a block."""
-    return isinstance(node, fx.Node) and node.target is block_max
-
-
 def largest_power(new: Callable[..., Value], args: Sequence[Any], node: fx.Node) -> Value:
     """The power of two of the largest magnitude of a block.
 
@@ -85,7 +79,7 @@ def largest_power(new: Callable[..., Value], args: Sequence[Any], node: fx.Node)
         UnsupportedUpdate: the blocks have another size, or something reads the magnitude itself.
     """
     x, size = args
-    if size != BLOCK or any(user.target is not power_of_two for user in node.users) or isinstance(x, View):
+    if size != BLOCK or any(user.target is not eft.power_of_two for user in node.users) or isinstance(x, View):
         raise UnsupportedUpdate(
             f"the update uses the largest magnitude of blocks of {size} (node {node.name}); kernels for NKI compute "
             f"its power of two alone, for blocks of {BLOCK}: use backend='xla'"
@@ -183,13 +177,13 @@ ON_HALVES: Mapping[Any, Callable[[New, Sequence[Any], str], Operand]] = {
 INDEX = "index"
 """The placeholder with the numbers of the elements, and what stands for all that is computed from it."""
 
-READERS = (widen, stochastic_round)
+READERS = (eft.widen, eft.stochastic_round)
 """Operations that read random bits as a number from 0 to 65535."""
 
 
 def check_is_draw(node: fx.Node) -> None:
     """Raises UnsupportedUpdate if a node is not 16 bits of a random word."""
-    if (node.target, node.args[1:]) not in ((operator.and_, (0xFFFF,)), (shift_right, (16,))):
+    if (node.target, node.args[1:]) not in ((operator.and_, (0xFFFF,)), (eft.shift_right, (16,))):
         raise UnsupportedUpdate(
             f"the update reads random bits in a way that no kernel does (node {node.name}); use backend='xla'"
         )
@@ -221,8 +215,3 @@ def seed_of(steps: Iterable[tuple[Update, torch.Tensor]], cores: int = 1) -> tor
         seeds += struct.unpack("<i", digest.digest())
         digest.update(b"another core")
     return torch.tensor([[seed | 1 for seed in seeds]], dtype=torch.int32, device="cpu")
-
-
-def is_drawn(*operands: Any) -> bool:
-    """Returns True if an operand is computed from the index of an element."""
-    return any(isinstance(x, str) and x == INDEX for x in operands)

@@ -79,8 +79,7 @@ def works(tiles: int) -> list[Work]:
     return [Work(kernel(), n, SMALL).with_tiles(tiles) for n in SIZES * 4]
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize(("tiles", "cores"), [(1, 1), (2, 2)])
 def test_loops_over_several_parameters_have_the_bits_of_the_reference(tiles: int, cores: int, tmp_path: Path) -> None:
     looped = [sorted(members) for members in loops_of(works(tiles))]
     assert [len(members) for members in looped] == ([2] * 8 if tiles == 1 else [2] * 4)  # four in loops of up to three

@@ -15,7 +15,7 @@ from kernel_files import FOLDER, KEPT
 from nki_runs import search_less, step_of
 from torch_cases import CASES
 
-from collage_neuron.passes.backends.nki import row_sums
+from collage_neuron.passes.backends.nki import chunk_totals
 from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine
@@ -150,7 +150,7 @@ def test_every_call_is_on_the_page(dialect: str, target: str) -> None:
     for update, components in updates():
         assert not missing(dialect, lower_to_nki(update, target, dialect, components=components).source)
     for is_square in (False, True):
-        assert not missing(dialect, row_sums.kernel_for(is_square, Machine(target, dialect), torch.float32).source)
+        assert not missing(dialect, chunk_totals.kernel_for(is_square, Machine(target, dialect), torch.float32).source)
 
 
 def test_what_is_not_on_the_page_is_found() -> None:

@@ -177,6 +177,9 @@ def test_each_step_parameter_shard_core_and_seed_has_a_seed_of_its_own() -> None
     assert len(set(found)) == len(found)
     assert found == list(seeds())
     assert all(seed % 2 for seed in found)
+    s = step("adamw", "split422")
+    one, two = (seed_of([(s.update, s.vector)], cores).tolist()[0] for cores in (1, 2))
+    assert one == two[:1]
 
 
 def trained(seed: int, steps: int = 3) -> Tensor:

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 from nki_lint import lint
-from nki_runs import Step, differing, narrowed, run, step_of, wild
+from nki_runs import Step, differing, run, step_of, wild
 from sampling import part
 from torch_cases import CASES
 
@@ -52,7 +52,7 @@ def test_adamw_in_both_arithmetics(strategy: str, arithmetic: str, target: str) 
     check("adamw", strategy, arithmetic, target)
 
 
-@pytest.mark.parametrize("name", [n for n in MEASURED if n != "adamw"])
+@pytest.mark.parametrize("name", part((n for n in MEASURED if n != "adamw"), 2))
 def test_every_optimizer_of_torch(name: str) -> None:
     for strategy, arithmetic, target in part([("plus", "fp32", "trn1"), ("full", "bf16", "trn2")], 2, name):
         check(name, strategy, arithmetic, target)
@@ -66,23 +66,8 @@ def test_numbers_of_all_magnitudes(strategy: str, arithmetic: str) -> None:
     assert not differing(found, given.by_reciprocals().expected())
 
 
-SMALL = 4
-"""Columns of a tile in the tests of sizes; a chunk has 3, so that chunks have a rest too."""
-
-
-@pytest.mark.parametrize("dialect", ["nki", "beta1"])
-@pytest.mark.parametrize(("strategy", "arithmetic"), PAIRS)
-def test_sizes_in_both_arithmetics(strategy: str, arithmetic: str, dialect: str) -> None:
-    k = kernel("adamw", strategy, arithmetic, "trn1").in_dialect(dialect)
-    assert lint(k.source, k.name, dialect) == []
-    for n in (1, 128 * 3 * SMALL + 77):  # test_loops.py has other sizes
-        given = step("adamw", strategy, arithmetic).of_size(n)
-        found = run(k, given.components, given.vector, cut=narrowed(k, (n,), SMALL, SMALL - 1)).results
-        assert not differing(found, given.by_reciprocals().expected())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [2047 * 128, 2048 * 128, 2049 * 128, (1 << 20) + 13])
+@pytest.mark.parametrize("n", [2049 * 128, (1 << 20) + 13])
 def test_every_size_with_the_tiles_of_a_device(n: int) -> None:
     given = step("adamw", "plus", "fp32").of_size(n)
     found = run(kernel("adamw", "plus", "fp32", "trn1"), given.components, given.vector)

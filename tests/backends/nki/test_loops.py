@@ -65,14 +65,6 @@ def test_any_number_of_turns_and_any_remainder(turns: int, dialect: str, cut: Cu
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("rest", [1, 127, 128, 129, 300])
-def test_what_no_line_holds_is_one_or_two_tiles_more(rest: int, dialect: str) -> None:
-    """Lines of 512 columns in chunks of 256, and up to four kinds of tiles."""
-    for lines in (0, 1, 130):
-        assert not wrong(dialect, 512 * lines + rest, Cut(512, 256))
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("n", [1, 2, 127, 257, 1009, 4096, 5 * 1024 + 3])
 def test_the_cut_that_is_chosen(n: int, dialect: str) -> None:
     assert not wrong(dialect, n, kernel(dialect).cut((n,)))
@@ -145,7 +137,7 @@ def test_chosen_cuts(n: int, cut: Cut) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("n", [127, 4096, 3 * TILE + 12, 5 * 128 * 512, 128 * 2048 * 2 + 77])
+@pytest.mark.parametrize("n", [127, 3 * TILE + 12, 5 * 128 * 512])
 def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
     given, k = step().of_size(n), kernel(dialect)
     for tiles in (1, 3):
@@ -156,7 +148,7 @@ def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("shape", [(300, 256), (140, 200), (3, 5), (131, 2500)])
+@pytest.mark.parametrize("shape", [(300, 256), (3, 5), (131, 2500)])
 def test_instructions_on_blocks_are_counted_as_they_run(shape: tuple[int, ...], dialect: str) -> None:
     s = step_of(CASES["sgd_momentum"], {"param": "bf16", "momentum_buffer": "i16q4"}, "fp32", n=math.prod(shape))
     words = (shape[0], -(-shape[1] // BLOCK))

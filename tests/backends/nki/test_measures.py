@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from nki_runs import INFINITY, bits, count_of, differing, narrowed, run, step_of
+from nki_runs import INFINITY, bits, differing, narrowed, run, step_of
 from torch import Tensor
 from torch_cases import CASES
 
@@ -208,13 +208,6 @@ def how(plan: Plan) -> dict[str, Any]:
         return x.op, x.dtype, steps[x].kind, steps[x].engine, fields, kept
 
     return {key: of(value) for key, value in plan.program.stores.items()}
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("n", [127, 4096, 3 * TILE + 12])
-def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
-    trace = run(kernel(dialect), given(n), NOTHING).machine.trace
-    assert (trace.traced, len(trace.records)) == count_of(kernel(dialect), (n,))
 
 
 def test_a_monitor_of_a_step_on_kernels(dialect: str) -> None:

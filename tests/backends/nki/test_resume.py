@@ -34,7 +34,7 @@ def go_on(params: list[nn.Parameter], optimizer: Optimizer, steps: range) -> dic
     return snapshot(optimizer)
 
 
-@pytest.mark.sampled(of=3, each=False)  # what is saved and loaded is no matter of kernels
+@pytest.mark.sampled(of=6, each=False)  # what is saved and loaded is no matter of kernels
 @pytest.mark.parametrize(("strategy", "arithmetic"), KEPT)
 def test_a_run_on_kernels_goes_on_bit_for_bit(strategy: str, arithmetic: str) -> None:
     params, optimizer = start(0, strategy=strategy, arithmetic=arithmetic)

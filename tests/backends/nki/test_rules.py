@@ -9,6 +9,7 @@ import torch
 from exact import update_of
 from nki_runs import Step, differing, run
 from one_operation import ONE_OP, SLOT, expanded
+from sampling import part
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import OPERATIONS
@@ -41,9 +42,12 @@ def step_of_rule(name: str, arithmetic: str, state: str) -> Step:
     return Step(update, components, torch.tensor(update.scalars.run([SLOT]), dtype=torch.float32))
 
 
+SETTINGS = (("fp32", "bf16x2", "trn1"), ("bf16", "bf16x2", "trn2"), ("bf16", "bf16", "trn3"))
+
+
 @pytest.mark.parametrize("name", [n for n in ONE_OP if n != "clone" and n not in REJECTED])
 def test_every_rule(name: str) -> None:
-    for arithmetic, state, target in (("fp32", "bf16x2", "trn1"), ("bf16", "bf16x2", "trn2"), ("bf16", "bf16", "trn3")):
+    for arithmetic, state, target in part(SETTINGS, 3, name):
         s = step_of_rule(name, arithmetic, state)
         found = run(lower_to_nki(s.update, target), s.components, s.vector).results
         if name in APPROXIMATE:

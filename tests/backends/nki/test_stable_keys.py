@@ -23,7 +23,7 @@ from collage_neuron.passes.backends.nki.target import Machine
 
 schedule.STARTS, schedule.STEPS = 1, 200
 shapes = [(64, 128), (5,), (3, 129)]
-for name in ("adamw_plus",):
+for name in ("sgd_momentum_light",):
     for machine in (Machine("trn1", "beta1"), Machine("trn2", "nki")):
         kernel = lower_to_nki(job(name).update, *machine[:2])
         print(name, *machine, program_of(machine, tuple((kernel, 0, math.prod(s), kernel.cut(s)) for s in shapes)))

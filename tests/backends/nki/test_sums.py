@@ -36,17 +36,15 @@ from collage_neuron.numerics.matrix_sums import (
 )
 from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
 from collage_neuron.passes.backends.nki import calls
-from collage_neuron.passes.backends.nki.chunk_totals import of_values, sums_of, terms_of
-from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
-from collage_neuron.passes.backends.nki.row_sums import (
-    OF_ROW,
+from collage_neuron.passes.backends.nki.chunk_totals import (
     Wanted,
-    X,
-    kernel_for,
     laid_out,
-    rows_of,
+    of_values,
     sums_for,
+    sums_of,
+    terms_of,
 )
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, parts_of
 from collage_neuron.passes.ir.scalars import ScalarProgram
@@ -196,13 +194,6 @@ def test_bf16_elements(dialect: str) -> None:
         assert torch.equal(found, numbers(wide, x.float()))
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("n", [127, 3 * 128 * 6 + 12])
-def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
-    trace = run(kernel(dialect), {"x": values(n)}, NOTHING).machine.trace
-    assert (trace.traced, len(trace.records)) == count_of(kernel(dialect), (n,))
-
-
 def test_instructions_to_compile_do_not_grow_with_a_tensor() -> None:
     small, large = (count_of(kernel("nki"), (n, 4096)).traced for n in (1 << 10, 1 << 20))
     assert small == large
@@ -228,7 +219,7 @@ def test_xla_puts_them_together_as_torch_does(xla: torch.device) -> None:
 
 OF_ROWS = (sum_to, mean_to, norm_to)
 RESULTS = (ROW, COLUMN, MATRIX, NUMBER)
-VIEWS = ((1, 40, 30), (1, 1, 1031), (1, 700, 1), (3, 5, 37), (2, 1100, 3), (1, 2, 2600))
+VIEWS = ((1, 700, 1), (3, 5, 37), (1, 2, 2600))
 
 
 @pytest.fixture
@@ -315,17 +306,6 @@ def test_no_chunk_has_two_rows(columns: int) -> None:
         assert cut.columns <= columns
         lines = [part.lines for part in parts_of(padded.numel(), cut)]
         assert 1 not in lines or padded.numel() == cut.width
-
-
-def test_a_second_reader_of_the_kernel_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch, steps=20)
-    kernel = kernel_for(True, Machine("trn1", "beta1"), torch.float32)
-    calls.kernel_of.cache_clear()
-    x = values((1, 131, 600), 20)
-    rows, cut = laid_out(rows_of(ROW, x), kernel.tiling)
-    measured = results(kernel, {X: rows}, torch.zeros(0), cut)["measures"].view(131, -1)
-    found = sums_of(kernel.plan.program, [OF_ROW[norm_to]], measured, 600)
-    assert torch.equal(found.view(1, 131, 1), of_elements(norm_to, x, ROW))
 
 
 SMALLER: tuple[tuple[tuple[int, ...], str], ...] = (

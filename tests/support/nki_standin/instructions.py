@@ -1,7 +1,7 @@
 """What each instruction does, in the form of the current API: dst first, every operand checked, one rounding.
 
-Names, parameters and defaults are those of `nki.isa` (SDK 2.32); tests/backends/nki/test_standin.py compares them with
-the documented lists. Both dialects run these.
+Names, parameters and defaults are those of `nki.isa` (SDK 2.32), in the words of its page (`DOCUMENTED`). Both
+dialects run these.
 """
 
 from __future__ import annotations
