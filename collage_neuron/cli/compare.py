@@ -30,7 +30,7 @@ from collage_neuron.cli.user_script import (
     run_process,
     seed_everything,
 )
-from collage_neuron.conversion.override import VARIABLE
+from collage_neuron.conversion.budget import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.explanation import bytes_per_parameter
 from collage_neuron.monitoring.monitor import monitor

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from collage_neuron._version import __version__
-from collage_neuron.conversion.override import VARIABLE
+from collage_neuron.conversion.budget import VARIABLE
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.nki.target import WANTED, installed

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion import aliased_memory, duplicates, loaded_before
+from collage_neuron.conversion import aliased_memory, loaded_before
 from collage_neuron.conversion.budget import within
 from collage_neuron.eager import rejections
 from collage_neuron.eager.commit import formats_as_written
@@ -27,7 +27,7 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import fallback_warning, update_formats
+from collage_neuron.runtime import fallback_warning, step_plan
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_plan import Records
@@ -36,8 +36,8 @@ from collage_neuron.settings import UNSUPPORTED, Settings, filled
 from collage_neuron.states import (
     external_writes,
     inner_optimizers,
+    reduced_states,
     replaced_params,
-    step_counts,
     strategy_checks,
     update_underflow,
 )
@@ -99,7 +99,7 @@ def _compile(
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     if not compiled:
-        aliased_memory.check(base, optimizer)
+        aliased_memory.check_views(base, optimizer)
     known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
@@ -116,7 +116,7 @@ def _compile(
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)
-    step_counts.widen(optimizer)
+    reduced_states.widen_counts(optimizer)
     for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
         group.update(own.as_group())
         group.pop(UNSUPPORTED, None)
@@ -179,7 +179,7 @@ def _plans(
     records = dry_run.records(base, optimizer, known)
     try:
         plans = [_plan(base, g, s, records) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-        duplicates.check(optimizer)
+        aliased_memory.check_distinct(optimizer)
         firsts = [(g, recording) for g, (recording, _) in zip(optimizer.param_groups, plans, strict=True)]
         shown = list(known.of_groups(optimizer)) if known is not None else firsts
         states = [(g, recording.captured.states) for g, recording in shown if recording is not None]
@@ -205,7 +205,7 @@ def _plan(base: type[Optimizer], group: dict[str, Any], settings: Settings, reco
     require_sound(backend, p.device, settings.strategy)
     with naming(base):
         recording = records(group, p)
-        formats = update_formats.formats_of(recording, settings, torch.bfloat16)
+        formats = step_plan.formats_of(recording, settings, torch.bfloat16)
         check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic), p.device)
     return recording, formats
 

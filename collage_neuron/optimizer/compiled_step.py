@@ -16,27 +16,21 @@ from collage_neuron import torch_privates
 from collage_neuron.eager import rejections
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import (
-    external_averages,
-    first_step_report,
-    group_settings,
-    load_checks,
-    low_word_handover,
-)
+from collage_neuron.optimizer import first_step_report, group_settings, load_checks, low_word_handover
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.runtime import nonfinite, torch_defaults
+from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.step_call import Call, Measured
 from collage_neuron.runtime.step_plan import Job, job_of, plan
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
+    coarse_writes,
     external_writes,
     live_objects,
     reduced_states,
     replaced_params,
     shared_params,
-    step_counts,
     step_inventory,
     strategy_checks,
 )
@@ -67,7 +61,7 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
-    with torch_defaults.plain_defaults(), live_objects.collector_paused():
+    with step_call.plain_defaults(), live_objects.collector_paused():
         return _take_step(base, optimizer, call)
 
 
@@ -80,12 +74,12 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     due = watcher is not None and watcher.due()
     replaced_params.follow(optimizer)
     first_step_report.hint_at_source(base, optimizer)
-    external_averages.look(optimizer, ours)
+    coarse_writes.look(optimizer, ours)
     low_word_handover.leave_words(optimizer, ours)
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)
-    if step_counts.widen(optimizer):
+    if reduced_states.widen_counts(optimizer):
         ours.seen = step_inventory.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)
@@ -191,7 +185,7 @@ def _interrupting(optimizer: Optimizer) -> Iterator[Written]:
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    step_counts.check_unshared(optimizer)
+    reduced_states.check_counts(optimizer)
     records, groups = replayed_steps.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)

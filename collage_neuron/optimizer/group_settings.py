@@ -20,7 +20,6 @@ from collage_neuron.errors import StrategyChanged, warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.runtime.update_formats import formats_of
 from collage_neuron.states import strategy_checks, update_underflow
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
@@ -105,7 +104,7 @@ def _narrow(jobs: Sequence[Job]) -> list[Job]:
 
 def _warn_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any) -> None:
     settings = replace(job.settings, strategy=before, arithmetic="fp32")  # which every strategy allows
-    old, new = (formats_of(job.recording, s, torch.bfloat16) for s in (settings, job.settings))
+    old, new = map(job.formats_under, (settings, job.settings))
     params = [p for p in job.group["params"] if p.dtype == torch.bfloat16]
     if params and (told := describe_change(optimizer, index, params, old, new)):
         warnings.warn(told, StrategyChanged, stacklevel=6)

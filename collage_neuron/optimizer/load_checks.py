@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
 from collage_neuron.states.sharding import is_sharded, local
 from collage_neuron.states.state_keys import is_component, name_of, split_params, suffixes
 from collage_neuron.states.store import is_idle, may_be_word, read_exact
-from collage_neuron.states.write_detection import mark_of
 
 Saved = Mapping[str, Any]
 
@@ -176,7 +175,7 @@ def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
 def join_again(optimizer: Optimizer) -> None:
     """Before a step: adds low words that a checkpoint brought to fp32 parameters that were written with bf16 values.
 
-    Such words (of a run without `keep_fp32`) join the value that is there when the optimizer is loaded. If the model is
+    Such words (of a run without `buffers`) join the value that is there when the optimizer is loaded. If the model is
     loaded after it, that value is replaced by the high words.
     """
     ours = bookkeeping(optimizer)

@@ -28,18 +28,17 @@ from collage_neuron.optimizer.load_checks import (
     refuse_missing,
     settle_settings,
 )
-from collage_neuron.runtime import update_formats
+from collage_neuron.runtime import step_plan
 from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, format_record, reduced_states, step_counts
-from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states import external_writes, format_record, reduced_states
+from collage_neuron.states.bookkeeping import bookkeeping, mark_of, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import like
 from collage_neuron.states.state_keys import is_component, split_params, split_words, suffixes
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle
 from collage_neuron.states.visible_states import buckets
-from collage_neuron.states.write_detection import mark_of
 from collage_neuron.trace import dry_run
 
 
@@ -71,7 +70,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
             _put_back_as_saved(optimizer, seen[0], plain)
         else:
             _put_back(optimizer, seen[0])
-        step_counts.widen(optimizer)
+        reduced_states.widen_counts(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
         format_record.keep(optimizer, kept, formats)
         split = split_words(optimizer.state)
@@ -185,8 +184,8 @@ def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Recor
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    formats = update_formats.formats_of(recording, Settings.of(group), p.dtype)
-    idle = update_formats.idle_formats(optimizer, p, recording)
+    formats = step_plan.formats_of(recording, Settings.of(group), p.dtype)
+    idle = step_plan.idle_formats(optimizer, p, recording)
     # A state of blocks was saved as its value, which is not the format that it had.
     return {**formats, **{name: fmt for name, fmt in idle.items() if not formats[name].is_coded}}
 

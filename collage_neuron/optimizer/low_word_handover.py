@@ -22,11 +22,10 @@ from torch.optim import Optimizer
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.optimizer.pending_models import restore_low_words, written_in_all_processes
 from collage_neuron.states import external_writes, shared_params
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
+from collage_neuron.states.bookkeeping import Bookkeeping, Mark, Marks, bookkeeping, mark_of, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.state_keys import split_params
 from collage_neuron.states.store import read_exact, store_beside
-from collage_neuron.states.write_detection import Mark, Marks, mark_of
 
 LEFT = "_collage_left"
 """An attribute of parameters whose compiled optimizer is gone: a `Left`."""

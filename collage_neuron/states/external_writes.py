@@ -43,13 +43,12 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.states import coarse_writes, fitting_words, format_record, step_inventory
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
+from collage_neuron.states.bookkeeping import STEPPED as STEPPED
+from collage_neuron.states.bookkeeping import Bookkeeping, Split, bookkeeping, mark_of, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
 from collage_neuron.states.state_keys import names_in, split_words, words_of
 from collage_neuron.states.store import is_stored, kept_format, store
-from collage_neuron.states.write_detection import STEPPED as STEPPED
-from collage_neuron.states.write_detection import Split, mark_of
 
 FRESH, LOADED = "compiled", "loaded"
 """The last event of a parameter with low words, if it is not STEPPED."""

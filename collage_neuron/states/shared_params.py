@@ -17,12 +17,11 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, is_compiled, params_of
+from collage_neuron.states.bookkeeping import STEPPED, Bookkeeping, bookkeeping, is_compiled, mark_of, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import is_stored, read_exact, store_beside
-from collage_neuron.states.write_detection import STEPPED, mark_of
 
 
 def meet(optimizer: Optimizer) -> list[Any]:

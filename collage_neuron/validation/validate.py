@@ -25,7 +25,7 @@ from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.runtime import nonfinite
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient
-from collage_neuron.validation import arrived, sample, synthetic
+from collage_neuron.validation import arrived, sample
 from collage_neuron.validation.comparison import Found
 from collage_neuron.validation.perturbed_replay import InFp32, NoSample, expected
 from collage_neuron.validation.sample import Plan, Sample
@@ -145,7 +145,7 @@ class Again(Protocol):
     def states(
         self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
     ) -> Mapping[str, Any]:
-        """States of a parameter with the drawn values `param` (`synthetic.States`)."""
+        """States of a parameter with the drawn values `param` (`sample.States`)."""
 
     def in_fp32(self, p: torch.nn.Parameter, taken: Sample, g: torch.Generator) -> InFp32:
         """What takes the step of a sample of `p`."""
@@ -172,7 +172,7 @@ def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Ta
     before = {name: taken.components(name) for name in taken.formats}
     skips = job.settings.nonfinite == "skip"
     take(taken.optimizer, [taken.job], nonfinite.all_finite([taken.param]) if skips else None)
-    synthetic.fetch(taken)
+    sample.fetch(taken)
     found = Found(base, optimizer, p, taken, before, wanted, twin, steps)
     compared, left_out = found.compare()
     if compared:
@@ -183,10 +183,10 @@ def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Ta
 
 def _sample(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int, again: Again) -> Sample | None:
     turn = steps.bit_length()
-    if p.device.type in synthetic.DEVICES:
+    if p.device.type in sample.DEVICES:
         planned = again.plan(job, p, torch.arange(sample.SIZE, dtype=torch.int64, device="cpu"))
         of_steps = partial(again.states, job, p)
-        return None if planned is None else synthetic.draw(optimizer, job, p, planned, turn, of_steps)
+        return None if planned is None else sample.draw(optimizer, job, p, planned, turn, of_steps)
     grad = gradient(p).detach()  # under tensor parallelism all processes add it up, with elements or without
     planned = again.plan(job, p, sample.spread(grad, turn))
     return None if planned is None else sample.take(optimizer, job, p, grad, planned)
