@@ -253,6 +253,6 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
             settle(p, state)
         loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
         for name in [*(name for name in formats if name in state), "param"]:
-            ensure_stored(p, state, name, formats[name], 0.0, record_of(optimizer, p))
+            ensure_stored(p, state, name, formats[name], record_of(optimizer, p))
         of_ours = external_writes.FRESH if is_idle(state) else external_writes.STEPPED
         external_writes.remember(optimizer, p, external_writes.LOADED if loaded else of_ours)

@@ -150,7 +150,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
                 settle(p, state)
                 for name, fmt in formats.items():
                     if name in state or (name == "param" and not of_torch):
-                        ensure_stored(p, state, name, fmt, 0.0, record_of(optimizer, p))
+                        ensure_stored(p, state, name, fmt, record_of(optimizer, p))
 
 
 def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
@@ -167,7 +167,7 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
             for p, name in product(params, formats):
                 fmt = formats_of_shape(formats, p.dim())[name]
                 if name == "param" or name in optimizer.state[p]:
-                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0, record_of(optimizer, p))
+                    ensure_stored(p, optimizer.state[p], name, fmt, record_of(optimizer, p))
     for p in split_params(optimizer.state):
         external_writes.remember(optimizer, p, external_writes.FRESH)
 

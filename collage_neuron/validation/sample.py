@@ -139,8 +139,7 @@ def sample_of(
     record, captured = record_of(other, q), planned.recording.captured
     record.update(record_of(optimizer, job.params[0]))
     for name, fmt in job.update.formats.items():
-        fill, shape = captured.fresh.get(name, 0.0), captured.shapes.get(name)
-        ensure_stored(q, other.state[q], name, fmt, fill, record, shape)
+        ensure_stored(q, other.state[q], name, fmt, record, captured.fresh.get(name, 0.0), captured.shapes.get(name))
     reduced_states.ensure(other, [q], captured)
     assert q.grad is not None
     own = replace(job, group=group, params=[q], recording=planned.recording)
