@@ -157,7 +157,7 @@ def _tell(
     for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
-            update_underflow.warn(optimizer, i, own, moved, recording, compiled_class(base, settings))
+            update_underflow.Group(optimizer, i, own, compiled_class(base, settings)).check(moved, recording)
 
 
 def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:

@@ -51,7 +51,8 @@ def warn_of_changes(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[
                 _warn_of_steps(base, optimizer, i, _narrow(own))
             elif i in noted and isinstance(new := _rate(group), float) and (narrow := _narrow(own)):
                 params = [p for job in narrow for p in job.params]
-                update_underflow.follow_schedule(optimizer, i, new, narrow[0].settings, params, narrow[0].recording)
+                its = update_underflow.Group(optimizer, i, narrow[0].settings, type(optimizer))
+                its.follow_schedule(new, params, narrow[0].recording)
             if strategy is not None and strategy != _strategy(group):
                 _warn_of_strategy(optimizer, i, own[0], strategy)
             noted[i] = _strategy(group), _rate(group), settled
@@ -95,7 +96,8 @@ def _rate(group: Mapping[str, Any]) -> float | None:
 def _warn_of_steps(base: type[Optimizer], optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
     for job in (part for each in jobs for part in each.apart()):
         strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
-        update_underflow.warn(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
+        its = update_underflow.Group(optimizer, index, job.settings, type(optimizer))
+        its.check(job.params, job.recording)
 
 
 def _narrow(jobs: Sequence[Job]) -> list[Job]:

@@ -91,7 +91,7 @@ class _Like(NamedTuple):
 
     update: Update
     params: list[torch.nn.Parameter]
-    """The list itself: a steady step has that of the last one (`visible_states.alike`)."""
+    """The list itself: a steady step has that of the last one (`visible_states.buckets`)."""
     guard: Callable[..., bool]
     """The guard of its gradients: parameters and states are part of the structure."""
     kept: dict[Any, Any]

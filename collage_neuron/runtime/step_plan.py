@@ -193,7 +193,7 @@ class _Wanted(NamedTuple):
 
 
 class _Last(NamedTuple):
-    """The job of an earlier step, for parameters in a list that the structure keeps (`visible_states.alike`)."""
+    """The job of an earlier step, for parameters in a list that the structure keeps (`visible_states.buckets`)."""
 
     job: Job
     wanted: _Wanted
