@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.budget import check_budget, overridden
 from collage_neuron.conversion.buffers import Choice, check_buffers, check_choice, chosen, kept
-from collage_neuron.conversion.class_check import check_class
-from collage_neuron.conversion.convert import compile_optimizer
+from collage_neuron.conversion.convert import check_class, compile_optimizer
 from collage_neuron.conversion.loaded_weights import watch_models_of
 from collage_neuron.conversion.model_casting import check_model, check_together
 from collage_neuron.conversion.pending_optimizer import cast_beside, compile_model

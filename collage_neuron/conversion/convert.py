@@ -1,9 +1,10 @@
-"""Compiles an optimizer object; everything that can be rejected is rejected before anything changes."""
+"""Compiles an optimizer object, or checks a class; all that can be rejected is rejected before anything changes."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
@@ -15,8 +16,8 @@ from collage_neuron.conversion.budget import within
 from collage_neuron.eager import rejections
 from collage_neuron.eager.commit import formats_as_written
 from collage_neuron.eager.step import check_sound
-from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming
-from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.errors import StrategyChanged, UnknownUpdate, UnsupportedUpdate, naming
+from collage_neuron.numerics.formats import FORMATS, Format, format_named
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step_report, group_settings, low_word_handover
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
@@ -28,24 +29,18 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import fallback_warning, step_plan
-from collage_neuron.runtime.preconditions import check_optimizer
+from collage_neuron.runtime.preconditions import check_differentiable, check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import UNSUPPORTED, Settings, filled
-from collage_neuron.states import (
-    external_writes,
-    inner_optimizers,
-    reduced_states,
-    replaced_params,
-    strategy_checks,
-    update_underflow,
-)
+from collage_neuron.states import external_writes, inner_optimizers, reduced_states, replaced_params, strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.state_keys import is_component, split_params
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 from collage_neuron.trace import dry_run
+from collage_neuron.trace.side_effects import undone
 
 FP32 = FORMATS["fp32"]
 
@@ -157,7 +152,7 @@ def _tell(
     for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
-            update_underflow.Group(optimizer, i, own, compiled_class(base, settings)).check(moved, recording)
+            strategy_checks.Group(optimizer, i, own, compiled_class(base, settings)).check(moved, recording)
 
 
 def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:
@@ -256,3 +251,53 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
             ensure_stored(p, state, name, formats[name], record_of(optimizer, p))
         of_ours = external_writes.FRESH if is_idle(state) else external_writes.STEPPED
         external_writes.remember(optimizer, p, external_writes.LOADED if loaded else of_ours)
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+
+def check_class(base: Any) -> None:
+    """Raises UnsupportedUpdate for a class whose update, with its default settings, cannot be rewritten.
+
+    Accepts a class that cannot be built from a list of parameters alone, and one whose step raises an error of its own,
+    since it may need a preparation: such classes are rejected at their first step if necessary.
+    """
+    check_stepper(base)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(undone([base]))  # constructors count, draw and register too
+        except UnknownUpdate:
+            return
+        _try(base)
+
+
+def _try(base: Any) -> None:
+    optimizer = _made(base)
+    if optimizer is None:
+        return
+    inner_optimizers.check(optimizer)
+    (group,) = optimizer.param_groups
+    check_differentiable(group, 0)
+    try:
+        with naming(base):
+            captured = dry_run.foreseen(base, optimizer)(group, group["params"][0]).captured
+            rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
+    except UnsupportedUpdate as refusal:
+        if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
+            raise UnsupportedUpdate(
+                f"{base.__name__} takes sparse gradients only, and updates the rows that these have; only "
+                "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
+            ) from refusal
+        rejections.check_class(base, optimizer, refusal)
+
+
+def _made(base: Any) -> Optimizer | None:
+    """An optimizer with default settings over one matrix without data, in training mode if the class has modes."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer: Any = base([torch.nn.Parameter(torch.empty(2, 3, device="meta", dtype=torch.float32))])
+            getattr(optimizer, "train", lambda: None)()
+    except Exception:  # whatever user code raises
+        return None
+    return optimizer if len(optimizer.param_groups) == 1 else None

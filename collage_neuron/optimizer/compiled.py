@@ -22,7 +22,7 @@ from collage_neuron.optimizer import bypass, compiled_step, exact_methods, load_
 from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
-from collage_neuron.states import external_writes, format_record, inner_optimizers, replaced_params, update_underflow
+from collage_neuron.states import external_writes, format_record, inner_optimizers, replaced_params, strategy_checks
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -275,7 +275,7 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body: dict[str, Any] = {
         "_collage_base": base,
         "_collage_settings": settings,
-        update_underflow.WARNED: {},
+        strategy_checks.WARNED: {},
         "__module__": "collage_neuron.optimizer",
         "__doc__": base.__doc__,
     }

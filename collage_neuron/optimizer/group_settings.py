@@ -20,7 +20,7 @@ from collage_neuron.errors import StrategyChanged, warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.states import strategy_checks, update_underflow
+from collage_neuron.states import strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
@@ -51,7 +51,7 @@ def warn_of_changes(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[
                 _warn_of_steps(base, optimizer, i, _narrow(own))
             elif i in noted and isinstance(new := _rate(group), float) and (narrow := _narrow(own)):
                 params = [p for job in narrow for p in job.params]
-                its = update_underflow.Group(optimizer, i, narrow[0].settings, type(optimizer))
+                its = strategy_checks.Group(optimizer, i, narrow[0].settings, type(optimizer))
                 its.follow_schedule(new, params, narrow[0].recording)
             if strategy is not None and strategy != _strategy(group):
                 _warn_of_strategy(optimizer, i, own[0], strategy)
@@ -96,7 +96,7 @@ def _rate(group: Mapping[str, Any]) -> float | None:
 def _warn_of_steps(base: type[Optimizer], optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
     for job in (part for each in jobs for part in each.apart()):
         strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
-        its = update_underflow.Group(optimizer, index, job.settings, type(optimizer))
+        its = strategy_checks.Group(optimizer, index, job.settings, type(optimizer))
         its.check(job.params, job.recording)
 
 
