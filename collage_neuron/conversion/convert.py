@@ -83,7 +83,8 @@ def _compile_in_whole(
         chosen = _compile(optimizer, settings, stays, budget)
         bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
     continue_from_others(optimizer)
-    leave_words(optimizer, bookkeeping(optimizer))
+    if bookkeeping(optimizer).leaving is None:
+        leave_words(optimizer, bookkeeping(optimizer))
 
 
 def _compile(

@@ -27,7 +27,6 @@ from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
     coarse_writes,
     external_writes,
-    live_objects,
     reduced_states,
     replaced_params,
     shared_params,
@@ -61,7 +60,7 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
-    with step_call.plain_defaults(), live_objects.collector_paused():
+    with step_call.plain_defaults(), step_call.collector_paused():
         return _take_step(base, optimizer, call)
 
 
@@ -72,10 +71,12 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
         raise StepInterrupted(ours.interrupted)
     watcher: Watcher | None = ours.watcher
     due = watcher is not None and watcher.due()
-    replaced_params.follow(optimizer)
-    first_step_report.hint_at_source(base, optimizer)
+    if ours.compiled_with:  # until the first step
+        replaced_params.follow(optimizer)
+        first_step_report.hint_at_source(base, optimizer)
     coarse_writes.look(optimizer, ours)
-    low_word_handover.leave_words(optimizer, ours)
+    if ours.leaving is None:
+        low_word_handover.leave_words(optimizer, ours)
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)
@@ -139,14 +140,16 @@ def _take_traced(
     base: type[Optimizer], optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None
 ) -> list[Measured]:
     """Takes a step that has been traced; with a mask, it is not known yet whether it is skipped."""
+    ours = bookkeeping(optimizer)
     for job in jobs:
-        reduced_states.learn(bookkeeping(optimizer), job.recording.captured)
+        reduced_states.learn(ours, job.recording.captured)
     _check_named(optimizer, jobs)
     _warn_of_formats(base, optimizer, jobs)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, jobs, finite, written)
-    bookkeeping(optimizer).as_written = ""
-    first_step_report.report(base, optimizer, jobs)
+    ours.as_written = ""
+    if first_step_report.SAID not in ours.told:
+        first_step_report.report(base, optimizer, jobs)
     return measured
 
 
@@ -165,7 +168,8 @@ def _validate_traced(
 
 def _check_named(optimizer: Optimizer, jobs: list[Job]) -> None:
     strategies = [Settings.of(group).strategy for group in optimizer.param_groups]
-    strategy_checks.check_names(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
+    if any(not isinstance(strategy, str) for strategy in strategies):
+        strategy_checks.check_names(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
 
 
 @contextmanager
@@ -192,21 +196,23 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     _warn_of_formats(base, optimizer, jobs)
     external_writes.drop_stale(optimizer)
     group_settings.warn_of_changes(base, optimizer, jobs)
-    known = validate.history_of(optimizer).known
-    validate.check(base, optimizer, jobs, take, replay_validation.of_recording, known)
+    validate.check(base, optimizer, jobs, take, replay_validation.of_recording)
     finite = nonfinite.decision(optimizer)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)
         replaced_params.forget(optimizer)
         external_writes.remember_step(optimizer)
-        shared_params.hand_on(optimizer)
-    first_step_report.report(base, optimizer, jobs)
+        if ours.sharing != []:  # None: nobody has looked for others
+            shared_params.hand_on(optimizer)
+    if first_step_report.SAID not in ours.told:
+        first_step_report.report(base, optimizer, jobs)
     return measured
 
 
 def _warn_of_formats(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
     """Warns of states that turn out to need more bits than their formats have, or than the user asked for."""
-    group_settings.warn_of_bytes(optimizer, jobs)
+    if bookkeeping(optimizer).budget is not None:
+        group_settings.warn_of_bytes(optimizer, jobs)
     for job in jobs:
         if job.imprecise:
             strategy_checks.warn_imprecise(

@@ -37,11 +37,9 @@ log = logging.getLogger("collage_neuron")
 
 def report(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     """Writes the line once after compiling."""
-    told = bookkeeping(optimizer).told
-    if SAID in told or not jobs:
-        return
-    told.add(SAID)
-    if says(optimizer):
+    if jobs:
+        bookkeeping(optimizer).told.add(SAID)
+    if jobs and says(optimizer):
         say(line_of(base, optimizer, jobs))
 
 
@@ -130,7 +128,7 @@ def hint_at_source(base: type[Optimizer], optimizer: Optimizer) -> None:
     Not of a compiled class: libraries that take one need a bf16 model.
     """
     ours = bookkeeping(optimizer)
-    if not ours.compiled_with or HINTED in ours.told or not _starts_from_high_words(optimizer):
+    if HINTED in ours.told or not _starts_from_high_words(optimizer):
         return
     ours.told.add(HINTED)
     if says(optimizer):

@@ -46,10 +46,9 @@ class Left(NamedTuple):
 
 
 def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
-    """Sees to it, once, that low words stay with the parameters when the optimizer goes."""
-    if ours.leaving is None:
-        ours.leaving = weakref.finalize(optimizer, _leave, ours.formats, ours.marks)
-        ours.leaving.atexit = False
+    """Sees to it that low words stay with the parameters when the optimizer goes."""
+    ours.leaving = weakref.finalize(optimizer, _leave, ours.formats, ours.marks)
+    ours.leaving.atexit = False
 
 
 def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> None:

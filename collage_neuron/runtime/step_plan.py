@@ -173,7 +173,11 @@ def job_of(
 def _backend_of(settings: Settings, p: torch.Tensor, seen: step_inventory.Seen | None) -> Backend:
     def sound() -> Backend:
         backend = choose(settings.backend, p.device)
-        require_sound(backend, p.device, settings.strategy)
+        probe = partial(require_sound, backend, p.device, settings.strategy)
+        if seen is None:
+            probe()
+        else:
+            seen.structure.once(("sound", backend, p.device, settings, named(settings)), probe)
         return backend
 
     return step_inventory.once_a_step(seen, ("backend", settings, p.device), sound)

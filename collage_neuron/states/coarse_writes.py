@@ -119,6 +119,8 @@ def sample_after_step(book: Bookkeeping, params: Iterable[torch.Tensor]) -> None
         book.samples |= dict.fromkeys(filter(_is_sampled, params), torch.empty(0, dtype=torch.float32, device="cpu"))
     elif book.steps == 2:
         book.samples = {p: x for p, x in book.samples.items() if not x.numel()}  # `check_writes` emptied those written
+    if not book.samples:
+        return
     for alike, rows in _in_rows({p: sample(p) for p in book.samples}):
         book.samples.update(zip(alike, rows.unbind(), strict=True))
 

@@ -82,15 +82,17 @@ def check(
     jobs: Sequence[Job],
     take: Take,
     again: Callable[[Job], Again],
-    known: set[Any],
+    known: set[Any] | None = None,
 ) -> None:
     """Validates the step that `jobs` are about to take, if that is due, or one of their updates is not `known`.
+
+    These are those of the optimizer's history, unless others are given.
 
     Raises:
         TranslationError: a value is further off than rounding explains; nothing has been changed.
     """
     history = history_of(optimizer)
-    steps = history.steps + 1
+    steps, known = history.steps + 1, history.known if known is None else known
     is_new = not known.issuperset(map(_launched_by, jobs))
     if (is_new or is_due(steps)) and not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # there every result is zero
         for job in list(chosen(jobs, steps, lambda job: _launched_by(job) not in known)):
