@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -28,6 +27,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from collage_neuron import torch_privates
+from collage_neuron.errors import warn_user
 from collage_neuron.states.sharding import local
 
 CHOICES = ("auto", "keep", "cast")
@@ -159,12 +159,11 @@ def check_buffers(model: torch.nn.Module, choice: str, named: AbstractSet[torch.
     cast = {name: t for name, t in model.named_buffers() if t.dtype == torch.float32 and t not in stay}
     lost = {name: loss for name, t in cast.items() if (loss := _loss(t))}
     if lost:
-        warnings.warn(
+        warn_user(
             f"compile casts buffers to bfloat16, which cannot hold their values: {'; '.join(_lines(lost))}. Pass "
             "buffers='keep' to leave every buffer in fp32 (it then must not widen bf16 activations), or "
             "buffers='cast' to cast without this warning",
             RoundedBuffers,
-            stacklevel=3,
         )
 
 

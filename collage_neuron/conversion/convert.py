@@ -16,7 +16,7 @@ from collage_neuron.conversion.budget import within
 from collage_neuron.eager import rejections
 from collage_neuron.eager.commit import formats_as_written
 from collage_neuron.eager.step import check_sound
-from collage_neuron.errors import StrategyChanged, UnknownUpdate, UnsupportedUpdate, naming
+from collage_neuron.errors import StrategyChanged, UnknownUpdate, UnsupportedUpdate, naming, warn_user
 from collage_neuron.numerics.formats import FORMATS, Format, format_named
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step_report, group_settings, low_word_handover
@@ -214,7 +214,7 @@ def _tell_of_change(
         _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
         change = describe_change(optimizer, i, group["params"], old, new)
         if change:
-            warnings.warn(change, StrategyChanged, stacklevel=5)
+            warn_user(change, StrategyChanged)
 
 
 def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:

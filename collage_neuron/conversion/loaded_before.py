@@ -6,13 +6,13 @@ Compiling afterwards gives the same bits as loading into the compiled optimizer,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import load_checks
 from collage_neuron.settings import Settings
@@ -60,12 +60,11 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
             load_checks.warn_of_settings(i, asked, own)
     shares = [_out_of_date(optimizer, p) for p in split_params(optimizer.state) if p.dtype == torch.float32]
     if any(shares):
-        warnings.warn(
+        warn_user(
             f"this {type(optimizer).__name__} loaded the checkpoint of a compiled run and was not compiled: torch "
             "trained on with the high words of weights and states alone (weights have changed in "
             f"{100 * max(shares):.2g} % of the elements of a parameter). Training continues from these weights; to "
             "resume from the checkpoint, compile first, and load after that",
-            stacklevel=6,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -144,7 +143,7 @@ class Compiled(Optimizer):
         (StepInterrupted) it warns: what is saved may be half written, and loading it would not tell.
         """
         if bookkeeping(self).interrupted:
-            warnings.warn(f"this state_dict may be half written: {bookkeeping(self).interrupted}", stacklevel=2)
+            warn_user(f"this state_dict may be half written: {bookkeeping(self).interrupted}")
         replaced_params.follow(self)
         external_writes.restore_words(self)
         external_writes.check_codes(self)
@@ -221,7 +220,6 @@ def _warn_of_step(cls: type, step: Any) -> None:
         warn_user(
             f"{cls.__name__}.step() does not call super().step(), and updates the high words of weights alone, in pure "
             f"bf16: derive {cls.__name__} from the plain class, and compile it: collage_neuron.compile({cls.__name__})",
-            UserWarning,
         )
 
 

@@ -8,7 +8,6 @@ is the same in two steps: code that warms up by hand sets another one in each.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -74,7 +73,6 @@ def warn_of_bytes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
                 f"the strategy {ours.budgeted!r} was chosen by bytes={ours.budget}, and this step of "
                 f"{type(optimizer).__name__} needs {size} bytes per parameter: a number of its group has changed, or "
                 "it has more states than when it was compiled; compile(optimizer, bytes=...) chooses again",
-                UserWarning,
             )
             return
 
@@ -109,7 +107,7 @@ def _warn_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any) -
     old, new = map(job.formats_under, (settings, job.settings))
     params = [p for p in job.group["params"] if p.dtype == torch.bfloat16]
     if params and (told := describe_change(optimizer, index, params, old, new)):
-        warnings.warn(told, StrategyChanged, stacklevel=6)
+        warn_user(told, StrategyChanged)
 
 
 # --- what a change of strategy gains and loses ------------------------------------------------------------------------

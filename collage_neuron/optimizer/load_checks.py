@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
@@ -148,12 +148,11 @@ def settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[
 def warn_of_settings(index: int, own: Settings, loaded: Settings) -> None:
     """Warns if a checkpoint brought another strategy or arithmetic than the optimizer was, or is, compiled for."""
     if (loaded.strategy, loaded.arithmetic) != (own.strategy, own.arithmetic):
-        warnings.warn(
+        warn_user(
             f"param_groups[{index}] was compiled for strategy {own.strategy!r}, arithmetic {own.arithmetic!r} and goes "
             f"on with those of the checkpoint, {loaded.strategy!r} and {loaded.arithmetic!r}, as torch does with "
             f"every setting of a group. To switch: collage_neuron.compile(optimizer, strategy={own.strategy!r}, "
             f"arithmetic={own.arithmetic!r}) after loading",
-            stacklevel=5,
         )
 
 

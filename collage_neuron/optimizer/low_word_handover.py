@@ -10,7 +10,6 @@ Parameters that were frozen when `compile` rounded their model have lost theirs,
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -114,7 +113,6 @@ def _warn_of_fp32(params: Iterable[torch.Tensor]) -> None:
             "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
             "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
             "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo",
-            UserWarning,
         )
 
 
@@ -126,7 +124,7 @@ def warn_of_rounded(params: Iterable[torch.Tensor], index: int) -> None:
         names.difference_update(gone)
         if gone:
             others = f" and {len(gone) - 1} other parameters" if len(gone) > 1 else ""
-            warnings.warn(
+            warn_user(
                 f"param_groups[{index}] has {gone[0]!r}{others} of a {type(model).__name__}, which were frozen when "
                 "collage_neuron.compile rounded them to bf16: they are trained from the rounded values, and their low "
                 "words start at zero. To start from the fp32 values, write them from the fp32 checkpoint, by "
@@ -134,5 +132,4 @@ def warn_of_rounded(params: Iterable[torch.Tensor], index: int) -> None:
                 "the fp32 values of frozen parameters (4 bytes each) until an optimizer has them; or name the "
                 "parameters in keep_fp32",
                 RoundedWeights,
-                stacklevel=4,
             )

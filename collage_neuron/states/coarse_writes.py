@@ -22,7 +22,6 @@ second for half a million), and watched for WATCHED steps if there are any; othe
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import RoundedAverage
+from collage_neuron.errors import RoundedAverage, warn_user
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.live_objects import copies_of_models
 from collage_neuron.states.sharding import local, version
@@ -101,12 +100,11 @@ def _warn(optimizer: Optimizer, what: str, due: bool) -> None:
     if due:
         book.told_of_writes = True
         book.samples.clear()
-        warnings.warn(
+        warn_user(
             f"parameters of this {type(optimizer).__name__} are written between steps: what is written into the "
             f"parameter itself is rounded to bf16, 8 significant bits{what}. Code around the optimizer (Lookahead, "
             "decay in a loop, averages, projections) should read with collage_neuron.exact_value and write with "
             "collage_neuron.set_exact_value; a decay may be the group's weight_decay instead",
-            stacklevel=7,
         )
 
 
@@ -198,14 +196,13 @@ def _is_told(c: Copy) -> bool:
     if c.averaged < 2:
         return False
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in copy.parameters() if p.is_floating_point()})
-    warnings.warn(
+    warn_user(
         f"a copy of this {type(model).__name__} ({' and '.join(dtypes)}) is averaged beside training: it is made of "
         "the high words, without the low words that the compiled optimizer keeps, and a copy in bf16 rounds most of "
         "what is added away. Use collage_neuron.AveragedModel(model, optimizer, decay=...), or the callbacks "
         "collage_neuron.trainers.lightning_average and hugging_face_average. If it averages exact values, or "
         "is no average, filter this warning (collage_neuron.RoundedAverage)",
         RoundedAverage,
-        stacklevel=8,
     )
     return True
 

@@ -34,13 +34,13 @@ Writes are noticed by cheap signs: a parameter's version counter and address, a 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.states import coarse_writes, fitting_words, format_record, step_inventory
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
@@ -172,11 +172,10 @@ def drop_stale(optimizer: Optimizer) -> None:
         default=0.0,
     )
     if mismatched:
-        warnings.warn(
+        warn_user(
             f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
             "of a parameter) and were dropped there: load the model's state from the same checkpoint as the "
             "optimizer's",
-            stacklevel=4,
         )
 
 

@@ -15,7 +15,6 @@ rounds back.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, compress
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnsupportedUpdate, warn_user
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping
@@ -150,11 +149,10 @@ def _warn(optimizer: Optimizer, places: Iterable[Place]) -> None:
     ended = [(float(s[k]), k, s[k].dtype) for s, k in places if float(s[k]) >= ENDS[s[k].dtype]]
     if ended:
         value, key, dtype = max(ended, key=lambda of: of[0])
-        warnings.warn(
+        warn_user(
             f"the state {key!r} of {len(ended)} parameters of this {type(optimizer).__name__} was kept in {dtype}, "
             f"which cannot count beyond {ENDS[dtype]:g}, and is {value:g}: it counts in float32 from here on. If more "
             f"steps than that were taken, set optimizer.state[p][{key!r}] of each parameter to their number",
-            stacklevel=3,
         )
 
 

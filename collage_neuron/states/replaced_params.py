@@ -7,13 +7,13 @@ step, a new parameter takes over the low words of the one that it replaces.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container, Iterable, Sequence
 from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.states import external_writes, reduced_states, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.inner_optimizers import inner_of
@@ -105,8 +105,7 @@ _dtype = attrgetter("dtype")
 
 
 def _warn_of_rounding(where: object) -> None:
-    warnings.warn(
+    warn_user(
         f"{where} was left in float32 by compile, and is bfloat16 now, as others may be: model.to(torch.bfloat16) or "
         "model.bfloat16() has rounded it, and its low word starts at zero. Leave that call out after compile",
-        stacklevel=5,
     )

@@ -21,7 +21,6 @@ Steps, and decays of weights, that the format of the parameters loses are warned
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +60,7 @@ def check_names_as_written(optimizer: Optimizer, shown: Mapping[torch.Tensor, Co
             raise ValueError(text)
         if any(p.grad is not None for p in params):
             said = f"{text}. Some parameters had no gradient so far: if none of them has it, it is misspelt"
-            warnings.warn(said, stacklevel=2)
+            warn_user(said)
             bookkeeping(optimizer).named.add(names)
 
 
@@ -138,7 +137,7 @@ def warn_imprecise(
     new = sorted(name for name in imprecise - warned if formats[name].name != "fp32")
     if new:
         warned.update(new)
-        warnings.warn(_imprecise_sentence(base, new, graph, settings, formats), ImpreciseState, stacklevel=2)
+        warn_user(_imprecise_sentence(base, new, graph, settings, formats), ImpreciseState)
 
 
 def warn_stuck(

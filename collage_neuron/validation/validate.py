@@ -8,7 +8,6 @@ the formats and the arithmetic round, the step is not taken.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import BUILT_IN, format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES
@@ -214,11 +214,10 @@ def _warn_of_still(found: Found, history: History) -> None:
         if count >= FEW and still >= STILL * count:
             history.told.add(name)
             tried = found.taken.grad.numel()
-            warnings.warn(
+            warn_user(
                 f"the state {name!r} of {found.base.__name__} stands still: of {tried} elements that were "
                 f"tried fp32 would change {count}, and in {fmt.name} {still} of these stay as they are, since "
                 "they move by less than half an ulp in a step. Keep it wider: strategy='full', or a mapping such as "
                 f"{{'param': 'bf16x2', {name!r}: 'bf16x2'}}",
                 StandsStill,
-                stacklevel=5,
             )
