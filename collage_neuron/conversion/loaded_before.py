@@ -64,7 +64,7 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
             f"this {type(optimizer).__name__} loaded the checkpoint of a compiled run and was not compiled: torch "
             "trained on with the high words of weights and states alone (weights have changed in "
             f"{100 * max(shares):.2g} % of the elements of a parameter). Training continues from these weights; to "
-            "resume from the checkpoint, compile first, and load after that",
+            "resume from the checkpoint, compile first, and load after that"
         )
 
 

@@ -219,7 +219,7 @@ def _warn_of_step(cls: type, step: Any) -> None:
     if step is not None and "__class__" not in getattr(getattr(step, "__code__", None), "co_freevars", ()):
         warn_user(
             f"{cls.__name__}.step() does not call super().step(), and updates the high words of weights alone, in pure "
-            f"bf16: derive {cls.__name__} from the plain class, and compile it: collage_neuron.compile({cls.__name__})",
+            f"bf16: derive {cls.__name__} from the plain class, and compile it: collage_neuron.compile({cls.__name__})"
         )
 
 

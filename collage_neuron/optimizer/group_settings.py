@@ -72,7 +72,7 @@ def warn_of_bytes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
             warn_user(
                 f"the strategy {ours.budgeted!r} was chosen by bytes={ours.budget}, and this step of "
                 f"{type(optimizer).__name__} needs {size} bytes per parameter: a number of its group has changed, or "
-                "it has more states than when it was compiled; compile(optimizer, bytes=...) chooses again",
+                "it has more states than when it was compiled; compile(optimizer, bytes=...) chooses again"
             )
             return
 

@@ -152,7 +152,7 @@ def warn_of_settings(index: int, own: Settings, loaded: Settings) -> None:
             f"param_groups[{index}] was compiled for strategy {own.strategy!r}, arithmetic {own.arithmetic!r} and goes "
             f"on with those of the checkpoint, {loaded.strategy!r} and {loaded.arithmetic!r}, as torch does with "
             f"every setting of a group. To switch: collage_neuron.compile(optimizer, strategy={own.strategy!r}, "
-            f"arithmetic={own.arithmetic!r}) after loading",
+            f"arithmetic={own.arithmetic!r}) after loading"
         )
 
 

@@ -112,7 +112,7 @@ def _warn_of_fp32(params: Iterable[torch.Tensor]) -> None:
         warn_user(
             "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
             "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
-            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo",
+            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo"
         )
 
 

@@ -104,7 +104,7 @@ def _warn(optimizer: Optimizer, what: str, due: bool) -> None:
             f"parameters of this {type(optimizer).__name__} are written between steps: what is written into the "
             f"parameter itself is rounded to bf16, 8 significant bits{what}. Code around the optimizer (Lookahead, "
             "decay in a loop, averages, projections) should read with collage_neuron.exact_value and write with "
-            "collage_neuron.set_exact_value; a decay may be the group's weight_decay instead",
+            "collage_neuron.set_exact_value; a decay may be the group's weight_decay instead"
         )
 
 

@@ -175,7 +175,7 @@ def drop_stale(optimizer: Optimizer) -> None:
         warn_user(
             f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
             "of a parameter) and were dropped there: load the model's state from the same checkpoint as the "
-            "optimizer's",
+            "optimizer's"
         )
 
 

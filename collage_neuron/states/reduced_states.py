@@ -152,7 +152,7 @@ def _warn(optimizer: Optimizer, places: Iterable[Place]) -> None:
         warn_user(
             f"the state {key!r} of {len(ended)} parameters of this {type(optimizer).__name__} was kept in {dtype}, "
             f"which cannot count beyond {ENDS[dtype]:g}, and is {value:g}: it counts in float32 from here on. If more "
-            f"steps than that were taken, set optimizer.state[p][{key!r}] of each parameter to their number",
+            f"steps than that were taken, set optimizer.state[p][{key!r}] of each parameter to their number"
         )
 
 

@@ -107,5 +107,5 @@ _dtype = attrgetter("dtype")
 def _warn_of_rounding(where: object) -> None:
     warn_user(
         f"{where} was left in float32 by compile, and is bfloat16 now, as others may be: model.to(torch.bfloat16) or "
-        "model.bfloat16() has rounded it, and its low word starts at zero. Leave that call out after compile",
+        "model.bfloat16() has rounded it, and its low word starts at zero. Leave that call out after compile"
     )
