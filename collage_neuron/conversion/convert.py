@@ -117,7 +117,9 @@ def _compile(
         group.update(own.as_group())
         group.pop(UNSUPPORTED, None)
         for p in group["params"]:
-            formats = of_group if recording is not None else _as_written(optimizer, p, own)
+            formats = of_group
+            if recording is None:  # its steps run as written
+                formats = formats_as_written(own, p, optimizer.state.get(p, {}), record_of(optimizer, p))
             _adopt(optimizer, p, dict.fromkeys(formats, FP32) if stays.get(p) else formats, compiled)
     params = params_of(optimizer)
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
@@ -154,11 +156,6 @@ def _tell(
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
             strategy_checks.Group(optimizer, i, own, compiled_class(base, settings)).check(moved, recording)
-
-
-def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:
-    """The formats of a parameter of an optimizer whose steps run as written, and of the states that it has."""
-    return formats_as_written(settings, p, optimizer.state.get(p, {}), record_of(optimizer, p))
 
 
 def _chosen(optimizer: Optimizer, settings: Settings) -> list[Settings]:

@@ -128,7 +128,8 @@ class Compiled(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; it takes the optimizer's strategy unless it names its own (`collage_strategy`, ...)."""
         param_group.pop(UNSUPPORTED, None)
-        param_group.update(filled(param_group, self._settings_for_new_groups()))
+        own = vars(self).get("_collage_defaults") or {key: self.defaults[key] for key in KEYS if key in self.defaults}
+        param_group.update(filled(param_group, own))
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
         if bookkeeping(self).presented is None:
@@ -208,11 +209,6 @@ class Compiled(Optimizer):
             raise TypeError(
                 f"{name} takes no argument {wrong[0]!r}, got {wrong[0]}={implied[wrong[0]]!r}; leave it out"
             )
-
-    def _settings_for_new_groups(self) -> dict[str, Any]:
-        if "_collage_defaults" in self.__dict__:
-            return self._collage_defaults
-        return {key: self.defaults[key] for key in KEYS if key in self.defaults}
 
 
 def _warn_of_step(cls: type, step: Any) -> None:

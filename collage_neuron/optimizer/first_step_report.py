@@ -147,11 +147,10 @@ def _starts_from_high_words(optimizer: Optimizer) -> bool:
     trained = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not trained or split_params(optimizer.state) or any(is_flattened(p) for p, _ in trained):
         return False
-    return all(p.dtype == torch.bfloat16 and _is_split(group, p) for p, group in trained)
-
-
-def _is_split(group: dict[str, Any], p: torch.Tensor) -> bool:
-    return len(param_format(Settings.of(group).strategy, p.dtype).components) > 1
+    return all(
+        p.dtype == torch.bfloat16 and len(param_format(Settings.of(group).strategy, p.dtype).components) > 1
+        for p, group in trained
+    )
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

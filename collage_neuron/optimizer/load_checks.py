@@ -33,7 +33,7 @@ def check_keys(saved: Saved) -> None:
             raise refused(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
 
 
-def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[], bool] = lambda: False) -> None:
+def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[], bool]) -> None:
     """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`.
 
     One whose steps run as written may keep anything in a state.
@@ -52,10 +52,7 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[]
             )
         format_record.check_saved(group, i)
         params |= zip(group["params"], mine["params"], strict=True)
-    as_written = runs_as_written()
-    for index, state in saved["state"].items():
-        if as_written:
-            continue
+    for index, state in () if runs_as_written() else saved["state"].items():
         if index not in params:
             raise refused(f"state[{index!r}] belongs to none of its param_groups")
         _check_state(params[index], index, state, bookkeeping(optimizer))

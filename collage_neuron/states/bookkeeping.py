@@ -7,22 +7,24 @@ where their keys do not determine them (`settings.FORMATS_KEPT`).
 
 Its marks say how parameters with low words, and states with such words, were when those words were found to be theirs.
 The further words of parameters are noted with them: code may clear the states in which they are (`restore_words`).
-After a step of which the structure is known (`step_inventory`), the marks are lists, one for all parameters, which the
-next step compares as a whole. They become dictionaries, by parameter, where something asks for those or has changed.
+After a step the marks are lists, one for all parameters, which the next step compares as a whole if its structure is
+that of the last one (`step_inventory`). They become dictionaries, by parameter, where something asks for those or has
+changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.states.sharding import ORDINARY, local
+from collage_neuron.states.sharding import ORDINARY, local, version
 
 Mark = tuple[int, int]
 
@@ -53,17 +55,21 @@ class _Columns(NamedTuple):
     """The marks of all that is in a `Split`, in its order."""
 
     split: Split
-    versions: list[int]
-    addresses: list[int]
+    params: list[Mark]
     highs: list[torch.Tensor]
     high_versions: list[int]
     words: list[torch.Tensor]
 
 
-def _columns(split: Split, highs: list[torch.Tensor], words: list[torch.Tensor]) -> _Columns:
-    """The marks as they are now; all tensors are of torch's own types."""
-    versions, addresses = map(torch_privates.version, split.params), map(torch.Tensor.data_ptr, split.params)
-    return _Columns(split, [*versions], [*addresses], highs, [*map(torch_privates.version, highs)], words)
+def _columns(split: Split, states: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, str]] = ()) -> _Columns:
+    """The marks as they are now, and the further words in these places."""
+    params, highs = split.params, [states[i][name] for i, name in split.highs]
+    if ORDINARY.issuperset(map(type, chain(params, highs))):  # one call for all
+        marks = [*zip(map(torch_privates.version, params), map(torch.Tensor.data_ptr, params), strict=True)]
+        versions = [*map(torch_privates.version, highs)]
+    else:
+        marks, versions = [*map(mark_of, params)], [*map(version, highs)]
+    return _Columns(split, marks, highs, versions, [states[i][key] for i, key in words])
 
 
 class Marks:
@@ -98,32 +104,31 @@ class Marks:
         found = [high for names in self._states.values() for high, _ in names.values()]
         return set(map(id, found if self._all is None else self._all.highs))
 
-    def mark_all(self, split: Split, highs: list[torch.Tensor], words: list[torch.Tensor]) -> None:
-        """Marks everything in `split`, of which `highs` are the states, and nothing else, after a step."""
+    def mark_all(self, split: Split, states: Sequence[Mapping[str, Any]]) -> None:
+        """Marks everything in `split`, which is of these states, and nothing else, after a step."""
         for of_param in (self._params, self._states, self._words):
             of_param.clear()
-        self._all = _columns(split, highs, words)
+        self._all = _columns(split, states, split.words)
 
-    def are_those_of(self, split: Split, highs: list[torch.Tensor]) -> bool:
+    def are_those_of(self, split: Split, states: Sequence[Mapping[str, Any]]) -> bool:
         """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
         noted = self._all
         if noted is None or noted.split is not split:
             return False
-        now = _columns(split, highs, [])
+        now = _columns(split, states)
         # Tensors are compared by identity: == of lists would compare the values of those that differ.
         same = [*map(id, now.highs)] == [*map(id, noted.highs)]
-        return same and (now[1:3], now.high_versions) == (noted[1:3], noted.high_versions)
+        return same and now.params == noted.params and now.high_versions == noted.high_versions
 
     def _spread(self) -> None:
         """Makes dictionaries of lists."""
         if self._all is None:
             return
         noted, self._all = self._all, None
-        marks = zip(noted.versions, noted.addresses, strict=True)
-        self._params.update({p: (STEPPED, mark) for p, mark in zip(noted.split.params, marks, strict=True)})
+        self._params.update({p: (STEPPED, mark) for p, mark in zip(noted.split.params, noted.params, strict=True)})
         owners = noted.split.owners
-        for (i, name), high, version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
-            self._states.setdefault(owners[i], {})[name] = high, version
+        for (i, name), high, its_version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
+            self._states.setdefault(owners[i], {})[name] = high, its_version
         for (i, key), word in zip(noted.split.words, noted.words, strict=True):
             self._words.setdefault(owners[i], {})[key] = word
 
@@ -233,14 +238,6 @@ class Bookkeeping:
     """During a step, a `step_inventory.Seen`."""
     structure: Any = None
     """What the last step found, a `step_inventory.Structure`. A copy looks anew."""
-
-    def mark(self, params: Iterable[torch.Tensor], what: str) -> None:
-        """Marks parameters as they are now; `what` happened to them last."""
-        self.marks.params.update({p: (what, mark_of(p)) for p in params})
-
-    def moved(self) -> dict[torch.Tensor, str]:
-        """The parameters that were written since they were marked, and what had happened to them before."""
-        return {p: what for p, (what, mark) in self.marks.params.items() if mark != mark_of(p)}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since.

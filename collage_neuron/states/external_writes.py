@@ -34,7 +34,8 @@ Writes are noticed by cheap signs: a parameter's version counter and address, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,31 +97,28 @@ def remember_step(optimizer: Optimizer) -> None:
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     book.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
     if in_step is None:
-        words = split_words(optimizer.state)
-        book.marks.params.clear()
-        book.mark(words, STEPPED)
-        remember_states(optimizer)
-        book.marks.words.clear()
-        book.marks.words.update(words)
-        coarse_writes.sample_after_step(book, words)
+        owners = [p for p in optimizer.state if isinstance(p, torch.Tensor)]
+        states = [optimizer.state[p] for p in owners]
+        split = _look_for_low_words(owners, states)
     else:
-        split = _split(in_step)
-        book.marks.mark_all(split, in_step.at(split.highs), in_step.at(split.words))
-        coarse_writes.sample_after_step(book, split.params)
+        split, states = _split(in_step), in_step.states
+    book.marks.mark_all(split, states)
+    coarse_writes.sample_after_step(book, split.params)
 
 
 def _split(in_step: step_inventory.Seen) -> Split:
     """Where there are low words."""
-    found: Split = in_step.structure.once("low words", lambda: _look_for_low_words(in_step))
+    look = partial(_look_for_low_words, in_step.owners, in_step.states)
+    found: Split = in_step.structure.once("low words", look)
     return found
 
 
-def _look_for_low_words(in_step: step_inventory.Seen) -> Split:
-    names = [*enumerate(map(names_in, in_step.states))]
+def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]) -> Split:
+    names = [*enumerate(map(names_in, states))]
     watched = [(i, name) for i, of_state in names for name in of_state.watched]
-    highs = [(i, name) for i, name in watched if isinstance(in_step.states[i][name], torch.Tensor)]
+    highs = [(i, name) for i, name in watched if isinstance(states[i][name], torch.Tensor)]
     words = [(i, key) for i, of_state in names for key in of_state.words]
-    return Split(in_step.owners, [in_step.owners[i] for i, of_state in names if of_state.words], highs, words)
+    return Split(owners, [owners[i] for i, of_state in names if of_state.words], highs, words)
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -151,7 +149,7 @@ def drop_stale(optimizer: Optimizer) -> None:
         ValueError: codes were written; nothing was changed.
     """
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
-    if in_step is not None and book.marks.are_those_of(in_split := _split(in_step), in_step.at(in_split.highs)):
+    if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.states):
         return  # states are not cleared either: the low words are where the last step left them
     _drop_stale_of_states(optimizer)
     restore_words(optimizer)
@@ -205,7 +203,7 @@ def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     known = what != LOADED and _is_known(book, p)
     if (what == FRESH and _is_replica(p)) or (what == STEPPED and known and _brought_others(book)):
         return torch.ones(p.shape, dtype=torch.bool, device="cpu")
-    return torch.ne(*_bits(book, p)) if known else ~belongs(optimizer, p)
+    return torch.ne(*_bits(book, p)) if known else ~fitting_words.belongs(optimizer, p)
 
 
 def _bits(book: Bookkeeping, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,12 +227,7 @@ def _brought_others(book: Bookkeeping) -> bool:
 
 def _written(book: Bookkeeping) -> dict[torch.Tensor, str]:
     """Parameters whose low words may not be theirs, and what happened last to them."""
-    return book.moved() | {p: what for p, (what, _) in book.marks.params.items() if what == LOADED}
-
-
-def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
-    """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
-    return fitting_words.belongs(p, optimizer.state[p], name, record_of(optimizer, p))
+    return {p: what for p, (what, mark) in book.marks.params.items() if what == LOADED or mark != mark_of(p)}
 
 
 def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Format:
@@ -309,7 +302,7 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
         for key in fmt.keys(name)[1:]:  # the first word may have been exchanged for one of another shape
             if state[key].shape != state[name].shape and state[key].numel() == state[name].numel():
                 state[key] = state[key].reshape(state[name].shape)
-        stale = ~belongs(optimizer, p, name)
+        stale = ~fitting_words.belongs(optimizer, p, name)
         if stale.any():
             fitting_words.reset_where(p, state, name, fmt, stale)
     if written:

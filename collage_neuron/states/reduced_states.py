@@ -135,13 +135,8 @@ def widen_counts(optimizer: Optimizer) -> bool:
 
 
 def _places(optimizer: Optimizer) -> list[Place]:
-    return [(state, key) for p, state in optimizer.state.items() for key in _narrow(p, state)]
-
-
-def _narrow(p: Any, state: Any) -> Iterable[str]:
-    if not isinstance(p, torch.Tensor) or not p.dim() or not isinstance(state, Mapping):
-        return ()
-    return [k for k, v in state.items() if isinstance(v, torch.Tensor) and not v.dim() and v.dtype in ENDS]
+    states = [x for p, x in optimizer.state.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, Mapping)]
+    return [(x, k) for x in states for k, v in x.items() if isinstance(v, Tensor) and not v.dim() and v.dtype in ENDS]
 
 
 def _warn(optimizer: Optimizer, places: Iterable[Place]) -> None:

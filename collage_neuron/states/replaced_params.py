@@ -73,7 +73,11 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
     for p, where in zip(params, places, strict=True):
         check_converted([p], [where], book.narrow)
         if p.dtype == torch.bfloat16 and p in book.fp32:
-            _warn_of_rounding(where)
+            warn_user(
+                f"{where} was left in float32 by compile, and is bfloat16 now, as others may be: "
+                "model.to(torch.bfloat16) or model.bfloat16() has rounded it, and its low word starts at zero. Leave "
+                "that call out after compile"
+            )
             book.fp32 = {q for q in book.fp32 if q.dtype == torch.float32}  # one warning for all
         state = optimizer.state.get(p, {})
         for key, value in state.items():
@@ -102,10 +106,3 @@ def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], na
 
 
 _dtype = attrgetter("dtype")
-
-
-def _warn_of_rounding(where: object) -> None:
-    warn_user(
-        f"{where} was left in float32 by compile, and is bfloat16 now, as others may be: model.to(torch.bfloat16) or "
-        "model.bfloat16() has rounded it, and its low word starts at zero. Leave that call out after compile"
-    )

@@ -90,10 +90,6 @@ class Seen:
     answers: dict[Any, Any] = field(default_factory=dict)
     """What holds for this step and is asked for each group, by the question."""
 
-    def at(self, places: Sequence[tuple[int, str]]) -> list[Any]:
-        """What is in the states, by the place of its owner and its key."""
-        return [self.states[i][key] for i, key in places]
-
     def state_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         """The states of `params`; empty ones where there is none."""
         if are_same(params, self.owners):

@@ -135,7 +135,7 @@ def sample_of(
     group = {k: _own(v) for k, v in job.group.items() if k not in (SKIPPED, FORMATS_KEPT)} | {"params": [q]}
     other: Any = object.__new__(own_class(type(optimizer)))
     other.param_groups, other.state, other.defaults = [group], defaultdict(dict), {}
-    other.state[q] = {k: _own(v) for k, v in numbers.items() if not _is_shaped(v)} | dict(tensors)
+    other.state[q] = {k: _own(v) for k, v in numbers.items() if not isinstance(v, ParamShaped)} | dict(tensors)
     record, captured = record_of(other, q), planned.recording.captured
     record.update(record_of(optimizer, job.params[0]))
     for name, fmt in job.update.formats.items():
@@ -144,10 +144,6 @@ def sample_of(
     assert q.grad is not None
     own = replace(job, group=group, params=[q], recording=planned.recording)
     return Sample(other, own, q.grad.to("cpu", copy=True), planned, is_drawn)
-
-
-def _is_shaped(x: object) -> bool:
-    return isinstance(x, ParamShaped)
 
 
 def _own(x: Any) -> Any:

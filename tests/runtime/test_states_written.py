@@ -17,7 +17,7 @@ from torch.optim import Adam, Optimizer
 import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.checkpoint import fp32
-from collage_neuron.states import external_writes
+from collage_neuron.states import external_writes, fitting_words
 from collage_neuron.states.state_keys import names_in
 from collage_neuron.states.store import read_exact
 
@@ -139,7 +139,7 @@ def test_low_words_of_states_are_never_taken_for_strangers(strategy: str, arithm
         p.grad = (size * torch.randn(p.shape, generator=g)).bfloat16()
         optimizer.step()
         for name in names_in(optimizer.state[p]).split:
-            assert external_writes.belongs(optimizer, p, name).all()
+            assert fitting_words.belongs(optimizer, p, name).all()
 
 
 @pytest.mark.parametrize("largest", [3.3e38, 3.395e38, 3.4e38, torch.inf])
