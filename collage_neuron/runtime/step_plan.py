@@ -267,9 +267,8 @@ def named(settings: Settings) -> object:
 
 def signs_of(seen: step_inventory.Seen | None, recording: Recording, settings: Settings) -> object:
     """What the formats depend on of the numbers of a step, and of the one after; the same object for equal patterns."""
-    strategy, later = settings.strategy, recording.following
-    is_named = isinstance(strategy, str)
-    if not (is_named and step_inventory.once_a_step(seen, ("tells roles", strategy), partial(tells_roles, strategy))):
+    later, tells = recording.following, partial(tells_roles, settings.strategy)
+    if not (tells() if seen is None else seen.structure.once(("tells roles", named(settings)), tells)):
         return None
     return _one_object((pattern(recording.slots), later and (later.captured.text, pattern(later.slots))))
 

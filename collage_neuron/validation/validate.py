@@ -199,17 +199,11 @@ def _warn_of_still(found: Found, history: History) -> None:
     strategy = found.taken.job.settings.strategy
     if not isinstance(strategy, str) or digits(format_named(STRATEGIES[strategy].slow)) <= digits(BUILT_IN["bf16"]):
         return
+    told = {"param", *bookkeeping(found.optimizer).told, *history.told}
+    there = found.optimizer.state.get(found.param, {})  # others are made by this step
     for name, fmt in found.taken.job.update.formats.items():
-        if (
-            name == "param"
-            or name in bookkeeping(found.optimizer).told
-            or fmt.draw is not None
-            or digits(fmt) > digits(BUILT_IN["bf16"])
-            or name in history.told
-        ):
+        if name in told or name not in there or fmt.draw is not None or digits(fmt) > digits(BUILT_IN["bf16"]):
             continue
-        if name not in found.optimizer.state.get(found.param, {}):
-            continue  # it is made by this step
         count, still = found.still(name, fmt)
         if count >= FEW and still >= STILL * count:
             history.told.add(name)
