@@ -171,16 +171,19 @@ def job_of(
 
 
 def _backend_of(settings: Settings, p: torch.Tensor, seen: step_inventory.Seen | None) -> Backend:
-    def sound() -> Backend:
-        backend = choose(settings.backend, p.device)
-        probe = partial(require_sound, backend, p.device, settings.strategy)
-        if seen is None:
-            probe()
-        else:
-            seen.structure.once(("sound", backend, p.device, settings, named(settings)), probe)
-        return backend
-
-    return step_inventory.once_a_step(seen, ("backend", settings, p.device), sound)
+    """The backend of a group, chosen once a step; it is probed once for a structure."""
+    key = settings, p.device
+    known: Backend | None = None if seen is None else seen.backends.get(key)
+    if known is not None:
+        return known
+    backend = choose(settings.backend, p.device)
+    probe = partial(require_sound, backend, p.device, settings.strategy)
+    if seen is None:
+        probe()
+    else:
+        seen.structure.once(("sound", backend, p.device, named(settings), repr(settings.strategy)), probe)
+        seen.backends[key] = backend
+    return backend
 
 
 class _Wanted(NamedTuple):
