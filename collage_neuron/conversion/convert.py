@@ -63,28 +63,19 @@ def compile_optimizer(
     Those of a model that was given to `compile` alone get the low words of the fp32 values that were kept.
     """
     waiting = models_of(optimizer)
-    if not waiting:
-        _compile_in_whole(optimizer, settings, stays, budget)
-        return
-    settled = split_params(optimizer.state) | written_in_all_processes()  # the former: by a checkpoint
+    settled = split_params(optimizer.state) | written_in_all_processes() if waiting else set()  # by a checkpoint, DDP
     left = {p: True for model in waiting for name, p in model.named_parameters() if name in models[model].stay}
-    _compile_in_whole(optimizer, settings, left | dict(stays), budget)
-    restore_low_words(optimizer, settled)
-
-
-def _compile_in_whole(
-    optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool], budget: int | None
-) -> None:
-    """Compiles `optimizer`, or raises and leaves it as it was."""
     check_stepper(type(optimizer), optimizer)
     inner_optimizers.check(optimizer)
-    with discarded_on_error(optimizer), inner_optimizers.collected(optimizer):
-        stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays)
+    with discarded_on_error(optimizer), inner_optimizers.collected(optimizer):  # all of it, or none
+        stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | left | dict(stays)
         chosen = _compile(optimizer, settings, stays, budget)
         bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
     continue_from_others(optimizer)
     if bookkeeping(optimizer).leaving is None:
         leave_words(optimizer, bookkeeping(optimizer))
+    if waiting:
+        restore_low_words(optimizer, settled)
 
 
 def _compile(

@@ -135,12 +135,10 @@ def plan_update(
     measured: bool = False,
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
-    p = params[0]
-    _backend_of(
-        Settings.of(group), p, step_inventory.of(optimizer)
-    )  # which may not be sound: before anything is recorded
+    # It may not be sound: this is said before anything is recorded.
+    _backend_of(Settings.of(group), params[0], step_inventory.of(optimizer))
     with naming(base):
-        recording = records(group, p)
+        recording = records(group, params[0])
         if any(map(math.isnan, recording.slots)):  # those of a traced step may be values, of gradients that are NaN
             raise ValueError(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
