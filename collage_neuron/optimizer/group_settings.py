@@ -63,7 +63,7 @@ def warn_of_bytes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     A number of the group has changed, so that a state needs more words, or the step has made another state.
     """
     ours = bookkeeping(optimizer)
-    if BYTES in ours.told:
+    if ours.budget is None or BYTES in ours.told:
         return
     for job in _narrow(jobs):
         size = bytes_of(job.update.formats) + torch.bfloat16.itemsize  # its gradient's

@@ -36,7 +36,7 @@ from collage_neuron.states import external_writes, format_record, reduced_states
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import like
-from collage_neuron.states.state_keys import is_component, split_params, split_words, suffixes
+from collage_neuron.states.state_keys import is_component, split_params, split_words, words_of
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle
 from collage_neuron.states.visible_states import buckets
 from collage_neuron.trace import dry_run
@@ -121,7 +121,7 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
     split, kept = split_params(optimizer.state), set()
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         for p in group["params"]:
-            own = {k: v for k, v in before.get(p, {}).items() if k in ["param" + suffix for suffix in suffixes()]}
+            own = words_of(before.get(p, {}))
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
             known = p in bookkeeping(optimizer).param_bits or not external_writes.is_written(optimizer, p)
             if own and not expected and known:

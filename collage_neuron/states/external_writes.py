@@ -97,8 +97,9 @@ def remember_step(optimizer: Optimizer) -> None:
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     book.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
     if in_step is None:
-        owners = [p for p in optimizer.state if isinstance(p, torch.Tensor)]
-        states = [optimizer.state[p] for p in owners]
+        found: Mapping[Any, Any] = optimizer.state
+        owners = [p for p in found if isinstance(p, torch.Tensor)]
+        states = [found[p] for p in owners]
         split = _look_for_low_words(owners, states)
     else:
         split, states = _split(in_step), in_step.states

@@ -15,7 +15,7 @@ rounds back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import chain, compress
 from typing import Any
@@ -119,7 +119,7 @@ def states_of(states: Sequence[Mapping[str, Any]], captured: Captured) -> list[d
 ENDS = {torch.bfloat16: 2.0**8, torch.float16: 2.0**11}
 """By the type of a count, where it stands still."""
 
-Place = tuple[dict[str, Any], str]
+Place = tuple[MutableMapping[str, Any], str]
 """A state and a key in it."""
 
 
@@ -135,7 +135,8 @@ def widen_counts(optimizer: Optimizer) -> bool:
 
 
 def _places(optimizer: Optimizer) -> list[Place]:
-    states = [x for p, x in optimizer.state.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, Mapping)]
+    found: Mapping[Any, Any] = optimizer.state
+    states = [x for p, x in found.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, MutableMapping)]
     return [(x, k) for x in states for k, v in x.items() if isinstance(v, Tensor) and not v.dim() and v.dtype in ENDS]
 
 
