@@ -196,11 +196,17 @@ def is_stored(
     p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format, record: Mapping[str, str] = NO_RECORD
 ) -> bool:
     """Returns True if the value `name` exists with exactly the components of `fmt`."""
-    if any(name + suffix in state and name + suffix not in fmt.keys(name) for suffix in suffixes()):
+    if not _of_other_formats(name, fmt, suffixes()).isdisjoint(state):
         return False
     if not _has_dtypes(p, state, name, fmt):
         return False
     return record.get(name) == fmt.name or fmt.reads_as(kept_format(p, state, name, record))
+
+
+@lru_cache(4096)
+def _of_other_formats(name: str, fmt: Format, endings: frozenset[str]) -> frozenset[str]:
+    """The keys of further words that the value `name` has in other formats alone."""
+    return frozenset(name + suffix for suffix in endings).difference(fmt.keys(name))
 
 
 def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Tensor, record: Record) -> None:
