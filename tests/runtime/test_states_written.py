@@ -221,7 +221,7 @@ def test_states_written_on_xla_are_noticed(xla: torch.device) -> None:
 
 def test_the_words_of_states_are_looked_at_only_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     p, optimizer = trained("full")
-    monkeypatch.setattr(external_writes, "belongs", lambda *_: pytest.fail("looked at the words"))
+    monkeypatch.setattr(fitting_words, "belongs", lambda *_: pytest.fail("looked at the words"))
     train(p, optimizer, range(2))
     optimizer.state[p]["exp_avg_sq"].zero_()
     with pytest.raises(pytest.fail.Exception, match="looked at the words"):
