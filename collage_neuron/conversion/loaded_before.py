@@ -16,7 +16,7 @@ from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import load_checks
 from collage_neuron.settings import Settings
-from collage_neuron.states import fitting_words
+from collage_neuron.states import external_writes
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import split_params, suffixes
@@ -59,7 +59,7 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
         if all(key in group for key in asked.as_group()):
             load_checks.warn_of_settings(i, asked, own)
     wide = [p for p in split_params(optimizer.state) if p.dtype == torch.float32 and p.numel()]
-    shares = [1 - fitting_words.belongs(optimizer, p).double().mean().item() for p in wide]
+    shares = [1 - external_writes.belongs(optimizer, p).double().mean().item() for p in wide]
     if any(shares):
         warn_user(
             f"this {type(optimizer).__name__} loaded the checkpoint of a compiled run and was not compiled: torch "
@@ -78,7 +78,7 @@ def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Forma
     state, record = optimizer.state[p], record_of(optimizer, p)
     if not any(name + suffix in state for suffix in suffixes()):
         return read_exact(p, state, name, record), {}
-    belongs = fitting_words.belongs(optimizer, p, name)
+    belongs = external_writes.belongs(optimizer, p, name)
     tensors = {
         key: local(p.detach() if key == "param" else state[key]).cpu()
         for key in fmt.keys(name)

@@ -204,7 +204,7 @@ def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     known = what != LOADED and _is_known(book, p)
     if (what == FRESH and _is_replica(p)) or (what == STEPPED and known and _brought_others(book)):
         return torch.ones(p.shape, dtype=torch.bool, device="cpu")
-    return torch.ne(*_bits(book, p)) if known else ~fitting_words.belongs(optimizer, p)
+    return torch.ne(*_bits(book, p)) if known else ~belongs(optimizer, p)
 
 
 def _bits(book: Bookkeeping, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,6 +229,11 @@ def _brought_others(book: Bookkeeping) -> bool:
 def _written(book: Bookkeeping) -> dict[torch.Tensor, str]:
     """Parameters whose low words may not be theirs, and what happened last to them."""
     return {p: what for p, (what, mark) in book.marks.params.items() if what == LOADED or mark != mark_of(p)}
+
+
+def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
+    """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
+    return fitting_words.belongs(p, optimizer.state[p], name, record_of(optimizer, p))
 
 
 def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Format:
@@ -303,7 +308,7 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
         for key in fmt.keys(name)[1:]:  # the first word may have been exchanged for one of another shape
             if state[key].shape != state[name].shape and state[key].numel() == state[name].numel():
                 state[key] = state[key].reshape(state[name].shape)
-        stale = ~fitting_words.belongs(optimizer, p, name)
+        stale = ~belongs(optimizer, p, name)
         if stale.any():
             fitting_words.reset_where(p, state, name, fmt, stale)
     if written:

@@ -25,7 +25,6 @@ from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.rewrite.writer import Writer
 from collage_neuron.settings import Settings
 from collage_neuron.states import word_encoding
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import ORDINARY, local
 from collage_neuron.states.store import kept_format
 
@@ -36,13 +35,13 @@ SHORTER = 1 - 2**-8
 LARGEST = torch.finfo(torch.bfloat16).max
 
 
-def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
+def belongs(p: torch.Tensor, states: Mapping[str, Any], name: str, record: Mapping[str, str]) -> torch.Tensor:
     """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
     # On the CPU, where every rounding is a real cast.
-    words_of_name = ((k, v) for k, v in optimizer.state[p].items() if str(k).startswith(name))
-    state = {k: local(v).cpu() for k, v in words_of_name if isinstance(v, torch.Tensor)}
+    words_of_name = {k: v for k, v in states.items() if str(k).startswith(name) and isinstance(v, torch.Tensor)}
+    state = {k: local(v).cpu() for k, v in words_of_name.items()}
     hi = local(p.detach()).cpu() if name == "param" else state[name]
-    fmt = kept_format(hi, state, name, record_of(optimizer, p))
+    fmt = kept_format(hi, state, name, record)
     words = [hi, *(state[key] for key in fmt.keys(name)[1:])]
     fits: torch.Tensor = _fits(fmt, word_encoding.of_each(fmt, words), hi.float())
     return fits

@@ -102,7 +102,7 @@ def test_a_backend_that_cannot_run_here_is_not_asked() -> None:
     with torch.no_grad():
         params[0].mul_(0.5)
     external_writes.drop_stale(optimizer)
-    assert bool(fitting_words.belongs(optimizer, params[0]).all())
+    assert bool(external_writes.belongs(optimizer, params[0]).all())
 
 
 @pytest.mark.parametrize("strategy", ["plus", "fp32", "split433"])
