@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion.budget import check_budget
-from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
-from collage_neuron.conversion.class_check import check_class
-from collage_neuron.conversion.convert import compile_optimizer
-from collage_neuron.conversion.keep_fp32 import Choice, chosen
+from collage_neuron.conversion.budget import check_budget, overridden
+from collage_neuron.conversion.buffers import Choice, check_buffers, check_choice, chosen, kept
+from collage_neuron.conversion.convert import check_class, compile_optimizer
 from collage_neuron.conversion.loaded_weights import watch_models_of
 from collage_neuron.conversion.model_casting import check_model, check_together
-from collage_neuron.conversion.override import overridden
 from collage_neuron.conversion.pending_optimizer import cast_beside, compile_model
 from collage_neuron.errors import warn_user
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
@@ -151,7 +148,7 @@ def compile(
 
     Raises:
         TypeError: a trained parameter that is neither bfloat16 nor float32; a target of another kind.
-        ValueError: unknown settings; `buffers` or `keep_fp32` without a model; an entry of `keep_fp32` that matches no
+        ValueError: unknown settings; `buffers` or `buffers` without a model; an entry of `buffers` that matches no
             parameter; `bytes` beside `strategy`, or fewer than any strategy needs; ``differentiable=True``; mixed
             devices; a learning rate that is not finite; an optimizer that holds no parameter of the model; fp32
             parameters held by a wrapper that keeps copies of them; `matmul` without a model, or of a model whose

@@ -36,7 +36,7 @@ def pointing_at(place: object | None) -> Iterator[None]:
         raise type(error)(f"{error} (at {place})") from error.__cause__
 
 
-def warn_user(message: str, category: type[Warning]) -> None:
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the program that called us, however deep in our code, or torch's, the reason is found."""
     frame: FrameType | None = sys._getframe(1)
     level = 2

@@ -28,8 +28,7 @@ from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
 from collage_neuron.optimizer.compiled import Compiled
 from collage_neuron.runtime.nonfinite import skipped_steps
-from collage_neuron.states.strategy_checks import ImpreciseState
-from collage_neuron.states.update_underflow import SmallSteps
+from collage_neuron.states.strategy_checks import ImpreciseState, SmallSteps
 from collage_neuron.validation.validate import StandsStill
 
 __all__ = [

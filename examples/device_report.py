@@ -28,7 +28,7 @@ import device_steps
 
 import collage_neuron
 from collage_neuron.cli import doctor
-from collage_neuron.conversion.override import VARIABLE
+from collage_neuron.conversion.budget import VARIABLE
 from collage_neuron.passes.backends import torch_neuron
 
 Json = dict[str, Any]

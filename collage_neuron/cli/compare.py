@@ -18,7 +18,7 @@ from collage_neuron.api import compile
 from collage_neuron.cli import builtin_gpt, user_script
 from collage_neuron.cli.compare_results import ALONE, UNCOMPILED, Run, figure_page, remarks, table
 from collage_neuron.cli.user_script import Made, ScriptFailed
-from collage_neuron.conversion.override import VARIABLE
+from collage_neuron.conversion.budget import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.explanation import bytes_per_parameter
 from collage_neuron.monitoring.monitor import monitor

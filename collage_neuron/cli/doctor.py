@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 
 from collage_neuron._version import __version__
-from collage_neuron.conversion.override import VARIABLE
+from collage_neuron.conversion.budget import VARIABLE
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.passes.backends.nki.target import WANTED, installed
 from collage_neuron.passes.backends.protocol import Backend

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.cli.compare_results import UNCOMPILED, Run
-from collage_neuron.conversion.override import VARIABLE, line_of
+from collage_neuron.conversion.budget import VARIABLE, line_of
 from collage_neuron.errors import ScriptError
 from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.optimizer.compiled import Compiled

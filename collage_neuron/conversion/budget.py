@@ -1,9 +1,13 @@
-"""Chooses a strategy by memory, for `compile(..., bytes=N)`: the safest one that fits."""
+"""Chooses a strategy: by memory for `compile(..., bytes=N)`, the safest one that fits, or by COLLAGE_STRATEGY.
+
+The environment variable overrides the strategy of `compile`, so that an unchanged script runs under another.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -12,9 +16,9 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import BY_ACCURACY, possible
+from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES, StrategyLike, possible
 from collage_neuron.passes.ir.recording import Recording
-from collage_neuron.runtime import update_formats
+from collage_neuron.runtime import step_plan
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
 from collage_neuron.states import reduced_states, word_encoding
@@ -80,7 +84,7 @@ def _most(found: Iterable[tuple[Recording, Sequence[torch.Tensor]]], settings: S
 
 
 def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:
-    formats = update_formats.formats_of(update, settings, torch.bfloat16)
+    formats = step_plan.formats_of(update, settings, torch.bfloat16)
     shared = [_shared(fmt, params) for fmt in formats.values()]
     elements = max(1, sum(p.numel() for p in params))
     shared += [size / elements for size in reduced_states.bytes_of(update.captured, params).values()]
@@ -99,3 +103,38 @@ def _gradient(p: torch.Tensor) -> int:
     """Bytes per element of the gradient of `p`; that of an fp32 parameter becomes bf16 with it."""
     kept = p.grad is not None and p.dtype == torch.bfloat16
     return p.grad.element_size() if kept and p.grad is not None else torch.bfloat16.itemsize
+
+
+# --- the environment variable -----------------------------------------------------------------------------------------
+
+
+VARIABLE = "COLLAGE_STRATEGY"
+"""Its value is the name of a strategy; unset or empty, `compile` does what it is told."""
+
+log = logging.getLogger("collage_neuron")
+
+
+def overridden(strategy: StrategyLike | None, budget: int | None) -> tuple[StrategyLike | None, int | None]:
+    """The strategy and the bytes that `compile` goes by: those it was given, or the strategy of the variable.
+
+    Each override is a line in the log `collage_neuron`, level WARNING, which Python prints unless it is told not to.
+
+    Raises:
+        ValueError: the variable names no strategy.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return strategy, budget
+    if name not in STRATEGIES:
+        raise ValueError(
+            f"{VARIABLE} is {name!r}; set it to one of {', '.join(STRATEGIES)}, or unset it; one of your own has to be "
+            "registered before compile (collage_neuron.extend.STRATEGIES)"
+        )
+    given = f"bytes={budget}" if budget is not None else f"strategy={strategy!r}"
+    log.warning("%s; compile was given %s", line_of(name), given)
+    return name, None
+
+
+def line_of(strategy: str) -> str:
+    """How the line of the log begins, by which `compare` knows that the variable was read."""
+    return f"{VARIABLE}={strategy} overrides the strategy"

@@ -1,22 +1,23 @@
-"""Compiles an optimizer object; everything that can be rejected is rejected before anything changes."""
+"""Compiles an optimizer object, or checks a class; all that can be rejected is rejected before anything changes."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion import aliased_memory, duplicates, loaded_before
+from collage_neuron.conversion import aliased_memory, loaded_before
 from collage_neuron.conversion.budget import within
 from collage_neuron.eager import rejections
 from collage_neuron.eager.commit import formats_as_written
 from collage_neuron.eager.step import check_sound
-from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming
-from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.errors import StrategyChanged, UnknownUpdate, UnsupportedUpdate, naming, warn_user
+from collage_neuron.numerics.formats import FORMATS, Format, format_named
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step_report, group_settings, low_word_handover
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
@@ -27,25 +28,19 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import fallback_warning, update_formats
-from collage_neuron.runtime.preconditions import check_optimizer
+from collage_neuron.runtime import fallback_warning, step_plan
+from collage_neuron.runtime.preconditions import check_differentiable, check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import UNSUPPORTED, Settings, filled
-from collage_neuron.states import (
-    external_writes,
-    inner_optimizers,
-    replaced_params,
-    step_counts,
-    strategy_checks,
-    update_underflow,
-)
+from collage_neuron.states import external_writes, inner_optimizers, reduced_states, replaced_params, strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.state_keys import is_component, split_params
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 from collage_neuron.trace import dry_run
+from collage_neuron.trace.side_effects import undone
 
 FP32 = FORMATS["fp32"]
 
@@ -68,27 +63,19 @@ def compile_optimizer(
     Those of a model that was given to `compile` alone get the low words of the fp32 values that were kept.
     """
     waiting = models_of(optimizer)
-    if not waiting:
-        _compile_in_whole(optimizer, settings, stays, budget)
-        return
-    settled = split_params(optimizer.state) | written_in_all_processes()  # the former: by a checkpoint
+    settled = split_params(optimizer.state) | written_in_all_processes() if waiting else set()  # by a checkpoint, DDP
     left = {p: True for model in waiting for name, p in model.named_parameters() if name in models[model].stay}
-    _compile_in_whole(optimizer, settings, left | dict(stays), budget)
-    restore_low_words(optimizer, settled)
-
-
-def _compile_in_whole(
-    optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool], budget: int | None
-) -> None:
-    """Compiles `optimizer`, or raises and leaves it as it was."""
     check_stepper(type(optimizer), optimizer)
     inner_optimizers.check(optimizer)
-    with discarded_on_error(optimizer), inner_optimizers.collected(optimizer):
-        stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays)
+    with discarded_on_error(optimizer), inner_optimizers.collected(optimizer):  # all of it, or none
+        stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | left | dict(stays)
         chosen = _compile(optimizer, settings, stays, budget)
         bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
     continue_from_others(optimizer)
-    leave_words(optimizer, bookkeeping(optimizer))
+    if bookkeeping(optimizer).leaving is None:
+        leave_words(optimizer, bookkeeping(optimizer))
+    if waiting:
+        restore_low_words(optimizer, settled)
 
 
 def _compile(
@@ -99,7 +86,7 @@ def _compile(
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     if not compiled:
-        aliased_memory.check(base, optimizer)
+        aliased_memory.check_views(base, optimizer)
     known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
@@ -116,12 +103,14 @@ def _compile(
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)
-    step_counts.widen(optimizer)
+    reduced_states.widen_counts(optimizer)
     for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
         group.update(own.as_group())
         group.pop(UNSUPPORTED, None)
         for p in group["params"]:
-            formats = of_group if recording is not None else _as_written(optimizer, p, own)
+            formats = of_group
+            if recording is None:  # its steps run as written
+                formats = formats_as_written(own, p, optimizer.state.get(p, {}), record_of(optimizer, p))
             _adopt(optimizer, p, dict.fromkeys(formats, FP32) if stays.get(p) else formats, compiled)
     params = params_of(optimizer)
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
@@ -157,12 +146,7 @@ def _tell(
     for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
-            update_underflow.warn(optimizer, i, own, moved, recording, compiled_class(base, settings))
-
-
-def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:
-    """The formats of a parameter of an optimizer whose steps run as written, and of the states that it has."""
-    return formats_as_written(settings, p, optimizer.state.get(p, {}), record_of(optimizer, p))
+            strategy_checks.Group(optimizer, i, own, compiled_class(base, settings)).check(moved, recording)
 
 
 def _chosen(optimizer: Optimizer, settings: Settings) -> list[Settings]:
@@ -179,7 +163,7 @@ def _plans(
     records = dry_run.records(base, optimizer, known)
     try:
         plans = [_plan(base, g, s, records) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-        duplicates.check(optimizer)
+        aliased_memory.check_distinct(optimizer)
         firsts = [(g, recording) for g, (recording, _) in zip(optimizer.param_groups, plans, strict=True)]
         shown = list(known.of_groups(optimizer)) if known is not None else firsts
         states = [(g, recording.captured.states) for g, recording in shown if recording is not None]
@@ -205,7 +189,7 @@ def _plan(base: type[Optimizer], group: dict[str, Any], settings: Settings, reco
     require_sound(backend, p.device, settings.strategy)
     with naming(base):
         recording = records(group, p)
-        formats = update_formats.formats_of(recording, settings, torch.bfloat16)
+        formats = step_plan.formats_of(recording, settings, torch.bfloat16)
         check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic), p.device)
     return recording, formats
 
@@ -218,7 +202,7 @@ def _tell_of_change(
         _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
         change = describe_change(optimizer, i, group["params"], old, new)
         if change:
-            warnings.warn(change, StrategyChanged, stacklevel=5)
+            warn_user(change, StrategyChanged)
 
 
 def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
@@ -253,6 +237,56 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
             settle(p, state)
         loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
         for name in [*(name for name in formats if name in state), "param"]:
-            ensure_stored(p, state, name, formats[name], 0.0, record_of(optimizer, p))
+            ensure_stored(p, state, name, formats[name], record_of(optimizer, p))
         of_ours = external_writes.FRESH if is_idle(state) else external_writes.STEPPED
         external_writes.remember(optimizer, p, external_writes.LOADED if loaded else of_ours)
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+
+def check_class(base: Any) -> None:
+    """Raises UnsupportedUpdate for a class whose update, with its default settings, cannot be rewritten.
+
+    Accepts a class that cannot be built from a list of parameters alone, and one whose step raises an error of its own,
+    since it may need a preparation: such classes are rejected at their first step if necessary.
+    """
+    check_stepper(base)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(undone([base]))  # constructors count, draw and register too
+        except UnknownUpdate:
+            return
+        _try(base)
+
+
+def _try(base: Any) -> None:
+    optimizer = _made(base)
+    if optimizer is None:
+        return
+    inner_optimizers.check(optimizer)
+    (group,) = optimizer.param_groups
+    check_differentiable(group, 0)
+    try:
+        with naming(base):
+            captured = dry_run.foreseen(base, optimizer)(group, group["params"][0]).captured
+            rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
+    except UnsupportedUpdate as refusal:
+        if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
+            raise UnsupportedUpdate(
+                f"{base.__name__} takes sparse gradients only, and updates the rows that these have; only "
+                "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
+            ) from refusal
+        rejections.check_class(base, optimizer, refusal)
+
+
+def _made(base: Any) -> Optimizer | None:
+    """An optimizer with default settings over one matrix without data, in training mode if the class has modes."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer: Any = base([torch.nn.Parameter(torch.empty(2, 3, device="meta", dtype=torch.float32))])
+            getattr(optimizer, "train", lambda: None)()
+    except Exception:  # whatever user code raises
+        return None
+    return optimizer if len(optimizer.param_groups) == 1 else None

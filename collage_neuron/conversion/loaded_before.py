@@ -6,13 +6,13 @@ Compiling afterwards gives the same bits as loading into the compiled optimizer,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import load_checks
 from collage_neuron.settings import Settings
@@ -58,21 +58,15 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
     for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
         if all(key in group for key in asked.as_group()):
             load_checks.warn_of_settings(i, asked, own)
-    shares = [_out_of_date(optimizer, p) for p in split_params(optimizer.state) if p.dtype == torch.float32]
+    wide = [p for p in split_params(optimizer.state) if p.dtype == torch.float32 and p.numel()]
+    shares = [1 - external_writes.belongs(optimizer, p).double().mean().item() for p in wide]
     if any(shares):
-        warnings.warn(
+        warn_user(
             f"this {type(optimizer).__name__} loaded the checkpoint of a compiled run and was not compiled: torch "
             "trained on with the high words of weights and states alone (weights have changed in "
             f"{100 * max(shares):.2g} % of the elements of a parameter). Training continues from these weights; to "
-            "resume from the checkpoint, compile first, and load after that",
-            stacklevel=6,
+            "resume from the checkpoint, compile first, and load after that"
         )
-
-
-def _out_of_date(optimizer: Optimizer, p: torch.Tensor) -> float:
-    """The share of the elements of `p` whose low word does not belong to the value in `p`."""
-    share: float = 1 - external_writes.belongs(optimizer, p).double().mean().item() if p.numel() else 0.0
-    return share
 
 
 def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Format) -> tuple[torch.Tensor, Words]:

@@ -77,7 +77,7 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings], may_compile: bo
 
 
 def _of_params(base: type[Optimizer], optimizer: Optimizer, may_compile: bool) -> Iterator[str]:
-    parts = not may_compile and wrappers.gives_parts(optimizer)
+    parts = not may_compile and bool(wrappers.zero_of_xla(optimizer))
     for i, group in enumerate(optimizer.param_groups):
         if _are_usual(group["params"]) and not parts:  # most are: one question for all of them is cheap
             continue

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import wraps
 from types import CellType
 from typing import Any
@@ -103,27 +102,24 @@ def _without_parameters(optimizer: Any) -> Optimizer:
 _LOCK = threading.Lock()  # two threads may step optimizers of one class
 
 
-@dataclass(frozen=True)
-class _Answer:
-    optimizer: Optimizer
-    result: Any
-    steps: Sequence[CellType]
-
-
 class _Answering:
     """In the place of the code of `step`: returns the answers that wait, and runs the code for all other optimizers."""
 
     def __init__(self, step: Any) -> None:
         self.step = step
-        self.waiting: dict[int, _Answer] = {}
+        self.waiting: dict[int, tuple[Optimizer, Any, Sequence[CellType]]] = {}
+        """By the identity of an optimizer: itself, the answer, and the steps that wait for it."""
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _LOCK:
             answer = self.waiting.get(id(args[0])) if args else None
-            if answer is not None:
-                _take_back(answer)
-        return self.step(*args, **kwargs) if answer is None else answer.result
+            for step in answer[2] if answer is not None else ():
+                answering = step.cell_contents
+                if isinstance(answering, _Answering):
+                    answering.waiting.pop(id(args[0]), None)
+                    step.cell_contents = answering if answering.waiting else answering.step
+        return self.step(*args, **kwargs) if answer is None else answer[1]
 
 
 def answer(steps: Sequence[CellType], optimizer: Optimizer, result: Any) -> None:
@@ -135,12 +131,4 @@ def answer(steps: Sequence[CellType], optimizer: Optimizer, result: Any) -> None
         for step in steps:
             if not isinstance(step.cell_contents, _Answering):
                 step.cell_contents = _Answering(step.cell_contents)
-            step.cell_contents.waiting[id(optimizer)] = _Answer(optimizer, result, steps)
-
-
-def _take_back(answer: _Answer) -> None:
-    for step in answer.steps:
-        answering = step.cell_contents
-        if isinstance(answering, _Answering):
-            answering.waiting.pop(id(answer.optimizer), None)
-            step.cell_contents = answering if answering.waiting else answering.step
+            step.cell_contents.waiting[id(optimizer)] = optimizer, result, steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from collage_neuron.optimizer import bypass, compiled_step, exact_methods, load_
 from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
-from collage_neuron.states import external_writes, format_record, inner_optimizers, replaced_params, update_underflow
+from collage_neuron.states import external_writes, format_record, inner_optimizers, replaced_params, strategy_checks
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -129,7 +128,8 @@ class Compiled(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; it takes the optimizer's strategy unless it names its own (`collage_strategy`, ...)."""
         param_group.pop(UNSUPPORTED, None)
-        param_group.update(filled(param_group, self._settings_for_new_groups()))
+        own = vars(self).get("_collage_defaults") or {key: self.defaults[key] for key in KEYS if key in self.defaults}
+        param_group.update(filled(param_group, own))
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
         if bookkeeping(self).presented is None:
@@ -144,7 +144,7 @@ class Compiled(Optimizer):
         (StepInterrupted) it warns: what is saved may be half written, and loading it would not tell.
         """
         if bookkeeping(self).interrupted:
-            warnings.warn(f"this state_dict may be half written: {bookkeeping(self).interrupted}", stacklevel=2)
+            warn_user(f"this state_dict may be half written: {bookkeeping(self).interrupted}")
         replaced_params.follow(self)
         external_writes.restore_words(self)
         external_writes.check_codes(self)
@@ -210,18 +210,12 @@ class Compiled(Optimizer):
                 f"{name} takes no argument {wrong[0]!r}, got {wrong[0]}={implied[wrong[0]]!r}; leave it out"
             )
 
-    def _settings_for_new_groups(self) -> dict[str, Any]:
-        if "_collage_defaults" in self.__dict__:
-            return self._collage_defaults
-        return {key: self.defaults[key] for key in KEYS if key in self.defaults}
-
 
 def _warn_of_step(cls: type, step: Any) -> None:
     if step is not None and "__class__" not in getattr(getattr(step, "__code__", None), "co_freevars", ()):
         warn_user(
             f"{cls.__name__}.step() does not call super().step(), and updates the high words of weights alone, in pure "
-            f"bf16: derive {cls.__name__} from the plain class, and compile it: collage_neuron.compile({cls.__name__})",
-            UserWarning,
+            f"bf16: derive {cls.__name__} from the plain class, and compile it: collage_neuron.compile({cls.__name__})"
         )
 
 
@@ -275,7 +269,7 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body: dict[str, Any] = {
         "_collage_base": base,
         "_collage_settings": settings,
-        update_underflow.WARNED: {},
+        strategy_checks.WARNED: {},
         "__module__": "collage_neuron.optimizer",
         "__doc__": base.__doc__,
     }

@@ -16,27 +16,20 @@ from collage_neuron import torch_privates
 from collage_neuron.eager import rejections
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import (
-    external_averages,
-    first_step_report,
-    group_settings,
-    load_checks,
-    low_word_handover,
-)
+from collage_neuron.optimizer import first_step_report, group_settings, load_checks, low_word_handover
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.runtime import nonfinite, torch_defaults
+from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.step_call import Call, Measured
 from collage_neuron.runtime.step_plan import Job, job_of, plan
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
+    coarse_writes,
     external_writes,
-    live_objects,
     reduced_states,
     replaced_params,
     shared_params,
-    step_counts,
     step_inventory,
     strategy_checks,
 )
@@ -67,7 +60,7 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
-    with torch_defaults.plain_defaults(), live_objects.collector_paused():
+    with step_call.plain_defaults(), step_call.collector_paused():
         return _take_step(base, optimizer, call)
 
 
@@ -78,14 +71,16 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
         raise StepInterrupted(ours.interrupted)
     watcher: Watcher | None = ours.watcher
     due = watcher is not None and watcher.due()
-    replaced_params.follow(optimizer)
-    first_step_report.hint_at_source(base, optimizer)
-    external_averages.look(optimizer, ours)
-    low_word_handover.leave_words(optimizer, ours)
+    if ours.compiled_with:  # until the first step
+        replaced_params.follow(optimizer)
+        first_step_report.hint_at_source(base, optimizer)
+    coarse_writes.look(optimizer, ours)
+    if ours.leaving is None:
+        low_word_handover.leave_words(optimizer, ours)
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)
-    if step_counts.widen(optimizer) | replaced_params.settle_moved(optimizer):
+    if reduced_states.widen_counts(optimizer) | replaced_params.settle_moved(optimizer):
         ours.seen = step_inventory.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)
@@ -145,14 +140,16 @@ def _take_traced(
     base: type[Optimizer], optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None
 ) -> list[Measured]:
     """Takes a step that has been traced; with a mask, it is not known yet whether it is skipped."""
+    ours = bookkeeping(optimizer)
     for job in jobs:
-        reduced_states.learn(bookkeeping(optimizer), job.recording.captured)
+        reduced_states.learn(ours, job.recording.captured)
     _check_named(optimizer, jobs)
     _warn_of_formats(base, optimizer, jobs)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, jobs, finite, written)
-    bookkeeping(optimizer).as_written = ""
-    first_step_report.report(base, optimizer, jobs)
+    ours.as_written = ""
+    if first_step_report.SAID not in ours.told:
+        first_step_report.report(base, optimizer, jobs)
     return measured
 
 
@@ -171,7 +168,8 @@ def _validate_traced(
 
 def _check_named(optimizer: Optimizer, jobs: list[Job]) -> None:
     strategies = [Settings.of(group).strategy for group in optimizer.param_groups]
-    strategy_checks.check_names(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
+    if any(not isinstance(strategy, str) for strategy in strategies):
+        strategy_checks.check_names(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
 
 
 @contextmanager
@@ -191,28 +189,30 @@ def _interrupting(optimizer: Optimizer) -> Iterator[Written]:
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    step_counts.check_unshared(optimizer)
+    reduced_states.check_counts(optimizer)
     records, groups = replayed_steps.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)
     _warn_of_formats(base, optimizer, jobs)
     external_writes.drop_stale(optimizer)
     group_settings.warn_of_changes(base, optimizer, jobs)
-    known = validate.history_of(optimizer).known
-    validate.check(base, optimizer, jobs, take, replay_validation.of_recording, known)
+    validate.check(base, optimizer, jobs, take, replay_validation.of_recording)
     finite = nonfinite.decision(optimizer)
     with _interrupting(optimizer) as written:
         measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)
         replaced_params.forget(optimizer)
         external_writes.remember_step(optimizer)
-        shared_params.hand_on(optimizer)
-    first_step_report.report(base, optimizer, jobs)
+        if ours.sharing != []:  # None: nobody has looked for others
+            shared_params.hand_on(optimizer)
+    if first_step_report.SAID not in ours.told:
+        first_step_report.report(base, optimizer, jobs)
     return measured
 
 
 def _warn_of_formats(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
     """Warns of states that turn out to need more bits than their formats have, or than the user asked for."""
-    group_settings.warn_of_bytes(optimizer, jobs)
+    if bookkeeping(optimizer).budget is not None:
+        group_settings.warn_of_bytes(optimizer, jobs)
     for job in jobs:
         if job.imprecise:
             strategy_checks.warn_imprecise(

@@ -37,11 +37,9 @@ log = logging.getLogger("collage_neuron")
 
 def report(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     """Writes the line once after compiling."""
-    told = bookkeeping(optimizer).told
-    if SAID in told or not jobs:
-        return
-    told.add(SAID)
-    if says(optimizer):
+    if jobs:
+        bookkeeping(optimizer).told.add(SAID)
+    if jobs and says(optimizer):
         say(line_of(base, optimizer, jobs))
 
 
@@ -130,7 +128,7 @@ def hint_at_source(base: type[Optimizer], optimizer: Optimizer) -> None:
     Not of a compiled class: libraries that take one need a bf16 model.
     """
     ours = bookkeeping(optimizer)
-    if not ours.compiled_with or HINTED in ours.told or not _starts_from_high_words(optimizer):
+    if HINTED in ours.told or not _starts_from_high_words(optimizer):
         return
     ours.told.add(HINTED)
     if says(optimizer):
@@ -149,11 +147,10 @@ def _starts_from_high_words(optimizer: Optimizer) -> bool:
     trained = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not trained or split_params(optimizer.state) or any(is_flattened(p) for p, _ in trained):
         return False
-    return all(p.dtype == torch.bfloat16 and _is_split(group, p) for p, group in trained)
-
-
-def _is_split(group: dict[str, Any], p: torch.Tensor) -> bool:
-    return len(param_format(Settings.of(group).strategy, p.dtype).components) > 1
+    return all(
+        p.dtype == torch.bfloat16 and len(param_format(Settings.of(group).strategy, p.dtype).components) > 1
+        for p, group in trained
+    )
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ is the same in two steps: code that warms up by hand sets another one in each.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,7 @@ from collage_neuron.errors import StrategyChanged, warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.runtime.update_formats import formats_of
-from collage_neuron.states import strategy_checks, update_underflow
+from collage_neuron.states import strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
@@ -52,7 +50,8 @@ def warn_of_changes(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[
                 _warn_of_steps(base, optimizer, i, _narrow(own))
             elif i in noted and isinstance(new := _rate(group), float) and (narrow := _narrow(own)):
                 params = [p for job in narrow for p in job.params]
-                update_underflow.follow_schedule(optimizer, i, new, narrow[0].settings, params, narrow[0].recording)
+                its = strategy_checks.Group(optimizer, i, narrow[0].settings, type(optimizer))
+                its.follow_schedule(new, params, narrow[0].recording)
             if strategy is not None and strategy != _strategy(group):
                 _warn_of_strategy(optimizer, i, own[0], strategy)
             noted[i] = _strategy(group), _rate(group), settled
@@ -73,8 +72,7 @@ def warn_of_bytes(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
             warn_user(
                 f"the strategy {ours.budgeted!r} was chosen by bytes={ours.budget}, and this step of "
                 f"{type(optimizer).__name__} needs {size} bytes per parameter: a number of its group has changed, or "
-                "it has more states than when it was compiled; compile(optimizer, bytes=...) chooses again",
-                UserWarning,
+                "it has more states than when it was compiled; compile(optimizer, bytes=...) chooses again"
             )
             return
 
@@ -96,7 +94,8 @@ def _rate(group: Mapping[str, Any]) -> float | None:
 def _warn_of_steps(base: type[Optimizer], optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
     for job in (part for each in jobs for part in each.apart()):
         strategy_checks.warn_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
-        update_underflow.warn(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
+        its = strategy_checks.Group(optimizer, index, job.settings, type(optimizer))
+        its.check(job.params, job.recording)
 
 
 def _narrow(jobs: Sequence[Job]) -> list[Job]:
@@ -105,10 +104,10 @@ def _narrow(jobs: Sequence[Job]) -> list[Job]:
 
 def _warn_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any) -> None:
     settings = replace(job.settings, strategy=before, arithmetic="fp32")  # which every strategy allows
-    old, new = (formats_of(job.recording, s, torch.bfloat16) for s in (settings, job.settings))
+    old, new = map(job.formats_under, (settings, job.settings))
     params = [p for p in job.group["params"] if p.dtype == torch.bfloat16]
     if params and (told := describe_change(optimizer, index, params, old, new)):
-        warnings.warn(told, StrategyChanged, stacklevel=6)
+        warn_user(told, StrategyChanged)
 
 
 # --- what a change of strategy gains and loses ------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import compress
 from operator import not_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,16 +11,14 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Launch
-from collage_neuron.passes.ir.update import Captured, Update
+from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime.cross_rank_check import across
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import reduced_states, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import first_element, gradients, is_sharded, local, writable_gradient
-from collage_neuron.states.state_keys import suffixes
 from collage_neuron.states.store import ensure_stored
 
 if TYPE_CHECKING:
@@ -50,7 +46,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     update = job.update
     numbers = [update.scalars.run(slots, drawing) for slots in job.recording.rows or [job.recording.slots]]
     vector = torch.tensor(numbers if job.recording.rows else numbers[0], dtype=torch.float32, device="cpu")
-    _ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured)
+    _ensure_all_stored(optimizer, job)
     reduced_states.ensure(optimizer, job.params, job.recording.captured)
     seen, states = step_inventory.of(optimizer), step_inventory.states_of(optimizer, job.params)
     grads = list(map(writable_gradient, job.params)) if "grad" in update.outputs else gradients(job.params)
@@ -95,7 +91,7 @@ class _Like(NamedTuple):
 
     update: Update
     params: list[torch.nn.Parameter]
-    """The list itself: a steady step has that of the last one (`visible_states.alike`)."""
+    """The list itself: a steady step has that of the last one (`visible_states.buckets`)."""
     guard: Callable[..., bool]
     """The guard of its gradients: parameters and states are part of the structure."""
     kept: dict[Any, Any]
@@ -113,61 +109,22 @@ def _kept(structure: step_inventory.Structure, job: Job, grads: Sequence[torch.T
 # --- states in their formats ------------------------------------------------------------------------------------------
 
 
-def _ensure_all_stored(
-    optimizer: Optimizer, params: Sequence[torch.Tensor], formats: Mapping[str, Format], captured: Captured
-) -> None:
-    """Creates the states of `params` that are not there yet, as their update does; moves others into `formats`."""
-    layout, seen = _layout(tuple(formats.items()), suffixes()), step_inventory.of(optimizer)
-    if seen is not None and seen.structure.once(layout, lambda: layout.stored_in(seen)).issuperset(map(id, params)):
+def _ensure_all_stored(optimizer: Optimizer, job: Job) -> None:
+    """Creates the states of a job that are not there yet, as its update does; moves others into its formats."""
+    formats, captured, in_step = job.update.formats, job.recording.captured, step_inventory.of(optimizer)
+    stored: set[int] = set()
+    if in_step is not None:
+        stored = in_step.structure.once(("stored", *formats.items()), set)
+    if stored.issuperset(map(id, job.params)):
         return
-    recorded = bookkeeping(optimizer).formats
-    for p in params:
-        state = optimizer.state[p]
-        if not layout.is_that_of(p, state, recorded.get(p, {})):
-            step_inventory.changed(optimizer)
-            bookkeeping(optimizer).marks.states.pop(p, None)  # what is stored now is ours
-            record = record_of(optimizer, p)
-            for name, fmt in formats.items():
-                fill, shape = captured.fresh.get(name, 0.0), captured.shapes.get(name)
-                ensure_stored(p, state, name, fmt, fill, record, shape)
-
-
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """The words of a parameter and its states in their formats."""
-
-    formats: Mapping[str, str]
-    """The names of the formats, as they are recorded."""
-    param: torch.dtype | None
-    """The type of the parameter itself, if a format says so."""
-    words: Mapping[str, torch.dtype]
-    """The keys of the state, and the types of the tensors there."""
-    others: frozenset[str]
-    """Keys of further words that are of other formats."""
-
-    def stored_in(self, seen: step_inventory.Seen) -> frozenset[int]:
-        """The ids of the parameters for which `ensure_stored` has nothing to do."""
-        recorded = bookkeeping(seen.optimizer).formats
-        pairs = zip(seen.params, seen.state_of(seen.params), strict=True)
-        return frozenset(id(p) for p, state in pairs if self.is_that_of(p, state, recorded.get(p, {})))
-
-    def is_that_of(self, p: torch.Tensor, state: Mapping[str, Any], record: Mapping[str, str]) -> bool:
-        """Returns True if `ensure_stored` has nothing to do."""
-        if (self.param is not None and p.dtype != self.param) or not self.formats.items() <= record.items():
-            return False
-        device = p.device
-        for key, dtype in self.words.items():
-            word = state.get(key)
-            if not isinstance(word, torch.Tensor) or word.dtype != dtype or word.device != device:
-                return False
-        return self.others.isdisjoint(state)
-
-
-@lru_cache
-def _layout(formats: tuple[tuple[str, Format], ...], endings: frozenset[str]) -> _Layout:
-    types = {key: c.type.dtype for name, f in formats for key, c in zip(f.keys(name), f.components, strict=True)}
-    others = {name + suffix for name, _ in formats for suffix in endings} - types.keys()
-    return _Layout({name: f.name for name, f in formats}, types.pop("param", None), types, frozenset(others))
+    for p in job.params:
+        state, record = optimizer.state[p], record_of(optimizer, p)
+        for name, fmt in formats.items():
+            if ensure_stored(p, state, name, fmt, record, captured.fresh.get(name, 0.0), captured.shapes.get(name)):
+                step_inventory.changed(optimizer)
+                bookkeeping(optimizer).marks.states.pop(p, None)  # what is stored now is ours
+    if step_inventory.of(optimizer) is not None:
+        stored.update(map(id, job.params))
 
 
 # --- numbers after the tensors ----------------------------------------------------------------------------------------

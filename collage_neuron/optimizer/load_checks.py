@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
 from collage_neuron.states.sharding import is_sharded, local
 from collage_neuron.states.state_keys import is_component, name_of, split_params, suffixes
 from collage_neuron.states.store import is_idle, may_be_word, read_exact
-from collage_neuron.states.write_detection import mark_of
 
 Saved = Mapping[str, Any]
 
@@ -34,7 +33,7 @@ def check_keys(saved: Saved) -> None:
             raise refused(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
 
 
-def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[], bool] = lambda: False) -> None:
+def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[], bool]) -> None:
     """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`.
 
     One whose steps run as written may keep anything in a state.
@@ -53,10 +52,7 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[]
             )
         format_record.check_saved(group, i)
         params |= zip(group["params"], mine["params"], strict=True)
-    as_written = runs_as_written()
-    for index, state in saved["state"].items():
-        if as_written:
-            continue
+    for index, state in () if runs_as_written() else saved["state"].items():
         if index not in params:
             raise refused(f"state[{index!r}] belongs to none of its param_groups")
         _check_state(params[index], index, state, bookkeeping(optimizer))
@@ -149,12 +145,11 @@ def settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[
 def warn_of_settings(index: int, own: Settings, loaded: Settings) -> None:
     """Warns if a checkpoint brought another strategy or arithmetic than the optimizer was, or is, compiled for."""
     if (loaded.strategy, loaded.arithmetic) != (own.strategy, own.arithmetic):
-        warnings.warn(
+        warn_user(
             f"param_groups[{index}] was compiled for strategy {own.strategy!r}, arithmetic {own.arithmetic!r} and goes "
             f"on with those of the checkpoint, {loaded.strategy!r} and {loaded.arithmetic!r}, as torch does with "
             f"every setting of a group. To switch: collage_neuron.compile(optimizer, strategy={own.strategy!r}, "
-            f"arithmetic={own.arithmetic!r}) after loading",
-            stacklevel=5,
+            f"arithmetic={own.arithmetic!r}) after loading"
         )
 
 
@@ -176,7 +171,7 @@ def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
 def join_again(optimizer: Optimizer) -> None:
     """Before a step: adds low words that a checkpoint brought to fp32 parameters that were written with bf16 values.
 
-    Such words (of a run without `keep_fp32`) join the value that is there when the optimizer is loaded. If the model is
+    Such words (of a run without `buffers`) join the value that is there when the optimizer is loaded. If the model is
     loaded after it, that value is replaced by the high words.
     """
     ours = bookkeeping(optimizer)

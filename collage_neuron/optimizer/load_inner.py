@@ -151,7 +151,7 @@ def _put(optimizer: Optimizer, p: Any, found: Mapping[str, Any]) -> None:
             state.update({k: x.detach().to(p.device, copy=True) for k, x in found["words"].items()})
             record[name] = fmt
         elif isinstance(state.get(name), torch.Tensor):
-            ensure_stored(p, state, name, FORMATS[fmt], 0.0, record)
+            ensure_stored(p, state, name, FORMATS[fmt], record)
     if state:
         optimizer.state[p] = state
 

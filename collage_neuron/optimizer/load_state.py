@@ -28,18 +28,17 @@ from collage_neuron.optimizer.load_checks import (
     refuse_missing,
     settle_settings,
 )
-from collage_neuron.runtime import update_formats
+from collage_neuron.runtime import step_plan
 from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, format_record, reduced_states, step_counts
-from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states import external_writes, format_record, reduced_states
+from collage_neuron.states.bookkeeping import bookkeeping, mark_of, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import like
-from collage_neuron.states.state_keys import is_component, split_params, split_words, suffixes
+from collage_neuron.states.state_keys import is_component, split_params, split_words, words_of
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle
 from collage_neuron.states.visible_states import buckets
-from collage_neuron.states.write_detection import mark_of
 from collage_neuron.trace import dry_run
 
 
@@ -71,7 +70,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
             _put_back_as_saved(optimizer, seen[0], plain)
         else:
             _put_back(optimizer, seen[0])
-        step_counts.widen(optimizer)
+        reduced_states.widen_counts(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
         format_record.keep(optimizer, kept, formats)
         split = split_words(optimizer.state)
@@ -122,7 +121,7 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
     split, kept = split_params(optimizer.state), set()
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         for p in group["params"]:
-            own = {k: v for k, v in before.get(p, {}).items() if k in ["param" + suffix for suffix in suffixes()]}
+            own = words_of(before.get(p, {}))
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
             known = p in bookkeeping(optimizer).param_bits or not external_writes.is_written(optimizer, p)
             if own and not expected and known:
@@ -151,7 +150,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
                 settle(p, state)
                 for name, fmt in formats.items():
                     if name in state or (name == "param" and not of_torch):
-                        ensure_stored(p, state, name, fmt, 0.0, record_of(optimizer, p))
+                        ensure_stored(p, state, name, fmt, record_of(optimizer, p))
 
 
 def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
@@ -168,7 +167,7 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
             for p, name in product(params, formats):
                 fmt = formats_of_shape(formats, p.dim())[name]
                 if name == "param" or name in optimizer.state[p]:
-                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0, record_of(optimizer, p))
+                    ensure_stored(p, optimizer.state[p], name, fmt, record_of(optimizer, p))
     for p in split_params(optimizer.state):
         external_writes.remember(optimizer, p, external_writes.FRESH)
 
@@ -185,8 +184,8 @@ def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Recor
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    formats = update_formats.formats_of(recording, Settings.of(group), p.dtype)
-    idle = update_formats.idle_formats(optimizer, p, recording)
+    formats = step_plan.formats_of(recording, Settings.of(group), p.dtype)
+    idle = step_plan.idle_formats(optimizer, p, recording)
     # A state of blocks was saved as its value, which is not the format that it had.
     return {**formats, **{name: fmt for name, fmt in idle.items() if not formats[name].is_coded}}
 

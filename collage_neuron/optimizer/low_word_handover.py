@@ -10,7 +10,6 @@ Parameters that were frozen when `compile` rounded their model have lost theirs,
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -22,11 +21,10 @@ from torch.optim import Optimizer
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.optimizer.pending_models import restore_low_words, written_in_all_processes
 from collage_neuron.states import external_writes, shared_params
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, Mark, Marks, bookkeeping, mark_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.state_keys import split_params
 from collage_neuron.states.store import read_exact, store_beside
-from collage_neuron.states.write_detection import Mark, Marks, mark_of
 
 LEFT = "_collage_left"
 """An attribute of parameters whose compiled optimizer is gone: a `Left`."""
@@ -47,10 +45,9 @@ class Left(NamedTuple):
 
 
 def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
-    """Sees to it, once, that low words stay with the parameters when the optimizer goes."""
-    if ours.leaving is None:
-        ours.leaving = weakref.finalize(optimizer, _leave, ours.formats, ours.marks)
-        ours.leaving.atexit = False
+    """Sees to it that low words stay with the parameters when the optimizer goes."""
+    ours.leaving = weakref.finalize(optimizer, _leave, ours.formats, ours.marks)
+    ours.leaving.atexit = False
 
 
 def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> None:
@@ -111,8 +108,7 @@ def _warn_of_fp32(params: Iterable[torch.Tensor]) -> None:
         warn_user(
             "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
             "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
-            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo",
-            UserWarning,
+            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo"
         )
 
 
@@ -124,7 +120,7 @@ def warn_of_rounded(params: Iterable[torch.Tensor], index: int) -> None:
         names.difference_update(gone)
         if gone:
             others = f" and {len(gone) - 1} other parameters" if len(gone) > 1 else ""
-            warnings.warn(
+            warn_user(
                 f"param_groups[{index}] has {gone[0]!r}{others} of a {type(model).__name__}, which were frozen when "
                 "collage_neuron.compile rounded them to bf16: they are trained from the rounded values, and their low "
                 "words start at zero. To start from the fp32 values, write them from the fp32 checkpoint, by "
@@ -132,5 +128,4 @@ def warn_of_rounded(params: Iterable[torch.Tensor], index: int) -> None:
                 "the fp32 values of frozen parameters (4 bytes each) until an optimizer has them; or name the "
                 "parameters in keep_fp32",
                 RoundedWeights,
-                stacklevel=4,
             )

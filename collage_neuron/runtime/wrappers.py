@@ -129,13 +129,8 @@ def instances(module: str, name: str) -> list[Any]:
     return objects_of(with_subclasses(cls))
 
 
-def gives_parts(optimizer: Optimizer) -> bool:
-    """Returns True if torch_xla's ZeRO-1 holds the optimizer, and has given it a part of each parameter."""
-    return bool(zero_of_xla(optimizer))
-
-
 def zero_of_xla(optimizer: Optimizer) -> list[Any]:
-    """The ZeRO-1 of torch_xla that holds the optimizer, if one does."""
+    """The ZeRO-1 of torch_xla that holds the optimizer, if one does, and has given it a part of each parameter."""
     found = instances("torch_xla.distributed.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     return [zero for zero in found if vars(zero).get("base_optimizer") is optimizer]
 
@@ -156,8 +151,8 @@ def shape_of_part(optimizer: Optimizer, seen: step_inventory.Seen | None = None)
     found = next(filter(is_part, params), None)
     if found is None and params:
         # It lists all objects of the process: once, if a step has `seen` the same.
-        ask = partial(gives_parts, optimizer)
-        of_zero: bool = ask() if seen is None else seen.structure.once("gives_parts", ask)
+        ask = partial(zero_of_xla, optimizer)
+        of_zero = ask() if seen is None else seen.structure.once("zero of xla", lambda: bool(ask()))
         found = params[0] if of_zero else None
     return None if found is None else list(found.shape)
 

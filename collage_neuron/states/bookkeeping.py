@@ -4,20 +4,138 @@ It is an attribute of the optimizer, so `copy.deepcopy`, `pickle` and `torch.sav
 the copies of the parameters. What a checkpoint must carry is in `state` and `param_groups` instead: the number of steps
 that drew random bits (`settings.DRAWN`) and of skipped steps (`settings.SKIPPED`), and a copy of the formats of states
 where their keys do not determine them (`settings.FORMATS_KEPT`).
+
+Its marks say how parameters with low words, and states with such words, were when those words were found to be theirs.
+The further words of parameters are noted with them: code may clear the states in which they are (`restore_words`).
+After a step the marks are lists, one for all parameters, which the next step compares as a whole if its structure is
+that of the last one (`step_inventory`). They become dictionaries, by parameter, where something asks for those or has
+changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states.write_detection import Marks, mark_of
+from collage_neuron import torch_privates
+from collage_neuron.states.sharding import ORDINARY, local, version
+
+Mark = tuple[int, int]
+
+STEPPED = "stepped"
+
+
+def mark_of(p: torch.Tensor) -> Mark:
+    """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
+    shard = p if type(p) in ORDINARY else local(p)
+    # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
+    return torch_privates.version(shard), shard.data_ptr() if type(shard) in ORDINARY else 0
+
+
+class Split(NamedTuple):
+    """Where in a step's parameters and states there are low words; it depends on the structure alone."""
+
+    owners: Sequence[torch.Tensor]
+    """The parameters with states."""
+    params: Sequence[torch.Tensor]
+    """Those with low words."""
+    highs: Sequence[tuple[int, str]]
+    """The states with low words: the place of the owner, and the name."""
+    words: Sequence[tuple[int, str]]
+    """The further words of the owners themselves: the place, and the key."""
+
+
+class _Columns(NamedTuple):
+    """The marks of all that is in a `Split`, in its order."""
+
+    split: Split
+    params: list[Mark]
+    highs: list[torch.Tensor]
+    high_versions: list[int]
+    words: list[torch.Tensor]
+
+
+def _columns(split: Split, states: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, str]] = ()) -> _Columns:
+    """The marks as they are now, and the further words in these places."""
+    params, highs = split.params, [states[i][name] for i, name in split.highs]
+    if ORDINARY.issuperset(map(type, chain(params, highs))):  # one call for all
+        marks = [*zip(map(torch_privates.version, params), map(torch.Tensor.data_ptr, params), strict=True)]
+        versions = [*map(torch_privates.version, highs)]
+    else:
+        marks, versions = [*map(mark_of, params)], [*map(version, highs)]
+    return _Columns(split, marks, highs, versions, [states[i][key] for i, key in words])
+
+
+class Marks:
+    """The marks of an optimizer's parameters and states; those made by copy.copy share them."""
+
+    def __init__(self) -> None:
+        self._params: dict[torch.Tensor, tuple[str, Mark | None]] = {}
+        self._states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = {}
+        self._words: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._all: _Columns | None = None
+
+    @property
+    def params(self) -> dict[torch.Tensor, tuple[str, Mark | None]]:
+        """Parameters with low words: what happened to them last, and their mark then."""
+        self._spread()
+        return self._params
+
+    @property
+    def states(self) -> dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]]:
+        """The first words of states with low words, and their versions when those were found to be theirs."""
+        self._spread()
+        return self._states
+
+    @property
+    def words(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """The further words of each parameter, the tensors that its state holds too, by key."""
+        self._spread()
+        return self._words
+
+    def held(self) -> set[int]:
+        """The ids of the states that this refers to."""
+        found = [high for names in self._states.values() for high, _ in names.values()]
+        return set(map(id, found if self._all is None else self._all.highs))
+
+    def mark_all(self, split: Split, states: Sequence[Mapping[str, Any]]) -> None:
+        """Marks everything in `split`, which is of these states, and nothing else, after a step."""
+        for of_param in (self._params, self._states, self._words):
+            of_param.clear()
+        self._all = _columns(split, states, split.words)
+
+    def are_those_of(self, split: Split, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
+        noted = self._all
+        if noted is None or noted.split is not split:
+            return False
+        now = _columns(split, states)
+        # Tensors are compared by identity: == of lists would compare the values of those that differ.
+        same = [*map(id, now.highs)] == [*map(id, noted.highs)]
+        return same and now.params == noted.params and now.high_versions == noted.high_versions
+
+    def _spread(self) -> None:
+        """Makes dictionaries of lists."""
+        if self._all is None:
+            return
+        noted, self._all = self._all, None
+        self._params.update({p: (STEPPED, mark) for p, mark in zip(noted.split.params, noted.params, strict=True)})
+        owners = noted.split.owners
+        for (i, name), high, its_version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
+            self._states.setdefault(owners[i], {})[name] = high, its_version
+        for (i, key), word in zip(noted.split.words, noted.words, strict=True):
+            self._words.setdefault(owners[i], {})[key] = word
+
+
+# --- the bookkeeping --------------------------------------------------------------------------------------------------
+
 
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
@@ -73,7 +191,7 @@ class Bookkeeping:
     as_written: str = ""
     """Not empty if steps run as written (`eager`): why they are not compiled."""
     copies: Any = None
-    """Copies of the model that are watched, a list of `external_averages.Copy`; a copy of the optimizer has others."""
+    """Copies of the model that are watched, a list of `coarse_writes.Copy`; a copy of the optimizer has others."""
     watched_until: int = 0
     """The step until which they are."""
     interrupted: str = ""
@@ -121,14 +239,6 @@ class Bookkeeping:
     """During a step, a `step_inventory.Seen`."""
     structure: Any = None
     """What the last step found, a `step_inventory.Structure`. A copy looks anew."""
-
-    def mark(self, params: Iterable[torch.Tensor], what: str) -> None:
-        """Marks parameters as they are now; `what` happened to them last."""
-        self.marks.params.update({p: (what, mark_of(p)) for p in params})
-
-    def moved(self) -> dict[torch.Tensor, str]:
-        """The parameters that were written since they were marked, and what had happened to them before."""
-        return {p: what for p, (what, mark) in self.marks.params.items() if mark != mark_of(p)}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since.

@@ -34,22 +34,22 @@ Writes are noticed by cheap signs: a parameter's version counter and address, a 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.states import coarse_writes, fitting_words, format_record, step_inventory
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
+from collage_neuron.states.bookkeeping import STEPPED as STEPPED
+from collage_neuron.states.bookkeeping import Bookkeeping, Split, bookkeeping, mark_of, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
 from collage_neuron.states.state_keys import names_in, split_words, words_of
 from collage_neuron.states.store import is_stored, kept_format, store
-from collage_neuron.states.write_detection import STEPPED as STEPPED
-from collage_neuron.states.write_detection import Split, mark_of
 
 FRESH, LOADED = "compiled", "loaded"
 """The last event of a parameter with low words, if it is not STEPPED."""
@@ -97,31 +97,29 @@ def remember_step(optimizer: Optimizer) -> None:
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     book.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
     if in_step is None:
-        words = split_words(optimizer.state)
-        book.marks.params.clear()
-        book.mark(words, STEPPED)
-        remember_states(optimizer)
-        book.marks.words.clear()
-        book.marks.words.update(words)
-        coarse_writes.sample_after_step(book, words)
+        found: Mapping[Any, Any] = optimizer.state
+        owners = [p for p in found if isinstance(p, torch.Tensor)]
+        states = [found[p] for p in owners]
+        split = _look_for_low_words(owners, states)
     else:
-        split = _split(in_step)
-        book.marks.mark_all(split, in_step.at(split.highs), in_step.at(split.words))
-        coarse_writes.sample_after_step(book, split.params)
+        split, states = _split(in_step), in_step.states
+    book.marks.mark_all(split, states)
+    coarse_writes.sample_after_step(book, split.params)
 
 
 def _split(in_step: step_inventory.Seen) -> Split:
     """Where there are low words."""
-    found: Split = in_step.structure.once("low words", lambda: _look_for_low_words(in_step))
+    look = partial(_look_for_low_words, in_step.owners, in_step.states)
+    found: Split = in_step.structure.once("low words", look)
     return found
 
 
-def _look_for_low_words(in_step: step_inventory.Seen) -> Split:
-    names = [*enumerate(map(names_in, in_step.states))]
+def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]) -> Split:
+    names = [*enumerate(map(names_in, states))]
     watched = [(i, name) for i, of_state in names for name in of_state.watched]
-    highs = [(i, name) for i, name in watched if isinstance(in_step.states[i][name], torch.Tensor)]
+    highs = [(i, name) for i, name in watched if isinstance(states[i][name], torch.Tensor)]
     words = [(i, key) for i, of_state in names for key in of_state.words]
-    return Split(in_step.owners, [in_step.owners[i] for i, of_state in names if of_state.words], highs, words)
+    return Split(owners, [owners[i] for i, of_state in names if of_state.words], highs, words)
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -152,7 +150,7 @@ def drop_stale(optimizer: Optimizer) -> None:
         ValueError: codes were written; nothing was changed.
     """
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
-    if in_step is not None and book.marks.are_those_of(in_split := _split(in_step), in_step.at(in_split.highs)):
+    if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.states):
         return  # states are not cleared either: the low words are where the last step left them
     _drop_stale_of_states(optimizer)
     restore_words(optimizer)
@@ -173,11 +171,10 @@ def drop_stale(optimizer: Optimizer) -> None:
         default=0.0,
     )
     if mismatched:
-        warnings.warn(
+        warn_user(
             f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
             "of a parameter) and were dropped there: load the model's state from the same checkpoint as the "
-            "optimizer's",
-            stacklevel=4,
+            "optimizer's"
         )
 
 
@@ -231,7 +228,7 @@ def _brought_others(book: Bookkeeping) -> bool:
 
 def _written(book: Bookkeeping) -> dict[torch.Tensor, str]:
     """Parameters whose low words may not be theirs, and what happened last to them."""
-    return book.moved() | {p: what for p, (what, _) in book.marks.params.items() if what == LOADED}
+    return {p: what for p, (what, mark) in book.marks.params.items() if what == LOADED or mark != mark_of(p)}
 
 
 def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:

@@ -145,22 +145,3 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     """The groups of an optimizer among all living ones: one may have none yet, or be the shell of a step or method."""
     # Groups of another type are those that a method runs with (`optimizer/exact_methods.py`).
     return [group for group in vars(optimizer).get("param_groups", ()) if type(group) is dict]
-
-
-# --- a pause of the collector -----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """A context without collections, for work that makes many objects and leaves no cycles: recordings of a step.
-
-    Each of its collections would look at all objects of the process. What is garbage by then is collected afterwards.
-    The collector is not switched off: code that asks for that, or does it, is none of ours.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(0, *before[1:])  # of new objects, from which on they are collected; 0 is never
-    try:
-        yield
-    finally:
-        if not gc.get_threshold()[0]:  # else somebody has set it meanwhile, or another thread has ended its own pause
-            gc.set_threshold(*before)

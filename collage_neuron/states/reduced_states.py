@@ -4,21 +4,27 @@ They are fp32, in the shapes in which the optimizer makes them.
 
 A 0-d tensor in a state is a number of the host otherwise (`step`), and looks the same. A step distinguishes them: a
 state to which it writes tensors, or that it makes of them, is one of these. What was found is kept by name, for
-parameters with dimensions (`Bookkeeping.small`). All states of a 0-d parameter are 0-d.
+parameters with dimensions (`Bookkeeping.small`). All states of a 0-d parameter are 0-d; which of those are counts is
+found out later (`trace/recorded_step.py`).
+
+Counts that would go wrong: those that are kept in bf16 or fp16, as checkpoints of older libraries have `step`, become
+fp32, and shared ones are rejected. A count of bf16 stands still at 256 and one of fp16 at 2048, since adding 1 to those
+rounds back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import UnsupportedUpdate, warn_user
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping
@@ -105,3 +111,60 @@ def _is_kept(x: Any, p: Tensor, shape: tuple[int, ...]) -> bool:
 def states_of(states: Sequence[Mapping[str, Any]], captured: Captured) -> list[dict[str, Tensor]]:
     """The states of one number of each parameter, by name."""
     return [{name: state[name] for name in captured.small} for state in states] if captured.small else []
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+ENDS = {torch.bfloat16: 2.0**8, torch.float16: 2.0**11}
+"""By the type of a count, where it stands still."""
+
+Place = tuple[MutableMapping[str, Any], str]
+"""A state and a key in it."""
+
+
+def widen_counts(optimizer: Optimizer) -> bool:
+    """Makes such counts fp32, and warns of those that may stand still; returns True if there were any."""
+    if not step_inventory.once(optimizer, "narrow counts", lambda: bool(_places(optimizer))):
+        return False
+    places = _places(optimizer)
+    _warn(optimizer, places)
+    for state, key in places:
+        state[key] = state[key].float()
+    return True
+
+
+def _places(optimizer: Optimizer) -> list[Place]:
+    found: Mapping[Any, Any] = optimizer.state
+    states = [x for p, x in found.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, MutableMapping)]
+    return [(x, k) for x in states for k, v in x.items() if isinstance(v, Tensor) and not v.dim() and v.dtype in ENDS]
+
+
+def _warn(optimizer: Optimizer, places: Iterable[Place]) -> None:
+    """Warns of the largest count that has come to where its type ends."""
+    ended = [(float(s[k]), k, s[k].dtype) for s, k in places if float(s[k]) >= ENDS[s[k].dtype]]
+    if ended:
+        value, key, dtype = max(ended, key=lambda of: of[0])
+        warn_user(
+            f"the state {key!r} of {len(ended)} parameters of this {type(optimizer).__name__} was kept in {dtype}, "
+            f"which cannot count beyond {ENDS[dtype]:g}, and is {value:g}: it counts in float32 from here on. If more "
+            f"steps than that were taken, set optimizer.state[p][{key!r}] of each parameter to their number"
+        )
+
+
+def check_counts(optimizer: Optimizer) -> None:
+    """Raises ValueError if two states of an optimizer of torch hold one 0-d tensor: each step would count twice."""
+    if (in_step := step_inventory.of(optimizer)) is None:
+        return
+    values = list(chain.from_iterable(map(dict.values, in_step.states)))
+    places = in_step.structure.once(
+        "counts", lambda: tuple(isinstance(x, torch.Tensor) and not x.dim() for x in values)
+    )
+    counts = list(map(id, compress(values, places)))
+    if len(counts) == len(set(counts)):
+        return
+    name = next(k for state in in_step.states for k, x in state.items() if id(x) in counts and counts.count(id(x)) > 1)
+    raise ValueError(
+        f"two states hold one tensor as {name!r}, and {type(optimizer).__name__} would advance it once for each of "
+        f"them in every step; nothing was updated: give each state its own (state[{name!r}] = state[{name!r}].clone())"
+    )

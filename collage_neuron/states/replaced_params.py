@@ -7,7 +7,6 @@ step, a new parameter takes over the low words of the one that it replaces.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -130,7 +129,11 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
     for p, where in zip(params, places, strict=True):
         check_converted([p], [where], book.narrow)
         if p.dtype == torch.bfloat16 and p in book.fp32:
-            _warn_of_rounding(where)
+            warn_user(
+                f"{where} was left in float32 by compile, and is bfloat16 now, as others may be: "
+                "model.to(torch.bfloat16) or model.bfloat16() has rounded it, and its low word starts at zero. Leave "
+                "that call out after compile"
+            )
             book.fp32 = {q for q in book.fp32 if q.dtype == torch.float32}  # one warning for all
         state = optimizer.state.get(p, {})
         for key, value in state.items():
@@ -178,11 +181,3 @@ def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], na
 
 
 _dtype = attrgetter("dtype")
-
-
-def _warn_of_rounding(where: object) -> None:
-    warnings.warn(
-        f"{where} was left in float32 by compile, and is bfloat16 now, as others may be: model.to(torch.bfloat16) or "
-        "model.bfloat16() has rounded it, and its low word starts at zero. Leave that call out after compile",
-        stacklevel=5,
-    )

@@ -18,11 +18,16 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, compiled_optimizers, params_of
+from collage_neuron.states.bookkeeping import (
+    STEPPED,
+    bookkeeping,
+    compiled_optimizers,
+    mark_of,
+    params_of,
+)
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import is_stored, read_exact, store_beside
-from collage_neuron.states.write_detection import STEPPED, mark_of
 
 
 def meet(optimizer: Optimizer) -> list[Any]:
@@ -50,19 +55,16 @@ def hand_on(optimizer: Optimizer) -> None:
     """Gives the values that `optimizer` has just stored to all others that have these parameters."""
     ours = bookkeeping(optimizer)
     others = meet(optimizer) if ours.sharing is None else _alive(ours.sharing)
+    own = set(map(id, params_of(optimizer))) if others else set()
     for other in others:
-        theirs = bookkeeping(other)
-        if theirs.presented is None:  # else its step, or its method, stores what it has at its end
-            _give(optimizer, other, theirs)
-
-
-def _give(optimizer: Optimizer, other: Optimizer, theirs: Bookkeeping) -> None:
-    own, known = set(map(id, params_of(optimizer))), theirs.marks.params
-    external_writes.restore_words(other)
-    for p, fmt in formats_of(other).items():
-        if id(p) in own and known.get(p) != (STEPPED, mark_of(p)):
-            give_words(other, p, fmt, optimizer.state.get(p, {}), record_of(optimizer, p))
-            external_writes.remember(other, p, STEPPED)
+        if bookkeeping(other).presented is not None:
+            continue  # its step, or its method, stores what it has at its end
+        known = bookkeeping(other).marks.params
+        external_writes.restore_words(other)
+        for p, fmt in formats_of(other).items():
+            if id(p) in own and known.get(p) != (STEPPED, mark_of(p)):
+                give_words(other, p, fmt, optimizer.state.get(p, {}), record_of(optimizer, p))
+                external_writes.remember(other, p, STEPPED)
 
 
 def give_words(

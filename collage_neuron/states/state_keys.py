@@ -35,34 +35,20 @@ class Names:
     """Keys of the parameter's further words."""
 
 
-class _Endings:
-    """The endings of our keys; computed again only if a format was added or replaced."""
-
-    def __init__(self) -> None:
-        self._formats: tuple[Format, ...] = ()
-        self._found: frozenset[str] = frozenset()
-        self._shared: frozenset[str] = frozenset()
-
-    def read(self) -> frozenset[str]:
-        if (formats := tuple(FORMATS.values())) != self._formats:
-            further = [c for f in formats for c in f.components if c.suffix]
-            self._found = frozenset(c.suffix for c in further)
-            self._shared = frozenset(c.suffix for c in further if c.block)
-            self._formats = formats
-        return self._found
-
-    def read_shared(self) -> frozenset[str]:
-        self.read()
-        return self._shared
+@lru_cache(1)  # computed again only if a format was added or replaced
+def _endings(formats: tuple[Format, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    further = [c for f in formats for c in f.components if c.suffix]
+    return frozenset(c.suffix for c in further), frozenset(c.suffix for c in further if c.block)
 
 
-_endings = _Endings()
+def suffixes() -> frozenset[str]:
+    """The endings of our keys."""
+    return _endings(tuple(FORMATS.values()))[0]
 
-suffixes = _endings.read
-"""Returns the endings of our keys."""
 
-shared_suffixes = _endings.read_shared
-"""Returns those of the words that blocks of elements share."""
+def shared_suffixes() -> frozenset[str]:
+    """The endings of the words that blocks of elements share."""
+    return _endings(tuple(FORMATS.values()))[1]
 
 
 def is_component(key: Any, state: Iterable[Any]) -> bool:

@@ -87,12 +87,8 @@ class Seen:
     states: list[dict[str, Any]]
     """The states of the owners."""
     structure: Structure
-    answers: dict[Any, Any] = field(default_factory=dict)
-    """What holds for this step and is asked for each group, by the question."""
-
-    def at(self, places: Sequence[tuple[int, str]]) -> list[Any]:
-        """What is in the states, by the place of its owner and its key."""
-        return [self.states[i][key] for i, key in places]
+    backends: dict[Any, Any] = field(default_factory=dict)
+    """The backends of this step, by settings and device."""
 
     def state_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         """The states of `params`; empty ones where there is none."""
@@ -104,16 +100,6 @@ class Seen:
     def _by_id(self) -> dict[int, dict[str, Any]]:
         """The states by the ids of the owners: a tensor is hashed in Python."""
         return dict(zip(map(id, self.owners), self.states, strict=True))
-
-
-def once_a_step(in_step: Seen | None, question: Any, answer: Callable[[], T]) -> T:
-    """The answer to a question that has the same one in the whole step; `in_step` is what it found, if it did."""
-    if in_step is None:
-        return answer()
-    if question not in in_step.answers:
-        in_step.answers[question] = answer()
-    result: T = in_step.answers[question]
-    return result
 
 
 def once(optimizer: Optimizer, what: Any, make: Callable[[], T]) -> T:

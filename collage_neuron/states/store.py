@@ -200,16 +200,20 @@ def is_stored(
     p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format, record: Mapping[str, str] = NO_RECORD
 ) -> bool:
     """Returns True if the value `name` exists with exactly the components of `fmt`."""
-    if any(name + suffix in state and name + suffix not in fmt.keys(name) for suffix in suffixes()):
+    if not _of_other_formats(name, fmt, suffixes()).isdisjoint(state):
         return False
     if not _has_dtypes(p, state, name, fmt):
         return False
     return record.get(name) == fmt.name or fmt.reads_as(kept_format(p, state, name, record))
 
 
-def store(
-    p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Tensor, record: Record | None = None
-) -> None:
+@lru_cache(4096)
+def _of_other_formats(name: str, fmt: Format, endings: frozenset[str]) -> frozenset[str]:
+    """The keys of further words that the value `name` has in other formats alone."""
+    return frozenset(name + suffix for suffix in endings).difference(fmt.keys(name))
+
+
+def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Tensor, record: Record) -> None:
     """Stores the fp32 `value` in the components of `fmt`, with hi = round(hi + lo), and drops those of other formats.
 
     The format is written to `record`.
@@ -225,7 +229,7 @@ _PARTS = (2.0**-15, 2.0**-14, 2.0**-8, 2.0**-7, 2.0**-6, 1.0)
 """By what part of its low word a value is moved, for words of 24, 16 and 8 bits; 1: there is no low word."""
 
 
-def store_beside(p: torch.Tensor, state: State, fmt: Format, value: torch.Tensor, record: Record | None = None) -> None:
+def store_beside(p: torch.Tensor, state: State, fmt: Format, value: torch.Tensor, record: Record) -> None:
     """Stores the fp32 `value` of a parameter in the further words of `fmt`; the first one, the parameter, stays.
 
     A value half way between two first words, which would be rounded to the other one, is moved to the last one before
@@ -256,7 +260,7 @@ def _put(
     name: str,
     fmt: Format,
     found: Sequence[torch.Tensor],
-    record: Record | None,
+    record: Record,
     keeps_first: bool = False,
 ) -> None:
     tensors = [word.to(p.device) for word in found]
@@ -266,15 +270,13 @@ def _put(
         if key == "param" and keeps_first:
             continue
         if key == "param" and p.dtype == tensor.dtype and p.device.type != "xla":
-            local(p.detach()).copy_(
-                tensor
-            )  # in place: others may hold on to its memory; on XLA it would not be donated
+            # In place: others may hold on to its memory; on XLA it would not be donated.
+            local(p.detach()).copy_(tensor)
         elif key == "param":
             rewrite_data(p, tensor)
         else:
             state[key] = like(_laid_as(tensor, local(p)), p) if component.block is None else beside(tensor, p)
-    if record is not None:
-        record[name] = fmt.name
+    record[name] = fmt.name
 
 
 def _laid_as(word: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -289,23 +291,24 @@ def ensure_stored(
     state: State,
     name: str,
     fmt: Format,
-    fill: float,
-    record: Record | None = None,
+    record: Record,
+    fill: float = 0.0,
     shape: Sequence[int] | None = None,
-) -> None:
-    """Creates the state, filled with `fill`, or converts it to `fmt` if it has another format.
+) -> bool:
+    """Creates the state, filled with `fill`, or converts it to `fmt` if it has another format; False if it has that.
 
     A new state has the given shape, of as many elements as `p`, or that of `p`.
     """
     there = (state.get(key) for key in fmt.keys(name))  # torch's ZeRO-1 puts what a checkpoint has, values, in it
     placed = all(word.device == p.device for word in there if isinstance(word, torch.Tensor))
-    known = NO_RECORD if record is None else record
-    if is_stored(p, state, name, fmt, known) and placed:
-        if record is not None:
-            record[name] = fmt.name
+    if is_stored(p, state, name, fmt, record) and placed:
+        if record.get(name) == fmt.name:
+            return False
+        record[name] = fmt.name
     elif name != "param" and name not in state:
         if not fmt.signed:
             _check_signs(p, name, fmt, torch.tensor(fill, dtype=torch.float32, device="cpu"))
         _put(p, state, name, fmt, word_encoding.settled_constant(fmt, name, fill, shape or local(p).shape), record)
     else:
-        store(p, state, name, fmt, read_fp32(p, state, name, known), record)
+        store(p, state, name, fmt, read_fp32(p, state, name, record), record)
+    return True

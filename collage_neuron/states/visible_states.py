@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -113,47 +111,26 @@ class _Alike(NamedTuple):
     params: list[torch.nn.Parameter]
     kind: StepKind
 
-    def agree(self, states: list[dict[str, Any]]) -> bool:
-        """Returns True if their numbers are equal."""
+    def by_numbers(self, states: Sequence[Mapping[str, Any]]) -> list[list[torch.nn.Parameter]]:
+        """The parameters by the numbers in their `states`: mostly the one list of all."""
         if len(states) == 1:
-            return True
-        return all(_is_one(_read([state[name] for state in states])) for name in self.kind.tensors) and all(
-            len({number(state[name]) for state in states}) == 1 for name in self.kind.others
-        )
+            return [self.params]
+        columns = [_read([state[name] for state in states]) for name in self.kind.tensors]
+        columns += [[number(state[name]) for state in states] for name in self.kind.others]
+        if all(len(set(column)) == 1 for column in columns):
+            return [self.params]
+        parts: dict[Any, list[torch.nn.Parameter]] = {}
+        for p, *numbers in zip(self.params, *columns, strict=True):
+            parts.setdefault(tuple(numbers), []).append(p)
+        return list(parts.values())
 
 
-def alike(in_step: Seen, params: Sequence[torch.nn.Parameter]) -> list[list[Any]] | None:
-    """`params` by the recordings that they share, if only the structure tells them apart; else None."""
-    what = "alike", *sorted(bookkeeping(in_step.optimizer).small)
-    known, key = in_step.structure.table(what), tuple(map(id, params))  # the structure holds the parameters
-    parts: list[_Alike] | None = known.get(key)
-    if parts is None:
-        parts = in_step.structure.keep(known, key, _by_kind(in_step, params))
-    return [part.params for part in parts] if all(part.agree(in_step.state_of(part.params)) for part in parts) else None
-
-
-def _by_kind(in_step: Seen, params: Sequence[torch.nn.Parameter]) -> list[_Alike]:
-    kinds = _kinds(in_step)
-    parts: dict[int, _Alike] = {}
-    for p, state in zip(params, in_step.state_of(params), strict=True):
-        kind = kinds.of(p, state)
-        parts.setdefault(kind.id, _Alike([], kind)).params.append(p)
-    return list(parts.values())
-
-
-def _is_one(numbers: Iterator[Any]) -> bool:
-    """Returns True if all are equal, and not NaN."""
-    first = next(numbers, None)
-    return all(map(first.__eq__, numbers))
-
-
-def _read(tensors: list[torch.Tensor]) -> Iterator[Any]:
+def _read(tensors: list[torch.Tensor]) -> list[Any]:
     """The values of 0-d tensors: on a device in one call if they are of one type, since each call waits for it."""
-    if all(map(attrgetter("is_cpu"), tensors)):
-        return map(torch.Tensor.item, tensors)
-    if len({(t.dtype, t.device) for t in tensors}) == 1:
-        return iter(torch.stack(tensors).tolist())
-    return (t.item() for t in tensors)
+    if not all(map(attrgetter("is_cpu"), tensors)) and len({(t.dtype, t.device) for t in tensors}) == 1:
+        numbers: list[Any] = torch.stack(tensors).tolist()
+        return numbers
+    return list(map(torch.Tensor.item, tensors))
 
 
 class _Kinds:
@@ -181,22 +158,32 @@ class _Kinds:
 
 
 def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
-    """Parameters that share an update: those with equal host scalars (step counts), states, class, dtype, device."""
-    buckets_: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
-    in_step = step_inventory.of(optimizer)
+    """Parameters that share an update: those with equal host scalars (step counts), states, class, dtype, device.
+
+    A list is that of the last step if only the structure tells its parameters from the others.
+    """
+    in_step, small = step_inventory.of(optimizer), tuple(sorted(bookkeeping(optimizer).small))
     try:
-        if in_step is not None and (same := alike(in_step, params)) is not None:
-            return same
-        kinds = _Kinds(bookkeeping(optimizer).small) if in_step is None else _kinds(in_step)
-        keys = _keys(
-            kinds, params, [optimizer.state.get(p, {}) for p in params] if in_step is None else in_step.state_of(params)
-        )
+        if in_step is None:
+            parts = _by_kind(_Kinds(small), params, [optimizer.state.get(p, {}) for p in params])
+            return [
+                same for part in parts for same in part.by_numbers([optimizer.state.get(p, {}) for p in part.params])
+            ]
+        known, key = in_step.structure.table(("alike", small)), tuple(map(id, params))  # the structure holds them
+        if (found := known.get(key)) is None:
+            found = in_step.structure.keep(known, key, _by_kind(_kinds(in_step), params, in_step.state_of(params)))
+        return [same for part in found for same in part.by_numbers(in_step.state_of(part.params))]
     except UnsupportedUpdate:
         require_known(optimizer)  # a word of an unknown format looks like a state of the user's
         raise
-    for p, key in zip(params, keys, strict=True):
-        buckets_[key].append(p)
-    return list(buckets_.values())
+
+
+def _by_kind(kinds: _Kinds, params: Sequence[torch.nn.Parameter], states: Sequence[Mapping[str, Any]]) -> list[_Alike]:
+    parts: dict[int, _Alike] = {}
+    for p, state in zip(params, states, strict=True):
+        kind = kinds.of(p, state)
+        parts.setdefault(kind.id, _Alike([], kind)).params.append(p)
+    return list(parts.values())
 
 
 def require_known(optimizer: Optimizer) -> None:
@@ -204,15 +191,3 @@ def require_known(optimizer: Optimizer) -> None:
     for record in bookkeeping(optimizer).formats.values():
         for name, fmt in record.items():
             formats.require_known(fmt, f"the optimizer has values ({name}) that are")
-
-
-def _keys(
-    kinds: _Kinds, params: Sequence[torch.nn.Parameter], states: Sequence[Mapping[str, Any]]
-) -> list[tuple[Any, ...]]:
-    """A key for each parameter, equal for those that share a recording."""
-    each = [(kinds.of(p, state), state) for p, state in zip(params, states, strict=True)]
-    numbers = _read([state[name] for kind, state in each for name in kind.tensors])
-    return [
-        (kind.id, *islice(numbers, len(kind.tensors)), *(number(state[name]) for name in kind.others))
-        for kind, state in each
-    ]

@@ -110,14 +110,11 @@ def ddp_problems(ddp: Any) -> list[str]:
         "a reducer in Python (torch._dynamo.config.optimize_ddp)": ddp._use_python_reducer,
         "optimizers that step in backward": any(map(has_step_in_backward, ddp.parameters())),
         "a communication hook that has run": bool(ddp._comm_hooks) and ddp._lazy_init_ran,
-        "a communication hook of torch's own": not ddp._comm_hooks and _has_hook(ddp),
+        "a communication hook of torch's own": not ddp._comm_hooks
+        and bool(ddp._get_ddp_logging_data().get("comm_hook")),
         f"a reducer that torch {torch.__version__} makes in a new way": not all(hasattr(ddp, n) for n in _DDP),
     }
     return [problem for problem, there in problems.items() if there]
-
-
-def _has_hook(ddp: Any) -> bool:
-    return bool(ddp._get_ddp_logging_data().get("comm_hook"))
 
 
 def set_up_anew(ddp: Any) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, pointing_at
 from collage_neuron.passes.ir.update import Captured
-from collage_neuron.runtime import torch_defaults, wrappers
+from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -125,7 +125,7 @@ class Copied:
 
     def _run(self, mode: DeferredCalls, context: Sequence[AbstractContextManager[Any]]) -> None:
         try:
-            with torch_defaults.plain_defaults(), torch.no_grad(), self._guard, ExitStack() as stack:
+            with step_call.plain_defaults(), torch.no_grad(), self._guard, ExitStack() as stack:
                 for each in (*context, mode):
                     stack.enter_context(each)
                 inner_optimizers.lend(self.optimizer, self._inner)

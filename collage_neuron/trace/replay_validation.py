@@ -22,7 +22,7 @@ from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import arguments, memories_of
 from collage_neuron.trace.placeholders import set_data
 from collage_neuron.trace.step_kinds import StepKind
-from collage_neuron.validation import synthetic
+from collage_neuron.validation import sample
 from collage_neuron.validation.perturbed_replay import InFp32, NoSample, Ran
 from collage_neuron.validation.sample import SEEN, Plan, Sample, block, indices
 
@@ -84,12 +84,12 @@ class Calls:
     ) -> Mapping[str, Any]:
         """States after a few such steps, from positive numbers."""
         shapes = {k: job.recording.captured.shape_of(k, param.shape) for k in names}
-        values = {"param": param, **{k: synthetic.gradient(shape, g).abs() for k, shape in shapes.items()}}
+        values = {"param": param, **{k: sample.gradient(shape, g).abs() for k, shape in shapes.items()}}
         part = self._about(p)
-        for _ in range(synthetic.WARM if part is not None else 0):
+        for _ in range(sample.WARM if part is not None else 0):
             assert part is not None
             try:
-                values = part.run({**values, "grad": synthetic.gradient(param.shape, g)})
+                values = part.run({**values, "grad": sample.gradient(param.shape, g)})
             except NoSample:
                 break
         return values

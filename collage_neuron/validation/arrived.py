@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from collage_neuron.states import update_underflow, word_encoding
+from collage_neuron.states import strategy_checks, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 
 if TYPE_CHECKING:
@@ -46,9 +46,10 @@ def look(found: Found, job: Job) -> None:
     optimizer = found.optimizer
     index = next(i for i, group in enumerate(optimizer.param_groups) if group is job.group)
     fmt = job.update.formats["param"]
-    if found.taken.is_drawn or not update_underflow.is_measured(optimizer, index, fmt, job.recording.captured.graph):
+    group = strategy_checks.Group(optimizer, index, job.settings, type(optimizer))
+    if found.taken.is_drawn or not group.is_measured(fmt, job.recording.captured.graph):
         return
-    rate, largest = update_underflow.rate_of(job.group, ("lr",)), update_underflow.rate_of(job.group)
+    rate, largest = strategy_checks.rate_of(job.group, ("lr",)), strategy_checks.rate_of(job.group)
     sums = bookkeeping(optimizer).arrived
     if rate < largest / 2:
         return
@@ -57,7 +58,7 @@ def look(found: Found, job: Job) -> None:
     _add(sums[index], found)
     own = sums[index]
     if own.looks >= LOOKS and found.steps >= STEPS and own.arrived < ENOUGH * own.wanted:
-        update_underflow.warn_measured(optimizer, index, job.settings, fmt, own.arrived / own.wanted)
+        group.warn_measured(fmt, own.arrived / own.wanted)
 
 
 def _add(own: Arrived, found: Found) -> None:

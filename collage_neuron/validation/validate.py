@@ -8,7 +8,6 @@ the formats and the arithmetic round, the step is not taken.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import BUILT_IN, format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.runtime import nonfinite
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient
-from collage_neuron.validation import arrived, sample, synthetic
+from collage_neuron.validation import arrived, sample
 from collage_neuron.validation.comparison import Found
 from collage_neuron.validation.perturbed_replay import InFp32, NoSample, expected
 from collage_neuron.validation.sample import Plan, Sample
@@ -82,15 +82,17 @@ def check(
     jobs: Sequence[Job],
     take: Take,
     again: Callable[[Job], Again],
-    known: set[Any],
+    known: set[Any] | None = None,
 ) -> None:
     """Validates the step that `jobs` are about to take, if that is due, or one of their updates is not `known`.
+
+    These are those of the optimizer's history, unless others are given.
 
     Raises:
         TranslationError: a value is further off than rounding explains; nothing has been changed.
     """
     history = history_of(optimizer)
-    steps = history.steps + 1
+    steps, known = history.steps + 1, history.known if known is None else known
     is_new = not known.issuperset(map(_launched_by, jobs))
     if (is_new or is_due(steps)) and not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # there every result is zero
         for job in list(chosen(jobs, steps, lambda job: _launched_by(job) not in known)):
@@ -145,7 +147,7 @@ class Again(Protocol):
     def states(
         self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
     ) -> Mapping[str, Any]:
-        """States of a parameter with the drawn values `param` (`synthetic.States`)."""
+        """States of a parameter with the drawn values `param` (`sample.States`)."""
 
     def in_fp32(self, p: torch.nn.Parameter, taken: Sample, g: torch.Generator) -> InFp32:
         """What takes the step of a sample of `p`."""
@@ -172,7 +174,7 @@ def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Ta
     before = {name: taken.components(name) for name in taken.formats}
     skips = job.settings.nonfinite == "skip"
     take(taken.optimizer, [taken.job], nonfinite.all_finite([taken.param]) if skips else None)
-    synthetic.fetch(taken)
+    sample.fetch(taken)
     found = Found(base, optimizer, p, taken, before, wanted, twin, steps)
     compared, left_out = found.compare()
     if compared:
@@ -183,10 +185,10 @@ def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Ta
 
 def _sample(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int, again: Again) -> Sample | None:
     turn = steps.bit_length()
-    if p.device.type in synthetic.DEVICES:
+    if p.device.type in sample.DEVICES:
         planned = again.plan(job, p, torch.arange(sample.SIZE, dtype=torch.int64, device="cpu"))
         of_steps = partial(again.states, job, p)
-        return None if planned is None else synthetic.draw(optimizer, job, p, planned, turn, of_steps)
+        return None if planned is None else sample.draw(optimizer, job, p, planned, turn, of_steps)
     grad = gradient(p).detach()  # under tensor parallelism all processes add it up, with elements or without
     planned = again.plan(job, p, sample.spread(grad, turn))
     return None if planned is None else sample.take(optimizer, job, p, grad, planned)
@@ -197,26 +199,19 @@ def _warn_of_still(found: Found, history: History) -> None:
     strategy = found.taken.job.settings.strategy
     if not isinstance(strategy, str) or digits(format_named(STRATEGIES[strategy].slow)) <= digits(BUILT_IN["bf16"]):
         return
+    told = {"param", *bookkeeping(found.optimizer).told, *history.told}
+    there = found.optimizer.state.get(found.param, {})  # others are made by this step
     for name, fmt in found.taken.job.update.formats.items():
-        if (
-            name == "param"
-            or name in bookkeeping(found.optimizer).told
-            or fmt.draw is not None
-            or digits(fmt) > digits(BUILT_IN["bf16"])
-            or name in history.told
-        ):
+        if name in told or name not in there or fmt.draw is not None or digits(fmt) > digits(BUILT_IN["bf16"]):
             continue
-        if name not in found.optimizer.state.get(found.param, {}):
-            continue  # it is made by this step
         count, still = found.still(name, fmt)
         if count >= FEW and still >= STILL * count:
             history.told.add(name)
             tried = found.taken.grad.numel()
-            warnings.warn(
+            warn_user(
                 f"the state {name!r} of {found.base.__name__} stands still: of {tried} elements that were "
                 f"tried fp32 would change {count}, and in {fmt.name} {still} of these stay as they are, since "
                 "they move by less than half an ulp in a step. Keep it wider: strategy='full', or a mapping such as "
                 f"{{'param': 'bf16x2', {name!r}: 'bf16x2'}}",
                 StandsStill,
-                stacklevel=5,
             )

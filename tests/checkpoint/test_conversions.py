@@ -48,7 +48,7 @@ def test_a_state_moves_from_every_format_to_every_other(source: str) -> None:
             x = values(shape).abs()  # some formats are unsigned
             store(p, state, "s", format_named(source), x, record)
             before = read_exact(p, state, "s", record).clone()
-            ensure_stored(p, state, "s", format_named(target), 0.0, record)
+            ensure_stored(p, state, "s", format_named(target), record)
             fmt = format_named(target)
             assert is_stored(p, state, "s", fmt, record)
             assert set(state) == set(fmt.keys("s"))

@@ -123,7 +123,7 @@ def test_a_value_half_way_between_two_first_words_keeps_the_parameter() -> None:
     high = torch.tensor([1 + 2.0**-7, -1 - 2.0**-7, 0.5]).bfloat16()
     p, state = nn.Parameter(high.clone()), dict[str, Any]()
     value = torch.tensor([1 + 2.0**-8, -1 - 2.0**-8, 0.5])
-    store_beside(p, state, FORMATS["bf16+fp32"], value)
+    store_beside(p, state, FORMATS["bf16+fp32"], value, {})
     kept = read_exact(p, state, "param")
     assert torch.equal(p, high)
     assert torch.equal(kept.bfloat16(), high)

@@ -11,7 +11,7 @@ MAKERS = (
     "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 )  # fmt: skip
 
-ASKS = "collage_neuron/runtime/torch_defaults.py"
+ASKS = "collage_neuron/runtime/step_call.py"
 """Finds out what the default device is."""
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import collage_neuron
-from collage_neuron.states.live_objects import collector_paused, objects_of
+from collage_neuron.runtime.step_call import collector_paused
+from collage_neuron.states.live_objects import objects_of
 
 
 class Base:

@@ -15,7 +15,7 @@ from torch.optim import swa_utils as torchs
 
 import collage_neuron
 from collage_neuron import RoundedAverage, trainers
-from collage_neuron.optimizer import external_averages
+from collage_neuron.states import coarse_writes
 
 STEPS = 40
 
@@ -144,8 +144,8 @@ def test_most_steps_look_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         looks.append(len(held))
         return []
 
-    monkeypatch.setattr(external_averages, "copies_of_models", copies)
-    monkeypatch.setattr(external_averages, "_sample", lambda model: pytest.fail("there is no copy"))
+    monkeypatch.setattr(coarse_writes, "copies_of_models", copies)
+    monkeypatch.setattr(coarse_writes, "_sample", lambda model: pytest.fail("there is no copy"))
     for _ in range(300):
         for p in params:
             p.grad = torch.ones_like(p)

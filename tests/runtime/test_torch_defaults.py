@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron.errors import StepInterrupted
 from collage_neuron.passes.backends.native.backend import BACKEND, Engine
-from collage_neuron.runtime.torch_defaults import plain_defaults
+from collage_neuron.runtime.step_call import plain_defaults
 
 BACKENDS = ["reference", pytest.param("native", marks=pytest.mark.skipif(bool(BACKEND.missing()), reason="no code"))]
 

@@ -78,7 +78,7 @@ def step_of(
     (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0, measured)
     state, fresh = optimizer.state[p], job.recording.captured.fresh
     for name, fmt in job.update.formats.items():
-        ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), record_of(optimizer, p))
+        ensure_stored(p, state, name, fmt, record_of(optimizer, p), fresh.get(name, 0.0))
     tensors = {**state, "param": p.detach(), "grad": p.grad}
     keys = dict.fromkeys([*job.update.inputs, *job.update.outputs])
     drawing = (1, steps, 0, 0) if job.update.draws else ()

@@ -28,7 +28,7 @@ from collage_neuron.passes.backends.nki.backend import Nki
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.validation import synthetic
+from collage_neuron.validation import sample
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -216,7 +216,7 @@ def test_the_first_step_on_a_lazy_device_is_not_rejected_for_what_is_outside(
     largest: float, nki: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples of lazy devices have drawn gradients; with one of 2e19 a divisor is beyond 2**42, where it is clamped."""
-    monkeypatch.setattr(synthetic, "DEVICES", ("cpu",))
+    monkeypatch.setattr(sample, "DEVICES", ("cpu",))
     monkeypatch.setattr(Nki, "largest", largest)
     optimizer = compiled(torch.optim.AdamW, 300, backend="nki")
     with pytest.raises(TranslationError, match="drawn values") if largest > 2**42 else nullcontext():
