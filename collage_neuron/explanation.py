@@ -201,7 +201,7 @@ def _explain_group(optimizer: Optimizer, index: int, job: step_plan.Job, graphs:
 
 def _rows(states: Mapping[str, tuple[str, int]], total: int, elements: int) -> Iterator[str]:
     """The table: the format of each state, its bytes per parameter, and those of all parameters."""
-    for name, (fmt, size) in {**states, "total": ("", total)}.items():
+    for name, (fmt, size) in (*states.items(), ("total", ("", total))):  # a state may be called so
         each = f"{size / elements:.3g} bytes"
         yield f"  {name:<18} {fmt:<10} {each:<12} {size / 1e6:10,.3f} MB"
 

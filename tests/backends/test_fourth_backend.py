@@ -95,7 +95,7 @@ def test_the_agreement_suite_runs_on_it_unmodified(numpy: Counted) -> None:
         for arithmetic in ARITHMETICS:
             numpy.steps.clear()
             HANDWRITTEN["test_it_is_within_the_bound_of_its_float64_run"](name, "full", arithmetic)
-            assert len(numpy.steps) >= 12  # a comparison takes twelve steps
+            assert len(numpy.steps) >= 8  # a comparison takes as many
 
 
 @pytest.mark.parametrize(("strategy", "arithmetic"), SETTINGS)
