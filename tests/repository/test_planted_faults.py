@@ -175,7 +175,7 @@ FAULTS = [
     Fault("collage_neuron/conversion/aliased_memory.py", "and not moving.isdisjoint(_memory(x))", "and False",
           SHARING + "a_view_of_a_parameter_that_compile_moves_is_rejected[p.data]"),
     Fault("collage_neuron/conversion/aliased_memory.py",
-          "held = {_memory(tensor): where for where, tensor in _parameters(optimizer)}", "held = {}",
+          "held = {_address(tensor): where for where, tensor in _parameters(optimizer)}", "held = {}",
           SHARING + "so_are_those_of_a_class_whose_steps_are_recorded[a parameter]"),
     Fault("collage_neuron/states/bookkeeping.py", "shard.data_ptr() if type(shard) in ORDINARY else 0", "0",
           WEIGHTS + "what_is_written_before_the_first_step_is_where_training_begins[plus-True]"),
