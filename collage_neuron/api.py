@@ -148,7 +148,7 @@ def compile(
 
     Raises:
         TypeError: a trained parameter that is neither bfloat16 nor float32; a target of another kind.
-        ValueError: unknown settings; `buffers` or `buffers` without a model; an entry of `buffers` that matches no
+        ValueError: unknown settings; `buffers` or `keep_fp32` without a model; an entry of `keep_fp32` that matches no
             parameter; `bytes` beside `strategy`, or fewer than any strategy needs; ``differentiable=True``; mixed
             devices; a learning rate that is not finite; an optimizer that holds no parameter of the model; fp32
             parameters held by a wrapper that keeps copies of them; `matmul` without a model, or of a model whose

@@ -215,7 +215,7 @@ def chosen(model: object, keep_fp32: Choice | Iterable[Choice] | None) -> frozen
 
     Raises:
         TypeError: an entry of another kind.
-        ValueError: `buffers` without a model; an entry that matches no fp32 tensor, or a trained parameter that is
+        ValueError: `keep_fp32` without a model; an entry that matches no fp32 tensor, or a trained parameter that is
             bf16 already; a part of a layer of torch's, which computes in one dtype.
     """
     if keep_fp32 is None:

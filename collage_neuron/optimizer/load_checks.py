@@ -171,7 +171,7 @@ def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
 def join_again(optimizer: Optimizer) -> None:
     """Before a step: adds low words that a checkpoint brought to fp32 parameters that were written with bf16 values.
 
-    Such words (of a run without `buffers`) join the value that is there when the optimizer is loaded. If the model is
+    Such words (of a run without `keep_fp32`) join the value that is there when the optimizer is loaded. If the model is
     loaded after it, that value is replaced by the high words.
     """
     ours = bookkeeping(optimizer)
