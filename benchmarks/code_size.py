@@ -27,7 +27,7 @@ from own_modules import FOLDERS, longest_chain, modules
 import collage_neuron
 
 ROOT = Path(collage_neuron.__file__).resolve().parents[1]
-PARAMETERS, WARM_UP = 4, 4
+PARAMETERS, WARM_UP = 4, 6
 
 
 class Passed:

@@ -27,6 +27,7 @@ from collage_neuron.torch_privates import not_compiled
 def noted(step: Any) -> Any:
     """Marks the step of a compiled class, so that the hook knows when it is in progress."""
 
+    # A compiler around the training loop would fuse the update and keep excess precision in it.
     @torch_privates.not_compiled
     @wraps(step)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,11 +65,16 @@ def _watch_inside(inside: Optimizer, outer: Optimizer) -> None:
         Optimizer.register_load_state_dict_pre_hook(inside, hook)
 
 
-@torch_privates.not_compiled  # not for a compiler that compiles the step
 def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     cls: Any = type(optimizer)
     if "_collage_base" not in vars(cls) or vars(optimizer).get("_collage_stepping", False):
         return None  # the step in progress is not that of the original class
+    return _taken_over(optimizer, args, kwargs)
+
+
+@torch_privates.not_compiled  # not for a compiler that compiles the step
+def _taken_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    cls: Any = type(optimizer)
     if inner_of(optimizer):
         raise UnsupportedUpdate(
             f"this {cls._collage_base.__name__}.step() is from before compiling, and steps another optimizer, which "

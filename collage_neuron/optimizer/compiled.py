@@ -6,7 +6,6 @@ import copyreg
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from functools import cache, partial, wraps
 from typing import Any
 from weakref import ref
@@ -95,7 +94,6 @@ class Compiled(Optimizer):
         bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 
-    @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates every parameter that has a gradient; returns what the step of the class returns.
 
@@ -105,19 +103,23 @@ class Compiled(Optimizer):
         base, context = base_of(type(self)), bookkeeping(self).presented
         if context is not None and context.is_step:
             return torch_privates.unhooked_step(base)(self, *args, **kwargs)  # the user's own step calls it
-        with nullcontext() if context is None else context.suspended():
-            return self._take_step(base, step_call.call_of(base, args, kwargs))
+        call = step_call.call_of(base, args, kwargs)
+        if context is None:
+            return self._take_step(base, call)
+        with context.suspended():
+            return self._take_step(base, call)
 
     def _take_step(self, base: type[Optimizer], call: step_call.Call) -> Any:
-        skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
-        is_evaluated = call.closure is not None and (skips or compiled_step.may_be_recorded(base, self, call))
-        if is_evaluated:
-            call = call.evaluated()
+        if call.closure is not None:
+            skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
+            if skips or compiled_step.may_be_recorded(base, self, call):
+                call = call.evaluated()
         # States that are made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad(), step_call.scaler_attributes(self) as left:
-            if step_call.unscale(self, left):
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.no_grad(), torch.no_grad():
+            if not step_call.is_left_a_task(self):
                 return compiled_step.take_step(base, self, call)
-        return call.loss
+            with step_call.scaler_attributes(self) as left:
+                return compiled_step.take_step(base, self, call) if step_call.unscale(self, left) else call.loss
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
         """Adds a hook as torch does; ours (`bypass`) stays the last."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -16,7 +15,13 @@ from collage_neuron import torch_privates
 from collage_neuron.eager import rejections
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import first_step_report, group_settings, load_checks, low_word_handover
+from collage_neuron.optimizer import (
+    first_step_report,
+    group_settings,
+    load_checks,
+    low_word_handover,
+    steady_plan,
+)
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.runtime import nonfinite, step_call
@@ -56,11 +61,9 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 """Tensors that a step writes, and their versions before it, for each backend."""
 
 
-# A compiler around the training loop would fuse the update and keep excess precision in it.
-@torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
-    with step_call.plain_defaults(), step_call.collector_paused():
+    with step_call.plain_defaults(), step_call.CollectorPaused():
         return _take_step(base, optimizer, call)
 
 
@@ -145,8 +148,12 @@ def _take_traced(
         reduced_states.learn(ours, job.recording.captured)
     _check_named(optimizer, jobs)
     _warn_of_formats(base, optimizer, jobs)
-    with _interrupting(optimizer) as written:
+    written: Written = []
+    try:
         measured = take(optimizer, jobs, finite, written)
+    except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
+        _note_interruption(optimizer, error, written)
+        raise
     ours.as_written = ""
     if first_step_report.SAID not in ours.told:
         first_step_report.report(base, optimizer, jobs)
@@ -172,41 +179,49 @@ def _check_named(optimizer: Optimizer, jobs: list[Job]) -> None:
         strategy_checks.check_names(optimizer, strategies, ((job.group, job.recording.captured.states) for job in jobs))
 
 
-@contextmanager
-def _interrupting(optimizer: Optimizer) -> Iterator[Written]:
-    """Says of a step that raises after it has written tensors that it was interrupted; yields where to note them."""
-    written: Written = []
-    try:
-        yield written
-    except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
-        if any(list(map(torch_privates.version, tensors)) != versions for tensors, versions in written):
-            ours = bookkeeping(optimizer)
-            ours.interrupted = _interruption(error)
-            if isinstance(error, Exception):
-                raise StepInterrupted(ours.interrupted) from error
-        raise
+def _note_interruption(optimizer: Optimizer, error: BaseException, written: Written) -> None:
+    """Notes, and says, of a step that raises after it has written tensors that it was interrupted."""
+    if any(list(map(torch_privates.version, tensors)) != versions for tensors, versions in written):
+        ours = bookkeeping(optimizer)
+        ours.interrupted = _interruption(error)
+        if isinstance(error, Exception):
+            raise StepInterrupted(ours.interrupted) from error
 
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     reduced_states.check_counts(optimizer)
-    records, groups = replayed_steps.of_step(base, optimizer), enumerate(optimizer.param_groups)
-    jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
-    _check_named(optimizer, jobs)
+    compares = due or validate.is_due(ours.steps + 1) or validate.is_next_due(optimizer)
+    again = None if compares else steady_plan.again(optimizer)
+    jobs = _planned(base, optimizer, due) if again is None else again
     _warn_of_formats(base, optimizer, jobs)
     external_writes.drop_stale(optimizer)
     group_settings.warn_of_changes(base, optimizer, jobs)
     validate.check(base, optimizer, jobs, take, replay_validation.of_recording)
     finite = nonfinite.decision(optimizer)
-    with _interrupting(optimizer) as written:
+    written: Written = []
+    try:
         measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)
         replaced_params.forget(optimizer)
         external_writes.remember_step(optimizer)
         if ours.sharing != []:  # None: nobody has looked for others
             shared_params.hand_on(optimizer)
+    except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
+        _note_interruption(optimizer, error, written)
+        raise
     if first_step_report.SAID not in ours.told:
         first_step_report.report(base, optimizer, jobs)
+    if again is None and not due:
+        steady_plan.note(optimizer, jobs)
     return measured
+
+
+def _planned(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Job]:
+    """The jobs of a step, planned with all checks."""
+    records, groups = replayed_steps.of_step(base, optimizer), enumerate(optimizer.param_groups)
+    jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
+    _check_named(optimizer, jobs)
+    return jobs
 
 
 def _warn_of_formats(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:

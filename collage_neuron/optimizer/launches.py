@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from operator import not_
+from operator import itemgetter, not_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,18 +46,19 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     update = job.update
     numbers = [update.scalars.run(slots, drawing) for slots in job.recording.rows or [job.recording.slots]]
     vector = torch.tensor(numbers if job.recording.rows else numbers[0], dtype=torch.float32, device="cpu")
-    _ensure_all_stored(optimizer, job)
-    reduced_states.ensure(optimizer, job.params, job.recording.captured)
+    if job.kept is None or step_inventory.of(optimizer) is None:  # else the states are there, as in that step
+        _ensure_all_stored(optimizer, job)
+        reduced_states.ensure(optimizer, job.params, job.recording.captured)
     seen, states = step_inventory.of(optimizer), step_inventory.states_of(optimizer, job.params)
     grads = list(map(writable_gradient, job.params)) if "grad" in update.outputs else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
     for key in {*update.inputs, *update.outputs} - columns.keys():
-        columns[key] = [state[key] for state in states]
+        columns[key] = list(map(itemgetter(key), states))  # no frame of Python's for each
     if seen is None:  # a tensor may be of a type of its own (DTensor)
         columns = {key: list(map(local, tensors)) for key, tensors in columns.items()}
     if update.seen_as is not None and not job.backend.reshapes:
         columns = {key: [_seen(t, key, update) for t in columns[key]] for key in {*update.inputs, *update.outputs}}
-    reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
+    reads, writes = _rows(columns, update.inputs, len(states)), _rows(columns, update.outputs, len(states))
     # If they draw, there are too many launches to look for one.
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
     small = reduced_states.states_of(states, job.recording.captured)
@@ -81,9 +82,11 @@ def _seen(t: torch.Tensor, key: str, update: Update) -> torch.Tensor:
     )
 
 
-def _rows(columns: Sequence[Sequence[torch.Tensor]], count: int) -> list[tuple[torch.Tensor, ...]]:
-    """For each of `count` parameters its tensors."""
-    return list(zip(*columns, strict=True)) if columns else [()] * count
+def _rows(
+    columns: Mapping[str, Sequence[torch.Tensor]], keys: Sequence[str], count: int
+) -> list[tuple[torch.Tensor, ...]]:
+    """For each of `count` parameters its tensors, by these keys."""
+    return list(zip(*map(columns.__getitem__, keys), strict=True)) if keys else [()] * count
 
 
 class _Like(NamedTuple):
@@ -99,6 +102,8 @@ class _Like(NamedTuple):
 
 def _kept(structure: step_inventory.Structure, job: Job, grads: Sequence[torch.Tensor]) -> dict[Any, Any]:
     """`Launch.kept` of a job."""
+    if job.kept is not None:
+        return job.kept
     known, key = structure.table("launches"), (id(job.update), id(job.params))  # it has both, so ids stay theirs
     found: _Like | None = known.get(key)
     if found is None or not found.guard(*grads):

@@ -61,8 +61,13 @@ class Once:
         return self._closure()
 
 
+_NO_ARGUMENTS = Call()
+
+
 def call_of(base: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """The call of a step with these arguments."""
+    if not args and not kwargs:
+        return _NO_ARGUMENTS
     try:
         return Call(args, kwargs, closure_among(base, args, kwargs))
     except TypeError as error:
@@ -120,6 +125,11 @@ def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[st
 
 
 _LEFT_TO_STEP = ("grad_scale", "found_inf")
+
+
+def is_left_a_task(optimizer: Optimizer) -> bool:
+    """Returns True if an optimizer has one of the two attributes."""
+    return not vars(optimizer).keys().isdisjoint(_LEFT_TO_STEP)
 
 
 @contextmanager
@@ -206,17 +216,17 @@ def _changed(flushes: bool, elsewhere: bool) -> Iterator[None]:
                 torch.set_flush_denormal(True)
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
+class CollectorPaused:
     """A context without collections, for work that makes many objects and leaves no cycles: recordings of a step.
 
     Each of its collections would look at all objects of the process. What is garbage by then is collected afterwards.
     The collector is not switched off: code that asks for that, or does it, is none of ours.
     """
-    before = gc.get_threshold()
-    gc.set_threshold(0, *before[1:])  # of new objects, from which on they are collected; 0 is never
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        self._before = gc.get_threshold()
+        gc.set_threshold(0, *self._before[1:])  # of new objects, from which on they are collected; 0 is never
+
+    def __exit__(self, *_: object) -> None:
         if not gc.get_threshold()[0]:  # else somebody has set it meanwhile, or another thread has ended its own pause
-            gc.set_threshold(*before)
+            gc.set_threshold(*self._before)

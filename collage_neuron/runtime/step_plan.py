@@ -58,10 +58,16 @@ class Job:
     """States that may need more bits than their formats have (`strategy_checks`)."""
     watched: frozenset[str]
     """The values that a measured step measures: the parameter, and the states that may stall."""
+    kept: dict[Any, Any] | None = None
+    """`Launch.kept`, of a job of an earlier step with tensors that are like those of now (`steady_plan`)."""
 
     def of(self, places: Sequence[int]) -> Job:
         """The job of some of its parameters, by their places among them."""
-        return replace(self, params=[self.params[i] for i in places], recording=self.recording.of(places))
+        return replace(self, params=[self.params[i] for i in places], recording=self.recording.of(places), kept=None)
+
+    def again(self, group: dict[str, Any], recording: Recording) -> Job:
+        """The job with the numbers of another step."""
+        return replace(self, group=group, recording=recording)
 
     def of_param(self, p: torch.Tensor) -> Job:
         """The job of one of its parameters."""

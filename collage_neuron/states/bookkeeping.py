@@ -64,13 +64,17 @@ class _Columns(NamedTuple):
 
 def _columns(split: Split, states: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, str]] = ()) -> _Columns:
     """The marks as they are now, and the further words in these places."""
-    params, highs = split.params, [states[i][name] for i, name in split.highs]
+    params, highs = split.params, _values(states, split.highs)
     if ORDINARY.issuperset(map(type, chain(params, highs))):  # one call for all
         marks = [*zip(map(torch_privates.version, params), map(torch.Tensor.data_ptr, params), strict=True)]
         versions = [*map(torch_privates.version, highs)]
     else:
         marks, versions = [*map(mark_of, params)], [*map(version, highs)]
-    return _Columns(split, marks, highs, versions, [states[i][key] for i, key in words])
+    return _Columns(split, marks, highs, versions, _values(states, words))
+
+
+def _values(states: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, str]]) -> list[torch.Tensor]:
+    return [states[i][key] for i, key in places] if places else []
 
 
 class Marks:

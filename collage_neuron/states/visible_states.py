@@ -125,6 +125,11 @@ class _Alike(NamedTuple):
         return list(parts.values())
 
 
+def are_equal(numbers: list[torch.Tensor]) -> bool:
+    """Returns True if 0-d tensors, of which there is one at least, have one value."""
+    return len(numbers) == 1 or len(set(_read(numbers))) == 1
+
+
 def _read(tensors: list[torch.Tensor]) -> list[Any]:
     """The values of 0-d tensors: on a device in one call if they are of one type, since each call waits for it."""
     if not all(map(attrgetter("is_cpu"), tensors)) and len({(t.dtype, t.device) for t in tensors}) == 1:

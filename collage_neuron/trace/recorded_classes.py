@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import cache, lru_cache
 from itertools import chain
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -34,9 +36,9 @@ def is_traced(base: type[Optimizer], optimizer: Optimizer) -> bool:
     seen = step_inventory.of(optimizer)
     if seen is None:
         return not is_recorded(base, optimizer)
-    known, code = seen.structure.known, [*_code_of(base), *vars(optimizer)]
-    if "code" not in known or not step_inventory.are_same(known["code"], code):
-        known["code"], known["is recorded"] = code, is_recorded(base, optimizer)
+    known, own, code = seen.structure.known, [*vars(optimizer)], _code_of(base).now()
+    if known.get("code") is not code or known["attributes"] != own:
+        known["code"], known["attributes"], known["is recorded"] = code, own, is_recorded(base, optimizer)
     return not known["is recorded"]
 
 
@@ -48,7 +50,7 @@ def is_recorded(base: type[Optimizer], optimizer: Optimizer | None = None) -> bo
         return False
     if optimizer is not None and inner_of(optimizer):
         return False
-    return all(map(is_of_library, _code_of(base)))
+    return all(map(is_of_library, _code_of(base).now()))
 
 
 @lru_cache
@@ -58,12 +60,26 @@ def _has_no_code_of_its_own(base: Any, attributes: tuple[str, ...]) -> bool:
     return not any(hasattr(base, k) for k in own)
 
 
-def _code_of(base: type[Optimizer]) -> list[Any]:
+class _Code:
     """What the code of a class is, and what it refers to: the classes, and what is in their modules."""
-    classes = base.__mro__[:-1]
-    names = dict.fromkeys(c.__module__ for c in classes)
-    modules = [sys.modules[name] for name in names if name in sys.modules]  # importlib need not put it there
-    return list(chain.from_iterable(vars(x).values() for x in (*classes, *modules)))
+
+    def __init__(self, base: type[Optimizer]) -> None:
+        classes = base.__mro__[:-1]
+        names = dict.fromkeys(c.__module__ for c in classes)
+        modules = [sys.modules[name] for name in names if name in sys.modules]  # importlib need not put it there
+        self._views = [vars(x).values() for x in (*classes, *modules)]
+        """Of what is there when they are read."""
+        self._last: list[Any] = []
+
+    def now(self) -> list[Any]:
+        """All of it, in a list that is the same object as long as nothing has changed."""
+        is_same = sum(map(len, self._views)) == len(self._last)
+        if not (is_same and all(map(is_, self._last, chain.from_iterable(self._views)))):
+            self._last = list(chain.from_iterable(self._views))
+        return self._last
+
+
+_code_of: Callable[[Any], _Code] = cache(_Code)
 
 
 @cache

@@ -49,7 +49,7 @@ class Followed:
         if not _FLOATS.issuperset(map(type, slots)):
             return None
         scalars, numbers = {k: values[i] for k, i in self.scalars.items()}, [values[i] for i in self.numbers]
-        return replace(self.recording, slots=list(map(float, slots)), scalars=scalars, numbers=numbers)
+        return replace(self.recording, slots=list(map(float, slots)), scalars=scalars, numbers=numbers, followed=self)
 
 
 _FLOATS = frozenset({float, int})
@@ -63,10 +63,12 @@ class Settings:
         self.key: tuple[Any, ...] | None = None
         """None if there are settings that are not numbers and texts, or tuples of these."""
         told: list[Any] = []
-        for name, value in group.items():
-            if type(value) is float:  # first, since most are
+        for name, value in group.items():  # those that most are come first
+            if (kind := type(value)) is float:
                 self.numbers.append(value)
                 told += name, float
+            elif kind is bool or value is None:
+                told += name, value
             elif name != "params" and name[:8] != "collage_":
                 told += name, self._told(value)
         self.key = None if _OTHER in told else tuple(told)

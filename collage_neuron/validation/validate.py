@@ -109,6 +109,11 @@ def is_due(steps: int) -> bool:
     return steps & (steps - 1) == 0
 
 
+def is_next_due(optimizer: Optimizer) -> bool:
+    """Returns True if the next step is to be validated."""
+    return is_due(history_of(optimizer).steps + 1)
+
+
 def _key(job: Job) -> Any:
     return (
         job.recording.captured.text,

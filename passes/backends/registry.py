@@ -43,6 +43,11 @@ def names() -> tuple[str, ...]:
     return (*BUILT_IN, *_registered)
 
 
+def registered() -> tuple[Backend, ...]:
+    """The backends beside the built-in ones: which one runs an update depends on them and on its device."""
+    return tuple(_registered.values())
+
+
 def check_name(choice: str) -> None:
     """Raises ValueError unless `choice` is "auto" or the name of a backend."""
     if choice != "auto" and choice not in BUILT_IN and choice not in _registered:

@@ -25,6 +25,8 @@ class Recording:
     kind: Any = None
     """The calls of the step that was recorded (`trace.kinds.Kind`), and their numbers, with which it is validated."""
     numbers: Sequence[float] = ()
+    followed: Any = None
+    """What computes the numbers of later steps that are like it (`trace.scalar_program.Followed`), if that is known."""
     rows: Sequence[list[float]] = ()
     """The slots of each parameter of a job, in its order, where they have numbers of their own."""
 

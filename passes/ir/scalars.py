@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from collage_neuron.passes.ir.values import Fp32, Reader, Value
 
@@ -46,6 +47,11 @@ class Scalar(Value):
             return drawing[DRAWING.index(self.op)]
         a, b = (x.value(slots, drawing) if isinstance(x, Scalar) else x for x in self.args)
         return _OPERATIONS[self.op](a, b)
+
+    def constants(self) -> Iterator[Number]:
+        """The numbers that are part of the update."""
+        for x in self.args if self.op in _OPERATIONS else ():
+            yield from x.constants() if isinstance(x, Scalar) else (x,)
 
     def read(self, a: Reader) -> Fp32:
         return a.scalar("fp32", self)
@@ -122,11 +128,47 @@ FORMS = {"fp32": lambda x: x, "hi": high_word, "lo": low_word, "upper16": upper1
 """How an entry of the vector is made of its double; `fp32` is rounded when the vector becomes a tensor."""
 
 
+class _Flat:
+    """Scalars as one list of operations, each once: nothing is called for them but the operations."""
+
+    def __init__(self, entries: Sequence[tuple[str, Scalar]], slots: int, drawing: int) -> None:
+        self.given = slots, drawing
+        numbers = {repr(x): x for _, scalar in entries for x in scalar.constants()}  # as text: -0.0 is not 0.0
+        self._constants = list(numbers.values())
+        self._operations: list[tuple[Callable[[float, float], float], int, int]] = []
+        self._places: dict[Any, int] = {text: slots + drawing + i for i, text in enumerate(numbers)}
+        self.results = [(None if form == "fp32" else FORMS[form], self._place(scalar)) for form, scalar in entries]
+
+    def _place(self, x: Scalar | Number) -> int:
+        """Where the value of `x` is, among the numbers that are given, the constants and the results."""
+        if not isinstance(x, Scalar):
+            return self._places[repr(x)]
+        if x.op == "slot":
+            return int(x.args[0])  # type: ignore[arg-type]  # a number
+        if x.op in DRAWING:
+            return self.given[0] + DRAWING.index(x.op)
+        key = x.op, *map(self._place, x.args)
+        if key not in self._places:
+            first = sum(self.given) + len(self._constants)
+            self._places[key] = first + len(self._operations)
+            self._operations.append((_OPERATIONS[x.op], key[1], key[2]))
+        return self._places[key]
+
+    def run(self, slots: Sequence[float], drawing: Sequence[float]) -> list[float]:
+        """The values of the entries."""
+        values = [*slots, *drawing, *self._constants]
+        for operation, a, b in self._operations:
+            values.append(operation(values[a], values[b]))
+        return [values[at] if form is None else form(values[at]) for form, at in self.results]
+
+
 @dataclass
 class ScalarProgram:
     """The entries of the scalar vector, in order: which scalar, in which form."""
 
     entries: list[tuple[str, Scalar]] = field(default_factory=list)
+    _flat: _Flat | None = field(default=None, compare=False, repr=False)
+    """The entries of the last run."""
 
     def index(self, form: str, scalar: Scalar) -> int:
         """The entry that holds `scalar` in `form`, appended if it is new."""
@@ -137,7 +179,10 @@ class ScalarProgram:
 
     def run(self, slots: Sequence[float], drawing: Sequence[float] = ()) -> list[float]:
         """The values of the entries for the slots of one step, and for `DRAWING` if it draws random bits."""
-        return [FORMS[form](scalar.value(slots, drawing)) for form, scalar in self.entries]
+        flat, given = self._flat, (len(slots), len(drawing))
+        if flat is None or len(flat.results) != len(self.entries) or flat.given != given:
+            flat = self._flat = _Flat(self.entries, *given)
+        return flat.run(slots, drawing)
 
     def __str__(self) -> str:
         return "\n".join(f"c{i} = {form}({scalar})" for i, (form, scalar) in enumerate(self.entries))

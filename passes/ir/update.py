@@ -125,7 +125,7 @@ class Update:
         """What it needs of other processes that have parts of its parameters, in order: how, and of which group."""
         return tuple(node.args[1:] for stage in self.stages if stage.kind == BETWEEN for node in stage.results)
 
-    @property
+    @cached_property
     def is_staged(self) -> bool:
         """Returns True if numbers have to be found for each parameter before the last stage, or stored after it."""
         return len(self.stages) > 1 or bool(self.small or self.reads_small)

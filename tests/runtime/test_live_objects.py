@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import collage_neuron
-from collage_neuron.runtime.step_call import collector_paused
+from collage_neuron.runtime.step_call import CollectorPaused
 from collage_neuron.states.live_objects import objects_of
 
 
@@ -106,7 +106,7 @@ def test_the_collector_is_as_it_was_in_a_step_and_after_it(enabled: bool) -> Non
     assert set(seen) == {(enabled, 0)}
     assert gc.isenabled() == enabled
     assert gc.get_threshold() == before
-    with pytest.raises(KeyError), collector_paused():
+    with pytest.raises(KeyError), CollectorPaused():
         raise KeyError
     assert gc.get_threshold() == before
 
@@ -123,10 +123,10 @@ def test_what_a_step_does_to_the_collector_lasts() -> None:
 
 def test_pauses_within_and_beside_one_another_end_with_the_first_threshold() -> None:
     before = gc.get_threshold()
-    one, other = collector_paused(), collector_paused()
+    one, other = CollectorPaused(), CollectorPaused()
     with one:
         other.__enter__()
-        with collector_paused():
+        with CollectorPaused():
             assert gc.get_threshold()[0] == 0
     other.__exit__(None, None, None)
     assert gc.get_threshold() == before

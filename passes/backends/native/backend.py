@@ -123,13 +123,21 @@ class Native(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
+        if not any([x.update.is_staged for x in launches]):
+            return self._run_last(launches, launches, [None] * len(launches))
         if any(x.update.by_rows for x in launches):
             with _counted_first(launches):
                 return [measure for part in _in_turn(launches) for measure in self._run_in_turn(part)]
-        given, before = launches, self._found(launches)
-        if any(x.update.is_staged for x in given):
-            launches = [_last_stage(x, found) for x, found in zip(given, before, strict=True)]
-        step = lay_out(launches, self.engine.kernels)
+        before = self._found(launches)
+        last = [_last_stage(x, found) for x, found in zip(launches, before, strict=True)]
+        return self._run_last(launches, last, before)
+
+    def _run_last(
+        self, given: Sequence[Launch], launches: Sequence[Launch], before: Sequence[Found | None]
+    ) -> Sequence[Measure]:
+        """Runs the last stages of launches, for which the others have found what is `before` them."""
+        engine = self.engine
+        step = lay_out(launches, engine.kernels)
         if step is None:
             with _counted_first(given):
                 return REFERENCE.run_found(given, before)
@@ -138,8 +146,9 @@ class Native(Backend):
             with _counted_first(launches):
                 measured = {at: measure for at in step.left for measure in _on_reference(launches[at[0]], at[1])}
         # Counted before it is done: after an interrupt (Ctrl-C) in between, the versions say that a step was begun.
-        torch.autograd.graph.increment_version(list(chain.from_iterable(step.changed)))
-        totals = self.engine.run(step)
+        changed, step.changed = step.changed, []  # a later step may be laid out as this one is
+        torch.autograd.graph.increment_version(list(chain.from_iterable(changed)))
+        totals = engine.run(step)
         step.put_back()
         for launch, found in zip(given, before, strict=True):
             if found is not None:

@@ -275,7 +275,8 @@ class Laid:
             return None
         # The vectors of numbers are new in each step; all else of a job is as it was.
         self.step.jobs[JOB.index("scalars") :: len(JOB)] = array("q", chain.from_iterable(g.scalars for g in groups))
-        return replace(self.step, changed=list(chain.from_iterable(group.writes for group in groups)))
+        self.step.changed = [row for group in groups for row in group.writes]
+        return self.step
 
     def _move(self, addresses: list[int]) -> bool:
         """Replaces the addresses, to which the jobs refer; False, and nothing is replaced, if memory is shared.

@@ -1,0 +1,141 @@
+"""The plan of an earlier step with the numbers of this one: most steps find what the last one found.
+
+A plan depends on parameters and states (`step_inventory.Structure`, which holds it), on which parameters have gradients
+and of what kind these are, and on settings, strategies and backends. All of that is compared here, in a few calls
+whatever the number of parameters; what is left are numbers. If anything else has changed, `again` returns None, and the
+step is planned as the first one is (`step_plan.plan`), with all checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import compress, repeat
+from operator import attrgetter, is_not
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_neuron import torch_privates
+from collage_neuron.numerics.strategies import Strategy
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.protocol import Backend
+from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.runtime.step_plan import Job, named, signs_of
+from collage_neuron.settings import KEYS
+from collage_neuron.states import step_inventory
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.step_inventory import Seen
+from collage_neuron.states.visible_states import are_equal, kind_in
+from collage_neuron.trace.scalar_program import Settings
+
+
+class _Part(NamedTuple):
+    """A job, and what has to be so that it is one in a later step."""
+
+    job: Job
+    group: int
+    """The place of its group."""
+    counts: tuple[str, ...]
+    """The names of the numbers in its states, which all parameters of the job share."""
+    signs: object
+    """Of the numbers, what formats depend on (`step_plan.signs_of`)."""
+
+    def again(self, groups: Sequence[dict[str, Any]], settings: Sequence[Settings], seen: Seen) -> Job | None:
+        """The job with the numbers of this step; None if they are such that it is another one."""
+        states = seen.state_of(self.job.params)
+        columns = [[state[name] for state in states] for name in self.counts]
+        if not all(map(are_equal, columns)):
+            return None
+        given = [*settings[self.group].numbers, *(column[0] for column in columns)]
+        recording: Recording | None = self.job.recording.followed.again(given)
+        if recording is None or not all(map(math.isfinite, recording.slots)):
+            return None
+        if self.job.update.far != self.job.update.far_in(recording.slots):
+            return None
+        if self.signs is not None and signs_of(seen, recording, self.job.settings) is not self.signs:
+            return None
+        return self.job.again(groups[self.group], recording)
+
+
+class _Plan(NamedTuple):
+    """The jobs of a step, and all that they depend on but for the structure of the step."""
+
+    parts: list[_Part]
+    settings: list[Any]
+    """What settings of each group are not numbers."""
+    guard: Callable[..., bool]
+    """Of the gradients."""
+    registered: tuple[Backend, ...]
+    strategies: list[Strategy | None]
+    """What their names mean."""
+    narrow: object
+    """The set of the parameters that are in bf16 (`replaced_params`)."""
+
+
+def again(optimizer: Optimizer) -> list[Job] | None:
+    """The jobs of the next step, if they are those of an earlier one with other numbers; None if that is not known."""
+    seen, book = step_inventory.of(optimizer), bookkeeping(optimizer)
+    if seen is None:
+        return None
+    have, grads = _gradients(seen)
+    plan: _Plan | None = seen.structure.table("plans").get(have)
+    if plan is None or plan.narrow is not book.narrow or plan.registered != registry.registered():
+        return None
+    groups = optimizer.param_groups
+    settings = list(map(Settings, groups))
+    if list(map(_told, groups, settings)) != plan.settings or not plan.guard(*grads):
+        return None
+    if list(map(named, (part.job.settings for part in plan.parts))) != plan.strategies:
+        return None
+    jobs = []
+    for part in plan.parts:
+        part.job.backend.prepare(part.job.params[0].device)
+        if (job := part.again(groups, settings, seen)) is None:
+            return None
+        jobs.append(job)
+    return jobs
+
+
+def note(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
+    """Called after a step that was planned: its plan is that of later steps that are like it, if they may be."""
+    seen, book, groups = step_inventory.of(optimizer), bookkeeping(optimizer), optimizer.param_groups
+    settings = list(map(Settings, groups))
+    told = list(map(_told, groups, settings))
+    if seen is None or None in told or not all(map(_may_be_again, jobs)):
+        return
+    have, grads = _gradients(seen)
+    if sum(len(job.params) for job in jobs) != len(grads):
+        return
+    parts = [_part(seen, groups, job) for job in jobs]
+    strategies = [named(job.settings) for job in jobs]
+    plan = _Plan(parts, told, torch_privates.guard(grads), registry.registered(), strategies, book.narrow)
+    seen.structure.keep(seen.structure.table("plans"), have, plan)
+
+
+def _gradients(seen: Seen) -> tuple[tuple[bool, ...], list[Tensor]]:
+    """Which of the parameters have gradients, and these."""
+    grads = list(map(attrgetter("grad"), seen.params))
+    have = tuple(map(is_not, grads, repeat(None)))
+    return have, list(compress(grads, have))
+
+
+def _told(group: Mapping[str, Any], settings: Settings) -> Any:
+    """What equals that of another step if settings differ in numbers only; None if they may be read in other ways."""
+    is_plain = type(group) is dict and settings.key is not None and isinstance(group.get(KEYS[0], ""), str)
+    return (settings.key, *map(group.get, KEYS)) if is_plain else None
+
+
+def _may_be_again(job: Job) -> bool:
+    """Returns True for a job of which nothing but numbers can change while its tensors are alike."""
+    captured = job.recording.captured
+    changes_others = captured.clears_gradient or captured.small or "grad" in job.update.outputs
+    return job.recording.followed is not None and captured.seen_as is None and not changes_others
+
+
+def _part(seen: Seen, groups: Sequence[Any], job: Job) -> _Part:
+    p, group = job.params[0], next(i for i, group in enumerate(groups) if group is job.group)
+    counts = kind_in(seen, p, *seen.state_of([p])).tensors
+    return _Part(replace(job, kept={}), group, counts, signs_of(seen, job.recording, job.settings))
