@@ -18,8 +18,8 @@ from collage_neuron.errors import UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES, StrategyLike, possible
 from collage_neuron.passes.ir.recording import Recording
-from collage_neuron.runtime import step_plan
 from collage_neuron.runtime.step_plan import Records
+from collage_neuron.runtime.update_formats import formats_of
 from collage_neuron.settings import Settings
 from collage_neuron.states import reduced_states, word_encoding
 
@@ -84,7 +84,7 @@ def _most(found: Iterable[tuple[Recording, Sequence[torch.Tensor]]], settings: S
 
 
 def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:
-    formats = step_plan.formats_of(update, settings, torch.bfloat16)
+    formats = formats_of(update, settings, torch.bfloat16)
     shared = [_shared(fmt, params) for fmt in formats.values()]
     elements = max(1, sum(p.numel() for p in params))
     shared += [size / elements for size in reduced_states.bytes_of(update.captured, params).values()]

@@ -28,7 +28,7 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import fallback_warning, step_plan
+from collage_neuron.runtime import fallback_warning, update_formats
 from collage_neuron.runtime.preconditions import check_differentiable, check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_plan import Records
@@ -189,7 +189,7 @@ def _plan(base: type[Optimizer], group: dict[str, Any], settings: Settings, reco
     require_sound(backend, p.device, settings.strategy)
     with naming(base):
         recording = records(group, p)
-        formats = step_plan.formats_of(recording, settings, torch.bfloat16)
+        formats = update_formats.formats_of(recording, settings, torch.bfloat16)
         check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic), p.device)
     return recording, formats
 

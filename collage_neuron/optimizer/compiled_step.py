@@ -83,7 +83,9 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)
-    if reduced_states.widen_counts(optimizer) | replaced_params.settle_moved(optimizer):
+    if not step_inventory.once(optimizer, "settled", partial(_is_settled, optimizer)):
+        reduced_states.widen_counts(optimizer)
+        replaced_params.settle_moved(optimizer)
         ours.seen = step_inventory.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)
@@ -92,6 +94,11 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     if watcher is not None:
         watcher.stepped(measured)
     return returned
+
+
+def _is_settled(optimizer: Optimizer) -> bool:
+    """Returns False if states are to be put right before a step."""
+    return not (reduced_states.narrow_counts(optimizer) or replaced_params.moved(optimizer))
 
 
 def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> bool:
@@ -191,8 +198,8 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     reduced_states.check_counts(optimizer)
-    compares = due or validate.is_due(ours.steps + 1) or validate.is_next_due(optimizer)
-    again = None if compares else steady_plan.again(optimizer)
+    compares = due or replayed_steps.compares(ours) or validate.is_next_due(optimizer)
+    again = None if compares else steady_plan.again(ours, optimizer.param_groups)
     jobs = _planned(base, optimizer, due) if again is None else again
     _warn_of_formats(base, optimizer, jobs)
     external_writes.drop_stale(optimizer)
@@ -212,7 +219,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     if first_step_report.SAID not in ours.told:
         first_step_report.report(base, optimizer, jobs)
     if again is None and not due:
-        steady_plan.note(optimizer, jobs)
+        steady_plan.note(ours, optimizer.param_groups, jobs)
     return measured
 
 

@@ -28,7 +28,7 @@ from collage_neuron.optimizer.load_checks import (
     refuse_missing,
     settle_settings,
 )
-from collage_neuron.runtime import step_plan
+from collage_neuron.runtime import update_formats
 from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
@@ -184,8 +184,8 @@ def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Recor
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    formats = step_plan.formats_of(recording, Settings.of(group), p.dtype)
-    idle = step_plan.idle_formats(optimizer, p, recording)
+    formats = update_formats.formats_of(recording, Settings.of(group), p.dtype)
+    idle = update_formats.idle_formats(optimizer, p, recording)
     # A state of blocks was saved as its value, which is not the format that it had.
     return {**formats, **{name: fmt for name, fmt in idle.items() if not formats[name].is_coded}}
 

@@ -13,23 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress, repeat
 from operator import attrgetter, is_not
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.strategies import Strategy
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.ir.recording import Recording
-from collage_neuron.runtime.step_plan import Job, named, signs_of
+from collage_neuron.runtime.update_formats import named, signs_of
 from collage_neuron.settings import KEYS
-from collage_neuron.states import step_inventory
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping
 from collage_neuron.states.step_inventory import Seen
 from collage_neuron.states.visible_states import are_equal, kind_in
 from collage_neuron.trace.scalar_program import Settings
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.step_plan import Job
 
 
 class _Part(NamedTuple):
@@ -41,7 +41,9 @@ class _Part(NamedTuple):
     counts: tuple[str, ...]
     """The names of the numbers in its states, which all parameters of the job share."""
     signs: object
-    """Of the numbers, what formats depend on (`step_plan.signs_of`)."""
+    """Of the numbers, what formats depend on (`update_formats.signs_of`)."""
+    strategy: object
+    """What the name of its strategy means."""
 
     def again(self, groups: Sequence[dict[str, Any]], settings: Sequence[Settings], seen: Seen) -> Job | None:
         """The job with the numbers of this step; None if they are such that it is another one."""
@@ -69,39 +71,34 @@ class _Plan(NamedTuple):
     guard: Callable[..., bool]
     """Of the gradients."""
     registered: tuple[Backend, ...]
-    strategies: list[Strategy | None]
-    """What their names mean."""
     narrow: object
     """The set of the parameters that are in bf16 (`replaced_params`)."""
 
 
-def again(optimizer: Optimizer) -> list[Job] | None:
+def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> list[Job] | None:
     """The jobs of the next step, if they are those of an earlier one with other numbers; None if that is not known."""
-    seen, book = step_inventory.of(optimizer), bookkeeping(optimizer)
+    seen: Seen | None = book.seen
     if seen is None:
         return None
     have, grads = _gradients(seen)
     plan: _Plan | None = seen.structure.table("plans").get(have)
     if plan is None or plan.narrow is not book.narrow or plan.registered != registry.registered():
         return None
-    groups = optimizer.param_groups
     settings = list(map(Settings, groups))
     if list(map(_told, groups, settings)) != plan.settings or not plan.guard(*grads):
-        return None
-    if list(map(named, (part.job.settings for part in plan.parts))) != plan.strategies:
         return None
     jobs = []
     for part in plan.parts:
         part.job.backend.prepare(part.job.params[0].device)
-        if (job := part.again(groups, settings, seen)) is None:
+        if part.strategy is not named(part.job.settings) or (job := part.again(groups, settings, seen)) is None:
             return None
         jobs.append(job)
     return jobs
 
 
-def note(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
+def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], jobs: Sequence[Job]) -> None:
     """Called after a step that was planned: its plan is that of later steps that are like it, if they may be."""
-    seen, book, groups = step_inventory.of(optimizer), bookkeeping(optimizer), optimizer.param_groups
+    seen: Seen | None = book.seen
     settings = list(map(Settings, groups))
     told = list(map(_told, groups, settings))
     if seen is None or None in told or not all(map(_may_be_again, jobs)):
@@ -110,8 +107,7 @@ def note(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     if sum(len(job.params) for job in jobs) != len(grads):
         return
     parts = [_part(seen, groups, job) for job in jobs]
-    strategies = [named(job.settings) for job in jobs]
-    plan = _Plan(parts, told, torch_privates.guard(grads), registry.registered(), strategies, book.narrow)
+    plan = _Plan(parts, told, torch_privates.guard(grads), registry.registered(), book.narrow)
     seen.structure.keep(seen.structure.table("plans"), have, plan)
 
 
@@ -138,4 +134,5 @@ def _may_be_again(job: Job) -> bool:
 def _part(seen: Seen, groups: Sequence[Any], job: Job) -> _Part:
     p, group = job.params[0], next(i for i, group in enumerate(groups) if group is job.group)
     counts = kind_in(seen, p, *seen.state_of([p])).tensors
-    return _Part(replace(job, kept={}), group, counts, signs_of(seen, job.recording, job.settings))
+    signs = signs_of(seen, job.recording, job.settings)
+    return _Part(replace(job, kept={}), group, counts, signs, named(job.settings))

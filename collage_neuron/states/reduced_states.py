@@ -123,18 +123,16 @@ Place = tuple[MutableMapping[str, Any], str]
 """A state and a key in it."""
 
 
-def widen_counts(optimizer: Optimizer) -> bool:
-    """Makes such counts fp32, and warns of those that may stand still; returns True if there were any."""
-    if not step_inventory.once(optimizer, "narrow counts", lambda: bool(_places(optimizer))):
-        return False
-    places = _places(optimizer)
+def widen_counts(optimizer: Optimizer) -> None:
+    """Makes such counts fp32, and warns of those that may stand still."""
+    places = narrow_counts(optimizer)
     _warn(optimizer, places)
     for state, key in places:
         state[key] = state[key].float()
-    return True
 
 
-def _places(optimizer: Optimizer) -> list[Place]:
+def narrow_counts(optimizer: Optimizer) -> list[Place]:
+    """Where there are such counts."""
     found: Mapping[Any, Any] = optimizer.state
     states = [x for p, x in found.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, MutableMapping)]
     return [(x, k) for x in states for k, v in x.items() if isinstance(v, Tensor) and not v.dim() and v.dtype in ENDS]

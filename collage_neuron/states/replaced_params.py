@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import warn_user
-from collage_neuron.states import external_writes, fitting_words, reduced_states, step_inventory
+from collage_neuron.states import external_writes, reduced_states, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.states.state_keys import (
@@ -27,9 +27,8 @@ from collage_neuron.states.state_keys import (
     split_params,
     split_words,
     suffixes,
-    words_of,
 )
-from collage_neuron.states.store import is_host_scalar, kept_format
+from collage_neuron.states.store import is_host_scalar
 
 
 def remember(optimizer: Optimizer) -> None:
@@ -62,28 +61,22 @@ def follow(optimizer: Optimizer) -> None:
                     bookkeeping(optimizer).narrow.add(new)
 
 
-def settle_moved(optimizer: Optimizer) -> bool:
+def settle_moved(optimizer: Optimizer) -> None:
     """Drops low words that other code has moved to a new parameter, with the state of an earlier one.
 
-    They count where they belong to the values of the new one. Returns True if there is such a parameter.
+    They count where they belong to the values of the new one.
     """
-    if not step_inventory.once(optimizer, "moved", lambda: bool(_moved(optimizer))):
-        return False
-    for p in _moved(optimizer):
+    for p in moved(optimizer):
         state = optimizer.state[p]
         dropped = [key for name in ("param", *names_in(state).split) for key in _of_another(p, name, state)]
         for key in dropped:
             del state[key]
         if dropped:
             _warn_of_moved(p, dropped)
-        if words_of(state):
-            fmt, where = kept_format(p, state, "param"), ~external_writes.belongs(optimizer, p)
-            fitting_words.reset_where(p, state, "param", fmt, where)
         external_writes.remember(optimizer, p, external_writes.STEPPED)
-    return True
 
 
-def _moved(optimizer: Optimizer) -> list[torch.Tensor]:
+def moved(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters with low words that nobody has noted: those of loads, copies and of `compile` are."""
     noted = bookkeeping(optimizer).marks.params
     return [p for p in split_params(optimizer.state) if p not in noted]

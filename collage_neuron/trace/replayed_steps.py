@@ -8,6 +8,7 @@ looked at: settings that are not floats, and keys and types of states (the struc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import TranslationError
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.states import step_inventory
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.visible_states import kind_in
 from collage_neuron.trace.recorded_step import record
 from collage_neuron.trace.scalar_program import Followed, Settings, follow, is_same
@@ -31,11 +32,9 @@ class Repeats:
 
     def __init__(self, base: type[Optimizer], optimizer: Optimizer, seen: step_inventory.Seen) -> None:
         self._base, self._optimizer, self._seen = base, optimizer, seen
-        ours = bookkeeping(optimizer)
         self._known: dict[Any, list[Followed | None]] = seen.structure.known.setdefault("followed", {})
         """For each kind of recording those that were followed, and None where that failed."""
-        self._compares = ours.steps & (ours.steps + 1) == 0
-        """True in steps 1, 2, 4, 8, ...: then the code runs too, once for each kind, and has to give the same."""
+        self._compares = compares(bookkeeping(optimizer))
         self._done: set[Any] = set()
         self._dtype = torch.get_default_dtype()
 
@@ -62,6 +61,7 @@ class Repeats:
             )
         if again is None and not is_new and len(known) < _BRANCHES:  # new ones may be new in every step
             known.append(follow(self._base, self._optimizer, group, p, recording))
+            return replace(recording, followed=known[-1])
         return recording
 
 
@@ -69,6 +69,11 @@ _KINDS = 4096
 """How many kinds are known before all are forgotten: a setting that is no float may be another one in every step."""
 _BRANCHES = 8
 """How many recordings of one kind are followed; code may take other branches in other steps."""
+
+
+def compares(book: Bookkeeping) -> bool:
+    """Returns True in steps 1, 2, 4, 8, ...: then the code runs too, once for each kind, and has to give the same."""
+    return book.steps & (book.steps + 1) == 0
 
 
 def of_step(base: type[Optimizer], optimizer: Optimizer) -> Records:

@@ -147,11 +147,10 @@ class _Flat:
             return int(x.args[0])  # type: ignore[arg-type]  # a number
         if x.op in DRAWING:
             return self.given[0] + DRAWING.index(x.op)
-        key = x.op, *map(self._place, x.args)
-        if key not in self._places:
-            first = sum(self.given) + len(self._constants)
-            self._places[key] = first + len(self._operations)
-            self._operations.append((_OPERATIONS[x.op], key[1], key[2]))
+        a, b = map(self._place, x.args)
+        if (key := (x.op, a, b)) not in self._places:
+            self._places[key] = sum(self.given) + len(self._constants) + len(self._operations)
+            self._operations.append((_OPERATIONS[x.op], a, b))
         return self._places[key]
 
     def run(self, slots: Sequence[float], drawing: Sequence[float]) -> list[float]:

@@ -56,7 +56,7 @@ def test_a_steady_step_works_nothing_out_anew_for_any_group(monkeypatch: pytest.
     assert calls == []
     optimizer.param_groups[5]["collage_arithmetic"] = "bf16"
     optimizer.step()
-    assert calls == ["_job", "guard"]  # one group
+    assert calls == ["_job", "guard", "guard"]  # of one group, and of all
 
 
 def test_tables_forget_the_oldest() -> None:

@@ -17,7 +17,7 @@ import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.optimizer import compiled_step
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import step_plan
+from collage_neuron.runtime import update_formats
 from collage_neuron.settings import Settings
 from collage_neuron.states.store import read_exact
 from collage_neuron.trace.meta_copy import SWITCHES
@@ -285,7 +285,7 @@ def step_together(base: type[Optimizer], optimizers: Mapping[str, Optimizer]) ->
     for optimizer in optimizers.values():
         (group,) = optimizer.param_groups
         settings = Settings.of(group)
-        formats = step_plan.formats_of(job.recording, settings, torch.bfloat16)
+        formats = update_formats.formats_of(job.recording, settings, torch.bfloat16)
         update = rewrite(job.recording.captured, formats, settings.arithmetic)
         with torch.no_grad():
             compiled_step.take(optimizer, [replace(job, group=group, params=group["params"], update=update)], None)

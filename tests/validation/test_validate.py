@@ -22,7 +22,7 @@ from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.rewrite.arithmetic import times
 from collage_neuron.passes.rewrite.rules import RULES, add_to
-from collage_neuron.runtime import step_plan
+from collage_neuron.runtime import update_formats
 from collage_neuron.validation import validate
 
 pytestmark = pytest.mark.validated
@@ -206,9 +206,9 @@ def squares(state: Any, p: Any, g: Any) -> None:
 
 
 def test_a_second_moment_that_stands_still_in_bf16_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_plan, "_known", {})
-    monkeypatch.setattr(step_plan, "roles_of", lambda *_: {})  # as if it were not seen to be one
-    monkeypatch.setattr(step_plan, "slow_states", lambda graph: frozenset())
+    monkeypatch.setattr(update_formats, "_known", {})
+    monkeypatch.setattr(update_formats, "roles_of", lambda *_: {})  # as if it were not seen to be one
+    monkeypatch.setattr(update_formats, "slow_states", lambda graph: frozenset())
     optimizer = collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="plus")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -123,7 +123,7 @@ class Native(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
-        if not any([x.update.is_staged for x in launches]):
+        if not any(x.update.is_staged for x in launches):
             return self._run_last(launches, launches, [None] * len(launches))
         if any(x.update.by_rows for x in launches):
             with _counted_first(launches):

@@ -1,0 +1,228 @@
+"""A step that finds what an earlier one found computes numbers only; whatever else changes, it is planned again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
+
+import collage_neuron
+from collage_neuron.optimizer import compiled_step, steady_plan
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.reference import BACKEND
+
+MAKES: dict[str, Callable[..., Any]] = {
+    "AdamW": partial(AdamW, lr=0.01),
+    "Adagrad": partial(Adagrad, lr=0.01, lr_decay=0.1),
+    "NAdam": partial(NAdam, lr=0.01, weight_decay=0.1),
+    "RMSprop": partial(RMSprop, lr=0.01, momentum=0.9),
+    "SGD": partial(SGD, lr=0.01, momentum=0.9),
+}
+SHAPES = ((5,), (2, 3), (4, 4), (1,))
+FIRST, STEPS = 9, 13
+"""The step before which something changes: the two before were steady; and how many are taken."""
+
+Change = Callable[[Any, int], None]
+
+
+def trained(make: Callable[..., Any], change: Change, **settings: Any) -> list[torch.Tensor]:
+    """Parameters and states after the steps, of two groups; each step is preceded by `change`."""
+    draws = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(shape, generator=draws).bfloat16()) for shape in SHAPES]
+    optimizer = make([{"params": params[:3]}, {"params": params[3:], "lr": 0.02}])
+    collage_neuron.compile(optimizer, **{"strategy": "plus", "verbose": False, **settings})
+    for t in range(1, STEPS + 1):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draws).bfloat16()
+        change(optimizer, t)
+        optimizer.step()
+    found = [x for p in params for x in (p.detach(), *map(torch.as_tensor, optimizer.state[p].values()))]
+    return [x.clone() for x in found]
+
+
+def at(t: int, does: Callable[[Any], Any]) -> Change:
+    """What `does` before step `t`."""
+    return lambda optimizer, now: does(optimizer) if now == t else None
+
+
+def group(optimizer: Any, **settings: Any) -> None:
+    optimizer.param_groups[0].update(settings)
+
+
+def first(optimizer: Any) -> tuple[Any, dict[str, Any]]:
+    """A parameter and its state."""
+    p = optimizer.param_groups[0]["params"][1]
+    return p, optimizer.state[p]
+
+
+def halve_states(optimizer: Any) -> None:
+    for x in first(optimizer)[1].values():
+        if isinstance(x, torch.Tensor) and x.dim() and x.is_floating_point():
+            x.mul_(0.5)
+
+
+def exchange_states(optimizer: Any) -> None:
+    state = first(optimizer)[1]
+    state.update({k: x.clone() for k, x in state.items() if isinstance(x, torch.Tensor)})
+
+
+def count(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] += 100
+
+
+def count_one(optimizer: Any) -> None:
+    if "step" in first(optimizer)[1]:
+        first(optimizer)[1]["step"] += 7
+
+
+def reload(optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def drop_gradient(optimizer: Any) -> None:
+    first(optimizer)[0].grad = None
+
+
+def freeze(optimizer: Any) -> None:
+    first(optimizer)[0].requires_grad_(False).grad = None
+
+
+def widen_gradient(optimizer: Any) -> None:
+    p, _ = first(optimizer)
+    p.grad, p.grad.data = torch.zeros_like(p), p.grad.float()
+
+
+def transpose_gradient(optimizer: Any) -> None:
+    p = optimizer.param_groups[0]["params"][2]
+    p.grad = p.grad.t()
+
+
+def share_gradient(optimizer: Any) -> None:
+    a, b = (optimizer.param_groups[0]["params"][i] for i in (0, 1))
+    b.grad = a.grad.new_ones(1).expand(b.shape)
+
+
+def exchange_data(optimizer: Any) -> None:
+    p, _ = first(optimizer)
+    p.data = p.data.clone() + 1
+
+
+def clear(optimizer: Any) -> None:
+    if not isinstance(optimizer, Adagrad):  # which makes states in its constructor only
+        optimizer.state.clear()
+
+
+def add_group(optimizer: Any) -> None:
+    if isinstance(optimizer, Adagrad):
+        return
+    p = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    optimizer.add_param_group({"params": [p]})
+
+
+def exchange_groups(optimizer: Any) -> None:
+    optimizer.param_groups[:] = [dict(group) for group in reversed(optimizer.param_groups)]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what changes is said; tests of it are elsewhere
+
+CHANGES: dict[str, Change] = {
+    "nothing": at(0, print),
+    "rate": at(FIRST, partial(group, lr=0.5)),
+    "rate, in each step": lambda optimizer, t: group(optimizer, lr=0.1 / t),
+    "rate of a whole number": at(FIRST, partial(group, lr=1)),
+    "rate as a tensor": at(FIRST, partial(group, lr=torch.tensor(0.3))),
+    "no rate": at(FIRST, partial(group, lr=0.0)),
+    "decay": at(FIRST, partial(group, weight_decay=0.3)),
+    "decay near 1": at(FIRST, partial(group, weight_decay=95.0)),
+    "maximize": at(FIRST, partial(group, maximize=True)),
+    "strategy": at(FIRST, partial(group, collage_strategy="full")),
+    "strategy and back": lambda optimizer, t: group(optimizer, collage_strategy="bf16" if t == FIRST else "plus"),
+    "backend": at(FIRST, partial(group, collage_backend="reference")),
+    "skip": at(FIRST, partial(group, collage_nonfinite="skip")),
+    "states written": at(FIRST, halve_states),
+    "states exchanged": at(FIRST, exchange_states),
+    "states cleared": at(FIRST, clear),
+    "counts": at(FIRST, count),
+    "one count": at(FIRST, count_one),
+    "loaded": at(FIRST, reload),
+    "a gradient less": at(FIRST, drop_gradient),
+    "a gradient less, twice": lambda optimizer, t: drop_gradient(optimizer) if t in (FIRST, FIRST + 2) else None,
+    "frozen": at(FIRST, freeze),
+    "fp32 gradient": at(FIRST, widen_gradient),
+    "transposed gradient": at(FIRST, transpose_gradient),
+    "expanded gradient": at(FIRST, share_gradient),
+    "weights exchanged": at(FIRST, exchange_data),
+    "group added": at(FIRST, add_group),
+    "groups exchanged": at(FIRST, exchange_groups),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("strategy", ["plus", "split433"])
+@pytest.mark.parametrize("name", MAKES)
+def test_it_is_that_of_a_step_that_is_planned_anew(
+    name: str, strategy: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = partial(trained, MAKES[name], CHANGES[change], strategy=strategy, backend="native")
+    found = step()
+    monkeypatch.setattr(steady_plan, "again", lambda *_: None)
+    expected = step()
+    assert len(found) == len(expected)
+    assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.validated
+@pytest.mark.parametrize("strategy", ["plus", "light", "full", "fp32"])
+@pytest.mark.parametrize("name", MAKES)
+def test_nothing_is_planned_where_only_numbers_change(
+    name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, now = list[int](), [0]
+    own = compiled_step._planned
+
+    def planning(*given: Any) -> Any:
+        planned.append(now[0])
+        return own(*given)
+
+    def change(optimizer: Any, t: int) -> None:
+        group(optimizer, lr=0.1 / t)
+        now[0] = t
+
+    monkeypatch.setattr(compiled_step, "_planned", planning)
+    trained(MAKES[name], change, strategy=strategy)
+    assert planned == [1, 2, 3, 4, 8]  # what there is, and what is validated
+
+
+def test_a_backend_that_has_gone_is_not_used_again() -> None:
+    class Own(type(BACKEND)):  # type: ignore[misc]
+        name = "own"
+
+    registry.register(Own())
+    try:
+        with pytest.raises(ValueError, match="unknown backend 'own'"):
+            trained(MAKES["AdamW"], at(FIRST, lambda _: registry.unregister("own")), backend="own")
+    finally:
+        if "own" in registry.names():
+            registry.unregister("own")
+
+
+def test_a_rate_that_is_infinite_is_rejected() -> None:
+    with pytest.raises(ValueError, match="set a finite learning rate"):
+        trained(MAKES["SGD"], at(FIRST, partial(group, lr=float("inf"))))
+
+
+def test_two_states_that_share_a_count_are_rejected() -> None:
+    def share(optimizer: Any) -> None:
+        a, b = optimizer.param_groups[0]["params"][:2]
+        optimizer.state[a]["step"] = optimizer.state[b]["step"]
+
+    with pytest.raises(ValueError, match="two states hold one tensor"):
+        trained(MAKES["AdamW"], at(FIRST, share))
