@@ -35,7 +35,23 @@ class Inner(NamedTuple):
 
 def inner_of(optimizer: Optimizer) -> list[Inner]:
     """The optimizers that one holds, in attributes, groups and containers, and those that these hold; each once."""
-    return _inner_in(optimizer, _attributes("", optimizer))
+    return _inner_in(optimizer, _attributes("", optimizer)) if _leads_to_others(optimizer) else []
+
+
+def _leads_to_others(optimizer: Optimizer) -> bool:
+    """Returns False if an optimizer holds no other one, as most do: asked in each step, without a path to each."""
+    waiting: list[Any] = [v for k, v in vars(optimizer).items() if type(v) not in _LEAVES and k != "state"]
+    waiting.append(_unusual(vars(optimizer).get("state", {})))
+    known = set[int]()
+    while waiting:
+        x = waiting.pop()
+        if isinstance(x, Optimizer):
+            return True
+        if isinstance(x, (dict, list, tuple)) and id(x) not in known:
+            known.add(id(x))
+            inside = [v for k, v in x.items() if k != "params"] if isinstance(x, dict) else x
+            waiting += [v for v in inside if type(v) not in _LEAVES]
+    return False
 
 
 def are_copied(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
