@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from operator import itemgetter, not_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime.cross_rank_check import across
 from collage_neuron.settings import DRAWN
@@ -44,26 +46,34 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`).
     """
     update = job.update
-    numbers = [update.scalars.run(slots, drawing) for slots in job.recording.rows or [job.recording.slots]]
-    vector = torch.tensor(numbers if job.recording.rows else numbers[0], dtype=torch.float32, device="cpu")
+    vector = _vector(update, job.recording, drawing)
     if job.kept is None or step_inventory.of(optimizer) is None:  # else the states are there, as in that step
         _ensure_all_stored(optimizer, job)
         reduced_states.ensure(optimizer, job.params, job.recording.captured)
     seen, states = step_inventory.of(optimizer), step_inventory.states_of(optimizer, job.params)
     grads = list(map(writable_gradient, job.params)) if "grad" in update.outputs else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
-    for key in {*update.inputs, *update.outputs} - columns.keys():
+    for key in update.of_states:
         columns[key] = list(map(itemgetter(key), states))  # no frame of Python's for each
     if seen is None:  # a tensor may be of a type of its own (DTensor)
         columns = {key: list(map(local, tensors)) for key, tensors in columns.items()}
     if update.seen_as is not None and not job.backend.reshapes:
-        columns = {key: [_seen(t, key, update) for t in columns[key]] for key in {*update.inputs, *update.outputs}}
+        columns = {key: [_seen(t, key, update) for t in tensors] for key, tensors in columns.items()}
     reads, writes = _rows(columns, update.inputs, len(states)), _rows(columns, update.outputs, len(states))
     # If they draw, there are too many launches to look for one.
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
     small = reduced_states.states_of(states, job.recording.captured)
     between = across if update.between and any(map(is_sharded, job.params)) else None
     return Launch(update, vector, reads, writes, finite, kept, in_place=seen is not None, small=small, across=between)
+
+
+def _vector(update: Update, recording: Recording, drawing: Sequence[float]) -> torch.Tensor:
+    """The scalar vector, or a row for each parameter; read from memory in half the time of `torch.tensor`."""
+    numbers = [update.scalars.run(slots, drawing) for slots in recording.rows or [recording.slots]]
+    if not numbers[0]:
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+    vector = torch.frombuffer(array("f", chain.from_iterable(numbers)), dtype=torch.float32)
+    return vector.view(len(numbers), -1) if recording.rows else vector
 
 
 def _seen(t: torch.Tensor, key: str, update: Update) -> torch.Tensor:

@@ -89,7 +89,6 @@ def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> list[Job] | No
         return None
     jobs = []
     for part in plan.parts:
-        part.job.backend.prepare(part.job.params[0].device)
         if part.strategy is not named(part.job.settings) or (job := part.again(groups, settings, seen)) is None:
             return None
         jobs.append(job)

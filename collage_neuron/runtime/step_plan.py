@@ -58,7 +58,8 @@ class Job:
 
     def again(self, group: dict[str, Any], recording: Recording) -> Job:
         """The job with the numbers of another step."""
-        return replace(self, group=group, recording=recording)
+        fixed = self.update, self.backend, self.settings, self.imprecise, self.watched, self.kept
+        return Job(group, self.params, recording, *fixed)
 
     def of_param(self, p: torch.Tensor) -> Job:
         """The job of one of its parameters."""
@@ -158,7 +159,7 @@ def job_of(
     wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)
     last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
     if last is not None and last.job.params is params and last.fits(wanted, recording.slots):
-        return replace(last.job, group=group, recording=recording)
+        return last.job.again(group, recording)
     job, is_idle = _job(optimizer, group, params, recording, wanted)
     if seen is not None and not is_idle:
         seen.structure.keep(seen.structure.table("jobs"), id(params), _Last(job, wanted))

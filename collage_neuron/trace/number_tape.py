@@ -30,6 +30,8 @@ class _Played(NamedTuple):
 
     function: Callable[..., Any]
     args: tuple[int, ...]
+    into: int
+    """Where on the tape the result goes; of one that is written in place, behind the end."""
     told: bool | None
     """The result of a comparison, which has to be the same again; None for all else."""
 
@@ -46,8 +48,6 @@ class Tape:
         self.lost = False
         self._constants: dict[int, Any] = {}
         self._played: list[_Played] = []
-        self._into: list[int] = []
-        """Where on the tape the results go."""
         self._tensors: dict[int, tuple[torch.Tensor, int]] = {}
         """0-d tensors on the tape, by their ids."""
 
@@ -103,16 +103,14 @@ class Tape:
         if value.dim() or value.device.type != "cpu":
             self.lose()
         if known is not None:  # written in place: what is noted happens in this order again
-            self._played.append(_Played(function, tuple(places), None))
-            self._into.append(-1)
+            self._played.append(_Played(function, tuple(places), -1, None))
             return value
         self._tensors[id(value)] = value, self._note(function, places, value, None)
         return value
 
     def _note(self, function: Callable[..., Any], places: list[int], value: Any, told: bool | None) -> int:
         place = self._place(value)
-        self._played.append(_Played(function, tuple(places), told))
-        self._into.append(place)
+        self._played.append(_Played(function, tuple(places), place, told))
         return place
 
     def _place(self, value: Any) -> int:
@@ -121,7 +119,9 @@ class Tape:
 
     def played(self) -> Program:
         """What can be played again."""
-        return Program(tuple(self.inputs), dict(self._constants), tuple(self._played), tuple(self._into))
+        begin = [self._constants.get(place) for place in range(len(self.values))]
+        tensors = [place for place, x in enumerate(begin) if isinstance(x, torch.Tensor)]
+        return Program(tuple(self.inputs), [*begin, None], tensors, tuple(self._played))
 
 
 def _is_number(x: Any) -> bool:
@@ -132,22 +132,26 @@ class Program(NamedTuple):
     """The computations on a tape."""
 
     inputs: tuple[int, ...]
-    constants: dict[int, Any]
+    constants: list[Any]
+    """The constants in their places, None in all others, and a place behind the end."""
+    tensors: list[int]
+    """The places of constants that are tensors."""
     played: tuple[_Played, ...]
-    into: tuple[int, ...]
 
-    def again(self, inputs: Sequence[Any]) -> dict[int, Any] | None:
+    def again(self, inputs: Sequence[Any]) -> list[Any] | None:
         """All numbers, by their places, for other inputs; tensors among these are not written.
 
         None if a comparison has another result, or a computation fails: then the code has to run itself.
         """
         # Operations in place write what they are given: each time it is played they have tensors of their own.
-        values = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in self.constants.items()}
+        values = [*self.constants]
+        for place in self.tensors:
+            values[place] = values[place].clone()
         for place, x in zip(self.inputs, inputs, strict=True):
             values[place] = x.clone() if isinstance(x, torch.Tensor) else x
         get = values.__getitem__
         try:
-            for (function, args, told), into in zip(self.played, self.into, strict=True):
+            for function, args, into, told in self.played:
                 value = function(*map(get, args))
                 if told is not None and value is not told:
                     return None

@@ -8,7 +8,7 @@ numbers on a tape (`tape`), and what it computed is played again from then on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,8 +48,9 @@ class Followed:
         slots = [values[i] for i in self.slots]
         if not _FLOATS.issuperset(map(type, slots)):
             return None
-        scalars, numbers = {k: values[i] for k, i in self.scalars.items()}, [values[i] for i in self.numbers]
-        return replace(self.recording, slots=list(map(float, slots)), scalars=scalars, numbers=numbers, followed=self)
+        of_calls = slots if self.numbers == self.slots else [values[i] for i in self.numbers]
+        scalars = {k: values[i] for k, i in self.scalars.items()}
+        return self.recording.again(list(map(float, slots)), scalars, of_calls, self)
 
 
 _FLOATS = frozenset({float, int})

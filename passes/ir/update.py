@@ -86,6 +86,11 @@ class Update:
         stage = replace(self.only_stage, body=body, outputs=others.get("outputs", self.outputs))
         return replace(self, stages=(stage,), **others)
 
+    @cached_property
+    def of_states(self) -> tuple[str, ...]:
+        """Keys of the components that are in states: all but the parameter itself and its gradient."""
+        return tuple(key for key in dict.fromkeys((*self.inputs, *self.outputs)) if key not in ("param", "grad"))
+
     @property
     def layouts(self) -> frozenset[str]:
         """How the words of its components lie in memory: a backend runs it only if it knows all of them."""

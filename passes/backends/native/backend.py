@@ -47,6 +47,7 @@ class Engine:
         self.machine = Machine(self.team.symbols(), target)
         self.kernels = Kernels(self.machine)
         self.reductions = ReductionKernels(self.machine)
+        self._nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
 
     @cached_property
@@ -60,7 +61,9 @@ class Engine:
         """Runs the jobs of a step; the measurements: one row for each thread, a vector for each measure."""
         threads = self.team.threads() if step.elements > ALONE else 1
         stride = step.measures * self.machine.target.width
-        measures = torch.zeros(threads, step.measures, self.machine.target.width, dtype=torch.float64, device="cpu")
+        measures = self._nothing
+        if step.measures:
+            measures = torch.zeros(threads, step.measures, self.machine.target.width, dtype=torch.float64, device="cpu")
         jobs = len(step.jobs) // len(JOB)
         context = array("q", [jobs, step.work, measures.data_ptr(), stride, step.jobs.buffer_info()[0]])
         if threads == 1:
