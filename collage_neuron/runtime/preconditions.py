@@ -46,7 +46,11 @@ def auto_cast(flags: str) -> str:
 
 def environment_findings(environ: Mapping[str, str] | None = None) -> list[Finding]:
     """The settings of the process that affect roundings, one finding per setting."""
-    return list(_findings(tuple(map((os.environ if environ is None else environ).get, _VARIABLES))))
+    return list(_findings(_values(environ)))
+
+
+def _values(environ: Mapping[str, str] | None) -> tuple[str | None, ...]:
+    return tuple(map((os.environ if environ is None else environ).get, _VARIABLES))
 
 
 _VARIABLES = ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "NEURON_CC_FLAGS")
@@ -76,9 +80,13 @@ def _findings(values: tuple[str | None, ...]) -> tuple[Finding, ...]:
 
 def check_environment(environ: Mapping[str, str] | None = None) -> None:
     """Raises UnsafeEnvironment for the first finding with a problem."""
-    for f in environment_findings(environ):
-        if f.problem:
-            raise UnsafeEnvironment(f"{f.name} ({f.value}) {f.problem}")
+    if problem := _problem(_values(environ)):
+        raise UnsafeEnvironment(problem)
+
+
+@lru_cache
+def _problem(values: tuple[str | None, ...]) -> str | None:
+    return next((f"{f.name} ({f.value}) {f.problem}" for f in _findings(values) if f.problem), None)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
