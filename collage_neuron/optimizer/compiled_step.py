@@ -201,7 +201,6 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     compares = due or replayed_steps.compares(ours) or validate.is_next_due(optimizer)
     again = None if compares else steady_plan.again(ours, optimizer.param_groups)
     jobs = _planned(base, optimizer, due) if again is None else again
-    _warn_of_formats(base, optimizer, jobs)
     external_writes.drop_stale(optimizer)
     group_settings.warn_of_changes(base, optimizer, jobs)
     validate.check(base, optimizer, jobs, take, replay_validation.of_recording)
@@ -209,7 +208,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     written: Written = []
     try:
         measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)
-        replaced_params.forget(optimizer)
+        if again is None:
+            replaced_params.forget(optimizer)
         external_writes.remember_step(optimizer)
         if ours.sharing != []:  # None: nobody has looked for others
             shared_params.hand_on(optimizer)
@@ -228,6 +228,7 @@ def _planned(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Job
     records, groups = replayed_steps.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)
+    _warn_of_formats(base, optimizer, jobs)
     return jobs
 
 

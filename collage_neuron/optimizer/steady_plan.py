@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import compress, repeat
+from dataclasses import dataclass, field, replace
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.runtime.update_formats import named, signs_of
 from collage_neuron.settings import KEYS
 from collage_neuron.states.bookkeeping import Bookkeeping
-from collage_neuron.states.step_inventory import Seen
+from collage_neuron.states.step_inventory import Seen, are_same
 from collage_neuron.states.visible_states import are_equal, kind_in
 from collage_neuron.trace.scalar_program import Settings
 
@@ -45,24 +45,24 @@ class _Part(NamedTuple):
     strategy: object
     """What the name of its strategy means."""
 
-    def again(self, groups: Sequence[dict[str, Any]], settings: Sequence[Settings], seen: Seen) -> Job | None:
-        """The job with the numbers of this step; None if they are such that it is another one."""
+    def again(self, group: dict[str, Any], numbers: Sequence[Any], seen: Seen) -> Job | None:
+        """The job with the numbers of its group in this step; None if they are such that it is another one."""
         states = seen.state_of(self.job.params)
         columns = [[state[name] for state in states] for name in self.counts]
         if not all(map(are_equal, columns)):
             return None
-        given = [*settings[self.group].numbers, *(column[0] for column in columns)]
-        recording: Recording | None = self.job.recording.followed.again(given)
+        recording: Recording | None = self.job.recording.followed.again([*numbers, *(x[0] for x in columns)])
         if recording is None or not all(map(math.isfinite, recording.slots)):
             return None
         if self.job.update.far != self.job.update.far_in(recording.slots):
             return None
         if self.signs is not None and signs_of(seen, recording, self.job.settings) is not self.signs:
             return None
-        return self.job.again(groups[self.group], recording)
+        return self.job.again(group, recording)
 
 
-class _Plan(NamedTuple):
+@dataclass
+class _Plan:
     """The jobs of a step, and all that they depend on but for the structure of the step."""
 
     parts: list[_Part]
@@ -73,6 +73,20 @@ class _Plan(NamedTuple):
     registered: tuple[Backend, ...]
     narrow: object
     """The set of the parameters that are in bf16 (`replaced_params`)."""
+    last: list[Any] = field(default_factory=list)
+    """The groups' settings, the objects, in the last step that had this plan."""
+    numbers: list[list[Any]] = field(default_factory=list)
+    """The numbers among them."""
+
+    def numbers_of(self, groups: Sequence[dict[str, Any]]) -> list[list[Any]] | None:
+        """The numbers of each group; None if other settings than numbers have changed."""
+        now = list(chain.from_iterable((type(group), *group, *group.values()) for group in groups))
+        if not are_same(now, self.last):  # else nothing has changed
+            settings = list(map(Settings, groups))
+            if list(map(_told, groups, settings)) != self.settings:
+                return None
+            self.last, self.numbers = now, [each.numbers for each in settings]
+        return self.numbers
 
 
 def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> list[Job] | None:
@@ -84,12 +98,13 @@ def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> list[Job] | No
     plan: _Plan | None = seen.structure.table("plans").get(have)
     if plan is None or plan.narrow is not book.narrow or plan.registered != registry.registered():
         return None
-    settings = list(map(Settings, groups))
-    if list(map(_told, groups, settings)) != plan.settings or not plan.guard(*grads):
+    numbers = plan.numbers_of(groups)
+    if numbers is None or not plan.guard(*grads):
         return None
-    jobs = []
+    jobs: list[Job] = []
     for part in plan.parts:
-        if part.strategy is not named(part.job.settings) or (job := part.again(groups, settings, seen)) is None:
+        job = part.again(groups[part.group], numbers[part.group], seen)
+        if job is None or part.strategy is not named(job.settings):
             return None
         jobs.append(job)
     return jobs

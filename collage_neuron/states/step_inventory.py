@@ -138,24 +138,26 @@ def look(optimizer: Optimizer) -> Seen | None:
     """
     book, params = bookkeeping(optimizer), params_of(optimizer)
     owners, states = list(optimizer.state), list(optimizer.state.values())
-    values = _plain_values(params, owners, states)
-    if values is None:
+    try:
+        values = list(chain.from_iterable(map(dict.values, states)))
+    except TypeError:  # one is no dictionary
         book.structure = None
         return None
     key, held = _key(optimizer, states, values, list(book.formats.values())), (*params, *owners, *book.formats)
     if book.structure is None or not book.structure.is_of(key, held, params, values):
+        if not _are_plain(params, owners, states, values):
+            book.structure = None
+            return None
         are_tensors = tuple(type(x) in ORDINARY for x in values)
         guard = torch_privates.guard([*params, *compress(values, are_tensors)])
         book.structure = Structure(key, held, are_tensors, guard)
     return Seen(optimizer, params, owners, states, book.structure)
 
 
-def _plain_values(params: Sequence[Any], owners: Sequence[Any], states: Sequence[Any]) -> list[Any] | None:
-    """The values of all states, one after the other; None if a parameter or a state is unusual."""
-    if not ORDINARY.issuperset(map(type, chain(params, owners))) or not {dict}.issuperset(map(type, states)):
-        return None
-    values = list(chain.from_iterable(map(dict.values, states)))
-    return values if _PLAIN.issuperset(map(type, values)) else None
+def _are_plain(params: Sequence[Any], owners: Sequence[Any], states: Sequence[Any], values: Sequence[Any]) -> bool:
+    """Returns False if a parameter, a state or a value in one is unusual."""
+    are_tensors = ORDINARY.issuperset(map(type, chain(params, owners)))
+    return are_tensors and {dict}.issuperset(map(type, states)) and _PLAIN.issuperset(map(type, values))
 
 
 def _key(
@@ -164,6 +166,7 @@ def _key(
     """What equals that of the last step if this one finds the same; `records` are the formats that are recorded."""
     return (
         [len(group["params"]) for group in optimizer.param_groups],
+        list(map(type, states)),
         list(map(len, states)),
         list(chain.from_iterable(states)),
         list(map(type, values)),

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
 from itertools import chain
-from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -73,9 +72,9 @@ class _Code:
 
     def now(self) -> list[Any]:
         """All of it, in a list that is the same object as long as nothing has changed."""
-        is_same = sum(map(len, self._views)) == len(self._last)
-        if not (is_same and all(map(is_, self._last, chain.from_iterable(self._views)))):
-            self._last = list(chain.from_iterable(self._views))
+        now = list(chain.from_iterable(self._views))
+        if now != self._last:  # functions and classes are equal if they are the same
+            self._last = now
         return self._last
 
 
