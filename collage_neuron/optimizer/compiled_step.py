@@ -200,11 +200,11 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     reduced_states.check_counts(optimizer)
     compares = due or replayed_steps.compares(ours) or validate.is_next_due(optimizer)
     again = None if compares else steady_plan.again(ours, optimizer.param_groups)
-    jobs = _planned(base, optimizer, due) if again is None else again
+    jobs, may_skip = (_planned(base, optimizer, due), True) if again is None else again
     external_writes.drop_stale(optimizer)
     group_settings.warn_of_changes(base, optimizer, jobs)
     validate.check(base, optimizer, jobs, take, replay_validation.of_recording)
-    finite = nonfinite.decision(optimizer)
+    finite = nonfinite.decision(optimizer) if may_skip else None
     written: Written = []
     try:
         measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)

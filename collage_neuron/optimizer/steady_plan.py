@@ -22,11 +22,11 @@ from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.ir.recording import Recording
 from collage_neuron.runtime.update_formats import named, signs_of
-from collage_neuron.settings import KEYS
+from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states.bookkeeping import Bookkeeping
 from collage_neuron.states.step_inventory import Seen, are_same
 from collage_neuron.states.visible_states import are_equal, kind_in
-from collage_neuron.trace.scalar_program import Settings
+from collage_neuron.trace.scalar_program import GroupNumbers
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Job
@@ -73,6 +73,8 @@ class _Plan:
     registered: tuple[Backend, ...]
     narrow: object
     """The set of the parameters that are in bf16 (`replaced_params`)."""
+    may_skip: bool
+    """True if a group skips steps whose gradients are not finite."""
     last: list[Any] = field(default_factory=list)
     """The groups' settings, the objects, in the last step that had this plan."""
     numbers: list[list[Any]] = field(default_factory=list)
@@ -82,15 +84,18 @@ class _Plan:
         """The numbers of each group; None if other settings than numbers have changed."""
         now = list(chain.from_iterable((type(group), *group, *group.values()) for group in groups))
         if not are_same(now, self.last):  # else nothing has changed
-            settings = list(map(Settings, groups))
+            settings = list(map(GroupNumbers, groups))
             if list(map(_told, groups, settings)) != self.settings:
                 return None
             self.last, self.numbers = now, [each.numbers for each in settings]
         return self.numbers
 
 
-def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> list[Job] | None:
-    """The jobs of the next step, if they are those of an earlier one with other numbers; None if that is not known."""
+def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> tuple[list[Job], bool] | None:
+    """The jobs of the next step, if they are those of an earlier one with other numbers; None if that is not known.
+
+    And True if a group skips steps whose gradients are not finite.
+    """
     seen: Seen | None = book.seen
     if seen is None:
         return None
@@ -107,13 +112,13 @@ def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> list[Job] | No
         if job is None or part.strategy is not named(job.settings):
             return None
         jobs.append(job)
-    return jobs
+    return jobs, plan.may_skip
 
 
 def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], jobs: Sequence[Job]) -> None:
     """Called after a step that was planned: its plan is that of later steps that are like it, if they may be."""
     seen: Seen | None = book.seen
-    settings = list(map(Settings, groups))
+    settings = list(map(GroupNumbers, groups))
     told = list(map(_told, groups, settings))
     if seen is None or None in told or not all(map(_may_be_again, jobs)):
         return
@@ -121,7 +126,8 @@ def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], jobs: Sequence[Job
     if sum(len(job.params) for job in jobs) != len(grads):
         return
     parts = [_part(seen, groups, job) for job in jobs]
-    plan = _Plan(parts, told, torch_privates.guard(grads), registry.registered(), book.narrow)
+    may_skip = any(Settings.of(group).nonfinite == "skip" for group in groups)
+    plan = _Plan(parts, told, torch_privates.guard(grads), registry.registered(), book.narrow, may_skip)
     seen.structure.keep(seen.structure.table("plans"), have, plan)
 
 
@@ -132,7 +138,7 @@ def _gradients(seen: Seen) -> tuple[tuple[bool, ...], list[Tensor]]:
     return have, list(compress(grads, have))
 
 
-def _told(group: Mapping[str, Any], settings: Settings) -> Any:
+def _told(group: Mapping[str, Any], settings: GroupNumbers) -> Any:
     """What equals that of another step if settings differ in numbers only; None if they may be read in other ways."""
     is_plain = type(group) is dict and settings.key is not None and isinstance(group.get(KEYS[0], ""), str)
     return (settings.key, *map(group.get, KEYS)) if is_plain else None

@@ -56,7 +56,7 @@ class Followed:
 _FLOATS = frozenset({float, int})
 
 
-class Settings:
+class GroupNumbers:
     """The settings of a group: the numbers, and all else as a key that is equal where these may be exchanged."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from collage_neuron.trace import number_tape as tapes
 from collage_neuron.trace import recorded_step as recording
 from collage_neuron.trace import replayed_steps
 from collage_neuron.trace.number_tape import Tape
-from collage_neuron.trace.scalar_program import Settings
+from collage_neuron.trace.scalar_program import GroupNumbers
 
 FOLLOWED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
@@ -105,7 +105,7 @@ def test_a_comparison_with_another_result_runs_the_code_again(recorded: list[Any
 
 @pytest.mark.parametrize("value", [True, 0, torch.tensor(0.01), [0.9], (1, "x")])
 def test_settings_of_other_types_are_other_settings(value: Any) -> None:
-    one, other = Settings({"lr": 0.1, "params": []}), Settings({"lr": value, "params": []})
+    one, other = GroupNumbers({"lr": 0.1, "params": []}), GroupNumbers({"lr": value, "params": []})
     assert one.key != other.key or one.key is None
 
 
