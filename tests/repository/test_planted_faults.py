@@ -30,10 +30,9 @@ class Fault(NamedTuple):
     test: str
 
 
-EFT, BLOCKS, FLOATS, FP32, PAPER = (
+EFT, BLOCKS, FP32, PAPER = (
     "collage_neuron/numerics/eft.py", "collage_neuron/numerics/block_formats.py",
-    "collage_neuron/numerics/scaled_floats.py", "passes/rewrite/fp32_arithmetic.py",
-    "passes/rewrite/bf16_arithmetic.py",
+    "passes/rewrite/fp32_arithmetic.py", "passes/rewrite/bf16_arithmetic.py",
 )  # fmt: skip
 RULES, NATIVE, EMIT = (
     "passes/rewrite/rules/elementwise.py", "passes/backends/native/rules.py", "passes/backends/nki/emit.py",
@@ -86,9 +85,9 @@ FAULTS = [
           OF_BLOCKS + "what_is_finite_is_stored_as_finite[i8q4]"),
     Fault(BLOCKS, "u * (high - low) < y - low", "u < self.code(y) - below",
           OF_BLOCKS + "chances_of_all_random_numbers[i8q4]"),
-    Fault(FLOATS, "(power * (1 / self.top))", "(power * (2 / self.top))",
+    Fault(BLOCKS, "(power * (1 / self.top))", "(power * (2 / self.top))",
           OF_BLOCKS + "every_code_is_read_as_its_definition_says[fp16]"),
-    Fault(FLOATS, "torch.where(rounded < torch.inf, rounded, power)", "rounded",
+    Fault(BLOCKS, "torch.where(rounded < torch.inf, rounded, power)", "rounded",
           OF_BLOCKS + "what_is_finite_is_stored_as_finite[e4m3]"),
     # rules and passes
     Fault(FP32, "a.read(factor - 1)", "a.read(1 - factor)", SAME_IN_FP32),
