@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from collage_neuron.matmuls.advice import lasting, past
-from collage_neuron.matmuls.graph_half import UNSTEADY, Half
-from collage_neuron.matmuls.recalibration import BINADES
+from collage_neuron.matmuls.graph_half import BINADES, UNSTEADY, Half
 from collage_neuron.matmuls.scales import Measurement, Scales, binades, finite_part, size_of, usable
 from collage_neuron.matmuls.weight_writes import WeightWrites
 from collage_neuron.passes.fp8_scaling.linear import results_of

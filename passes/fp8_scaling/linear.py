@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_neuron.passes.fp8_scaling.analyse import packet
+from collage_neuron.passes.fp8_scaling.sizes import packet
 
 aten: Any = torch.ops.aten
 

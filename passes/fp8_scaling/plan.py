@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from collage_neuron.passes.fp8_scaling.analyse import analyse, known, reason
 from collage_neuron.passes.fp8_scaling.linear import (
     Joint,
     Product,
@@ -27,6 +26,7 @@ from collage_neuron.passes.fp8_scaling.linear import (
     source,
 )
 from collage_neuron.passes.fp8_scaling.operations import LIMITS, largest
+from collage_neuron.passes.fp8_scaling.size_rules import analyse, known, reason
 from collage_neuron.passes.fp8_scaling.sizes import Size
 
 FORWARD, GRADIENT = "e4m3", "e5m2"

@@ -105,6 +105,11 @@ class Operands:
         return tuple((self.node if x is None else x).meta["val"].shape)
 
 
+def packet(node: Node) -> Any:
+    """The operation of a node, without its overload."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
 Rule = Callable[[Operands], Sizes]
 
 RULES: dict[Any, Rule] = {}

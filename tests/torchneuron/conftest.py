@@ -10,7 +10,7 @@ import torch
 from nki_runs import search_less
 from torch.utils import backend_registration
 
-from collage_neuron.passes.backends import on_host
+from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.nki import source_cache, target
 
 if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
@@ -31,7 +31,7 @@ def neuron() -> Iterator[torch.device]:
     import torch_neuronx_standin
 
     target._kind.cache_clear()
-    on_host._tell.cache_clear()
+    reference._warn_of_host.cache_clear()
     with torch_neuronx_standin.install("trn2"):
         yield torch.device("neuron", 0)
     target._kind.cache_clear()
