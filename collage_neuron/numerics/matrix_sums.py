@@ -27,9 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from collage_neuron.numerics.eft import Value
+from collage_neuron.numerics.eft import Value, traceable
 from collage_neuron.numerics.tensor_sums import RUN, Reduction, power_from, run_sums, terms_of
 
 ELEMENT, ROW, COLUMN, MATRIX, NUMBER = "element", "row", "column", "matrix", "number"
@@ -125,23 +124,24 @@ def of_elements(function: Any, x: Tensor, extent: str) -> Tensor:
 
 
 def _of(function: Callable[[Value, str], Value], x: Value, extent: str) -> Any:
-    if has_torch_function_unary(x):
-        return handle_torch_function(function, (x,), x, extent)
     gone = [n for d, n in enumerate(x.shape[-3:]) if d not in DIMENSIONS[extent]]
     ending = ENDINGS[function]
     return finished(ending, terms_of(ending, x), extent, math.prod(gone))
 
 
+@traceable
 def sum_to(x: Value, extent: str) -> Value:
     """The sums, one for each of `extent`, of values of rows, columns or matrices; of elements see `of_elements`."""
     return _of(sum_to, x, extent)
 
 
+@traceable
 def mean_to(x: Value, extent: str) -> Value:
     """The means, one for each of `extent`: sums are divided by their numbers of terms in double."""
     return _of(mean_to, x, extent)
 
 
+@traceable
 def norm_to(x: Value, extent: str) -> Value:
     """The Euclidean norms, one for each of `extent`: roots are taken in double."""
     return _of(norm_to, x, extent)

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from collage_neuron.numerics.eft import Value
+from collage_neuron.numerics.eft import Value, traceable
 
 LANES, RUN, RUNS = 8, 128, 64
 """Lanes of a run, elements of a run, and runs that are folded."""
@@ -108,32 +107,32 @@ def power_from(count: int) -> int:
 
 
 def _of(function: Callable[[Value], Value], x: Value) -> Any:
-    if has_torch_function_unary(x):
-        return handle_torch_function(function, (x,), x)
     reduction, elements = OF_TENSOR[function], x.reshape(-1)
     (value,) = finished(reduction, [groups_of(reduction, elements)], [elements.numel()])
     return torch.tensor(value, dtype=torch.float64, device=x.device).to(torch.float32)
 
 
+@traceable
 def sum_of(x: Value) -> Value:
     """The sum of all elements of an fp32 value, as an fp32 number."""
     return _of(sum_of, x)
 
 
+@traceable
 def mean_of(x: Value) -> Value:
     """The mean of all elements: the sum is divided by their number in double."""
     return _of(mean_of, x)
 
 
+@traceable
 def norm_of(x: Value) -> Value:
     """The Euclidean norm of all elements: the root is taken in double."""
     return _of(norm_of, x)
 
 
+@traceable
 def across(x: Value, how: str, group: str) -> Value:
     """A number of which each process of a group has one, made that of all (`gathered`); of one process, x itself."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(across, (x,), x, how, group)
     return x
 
 
