@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from collage_neuron.cli import charts, module_maps
+from collage_neuron.cli import charts
 from collage_neuron.cli.conclusion import conclusion, title, verdicts
 from collage_neuron.cli.html_page import Card, document, table
 from collage_neuron.errors import LogError
@@ -131,7 +131,7 @@ def page(logs: Sequence[Log]) -> str:
     """The report as HTML. Raises ModuleNotFoundError if plotly is not installed."""
     cut = [f"<p class=note>{html.escape(log.name)}: the last line is cut off; the run was killed there.</p>"
            for log in logs if log.truncated]  # fmt: skip
-    maps = [(name, MAP_NOTE, figure) for name, figure in module_maps.figures(logs)]
+    maps = [(name, MAP_NOTE, figure) for name, figure in charts.module_maps(logs)]
     body = f"{_table(logs)}<p class=note>{TABLE_NOTE}</p>{_versions(logs)}{''.join(cut)}"
     return document(title(logs), [conclusion(logs)], body, [list(_curves(logs)), maps], "report")
 

@@ -40,7 +40,7 @@ class Update:
     counts: tuple[str, ...] = ()
     """Numbers of elements that it returns after those."""
     draws: bool = False
-    """True if it draws random bits (`random_bits`): its graphs read, after their inputs, each element's `index`."""
+    """True if it draws random bits (`Randomness`): its graphs read, after their inputs, each element's `index`."""
     stored: bool = True
     """False between the passes `expand` and `store`: outputs are values then, or the words of one, not components."""
     small: Mapping[str, str] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from collage_neuron.numerics.block_formats import ROOTS
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.threefry import Words, halves, threefry
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.rewrite.random_bits import Randomness
+from collage_neuron.passes.rewrite.store import Randomness
 from collage_neuron.passes.rewrite.writer import Writer
 
 SHAPE = (32, 128)
