@@ -15,8 +15,7 @@ from collage_neuron.matmuls.advice import lasting, past
 from collage_neuron.matmuls.graph_half import BINADES, UNSTEADY, Half
 from collage_neuron.matmuls.scales import Measurement, Scales, binades, finite_part, size_of, usable
 from collage_neuron.matmuls.weight_writes import WeightWrites
-from collage_neuron.passes.fp8_scaling.linear import results_of
-from collage_neuron.passes.fp8_scaling.plan import Plan, plan
+from collage_neuron.passes.fp8_scaling.plan import Plan, plan, results_of
 from collage_neuron.passes.fp8_scaling.sizes import Size
 
 Keep = Callable[[str], bool]
