@@ -157,8 +157,6 @@ class Plan:
     """Names of parameters whose matmuls stay as they are."""
     operands: Mapping[Node, Operand]
     """By the node that a matmul reads."""
-    gradients: AbstractSet[str]
-    """The names of those that are gradients."""
     joint: Joint
     tangents: Sequence[Node]
     """The inputs that are gradients of outputs."""
@@ -233,8 +231,7 @@ def plan(
     for p in rewritten:
         p.node.meta[MARK] = tuple(operands[x] for x in factors(p.node))
     reductions = {o.name: reason(x, at_one) for x, o in operands.items() if not o.is_known}
-    gradients_of = {o.name for o in operands.values() if o.fmt == GRADIENT}
-    return Plan(rewritten, sorted(kept), operands, gradients_of, joint, tangents, reductions, given)
+    return Plan(rewritten, sorted(kept), operands, joint, tangents, reductions, given)
 
 
 def _left_in_fp32(joint: Joint) -> set[str]:

@@ -119,11 +119,7 @@ class Computation:
         self.id = next(self._ids)
 
     def add(
-        self,
-        opcode: str,
-        shape: Shape | TupleShape,
-        operands: Sequence[Instruction] = (),
-        attributes: bytes = b"",
+        self, opcode: str, shape: Shape | TupleShape, operands: Sequence[Instruction] = (), attributes: bytes = b""
     ) -> Instruction:
         """Appends an instruction; `attributes` are encoded fields of HloInstructionProto."""
         number = next(self._ids)

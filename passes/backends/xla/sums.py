@@ -29,16 +29,7 @@ from collage_neuron.numerics.matrix_sums import (
     sum_to,
     terms_in,
 )
-from collage_neuron.numerics.tensor_sums import (
-    LANES,
-    OF_TENSOR,
-    RUN,
-    RUNS,
-    mean_of,
-    norm_of,
-    power_from,
-    sum_of,
-)
+from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, RUNS, mean_of, norm_of, power_from, sum_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.nodes import lower_bits_of, lower_from_bits
 
