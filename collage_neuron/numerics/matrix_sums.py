@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron.numerics.eft import Value, traceable
-from collage_neuron.numerics.tensor_sums import RUN, Reduction, power_from, run_sums, terms_of
+from collage_neuron.numerics.tensor_sums import RUN, Reduction, folded_over, run_sums, terms_of
 
 ELEMENT, ROW, COLUMN, MATRIX, NUMBER = "element", "row", "column", "matrix", "number"
 
@@ -68,20 +68,6 @@ def shape_of(extent: str, view: Sequence[int]) -> tuple[int, ...]:
     """The shape of a value of an extent, for a parameter with so many matrices, rows and columns."""
     own = DIMENSIONS[extent]
     return tuple(n if d in own else 1 for d, n in enumerate(view)) if own else ()
-
-
-def folded_over(x: Tensor, dim: int) -> Tensor:
-    """The sums over a dimension, which is one element long then."""
-    count = x.shape[dim]
-    if not count:
-        return x.sum(dim, keepdim=True)
-    if missing := power_from(count) - count:
-        shape = [*x.shape]
-        shape[dim] = missing
-        x = torch.cat([x, x.new_zeros(shape)], dim)
-    while (half := x.shape[dim] // 2) > 0:
-        x = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
-    return x
 
 
 def down_columns(terms: Tensor) -> Tensor:

@@ -57,13 +57,14 @@ def run_sums(terms: Tensor) -> Tensor:
     lanes = torch.zeros(*others, count, LANES, dtype=torch.float64, device=terms.device)
     for i in range(RUN // LANES):
         lanes = lanes + rows[..., i, :]
-    return folded(lanes)
+    return folded_over(lanes, -1)[..., 0]
 
 
 def groups_of(reduction: Reduction, x: Tensor) -> Tensor:
     """The sums of groups of 64 runs of 1-D fp32 elements: 1-D fp64."""
     runs = run_sums(terms_of(reduction, x))
-    return folded(_padded(runs, groups_in(x.numel()) * RUNS).view(-1, RUNS))
+    padded = torch.nn.functional.pad(runs, (0, groups_in(x.numel()) * RUNS - len(runs)))
+    return folded_over(padded.view(-1, RUNS), -1)[..., 0]
 
 
 def groups_in(size: int) -> int:
@@ -71,11 +72,18 @@ def groups_in(size: int) -> int:
     return -(-size // (RUN * RUNS))
 
 
-def folded(x: Tensor) -> Tensor:
-    """The sums over the last dimension, of a power of two: the second half is added to the first, until one is left."""
-    while (half := x.shape[-1] // 2) > 0:
-        x = x[..., :half] + x[..., half:]
-    return x[..., 0]
+def folded_over(x: Tensor, dim: int) -> Tensor:
+    """The sums over a dimension, which is one element long then: the second half is added to the first, and so on."""
+    count = x.shape[dim]
+    if not count:
+        return x.sum(dim, keepdim=True)
+    if missing := power_from(count) - count:
+        shape = [*x.shape]
+        shape[dim] = missing
+        x = torch.cat([x, x.new_zeros(shape)], dim)
+    while (half := x.shape[dim] // 2) > 0:
+        x = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+    return x
 
 
 def finished(reduction: Reduction, groups: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
@@ -90,15 +98,10 @@ def totals(groups: Sequence[Tensor]) -> list[float]:
     # Those of one size together: `tolist` waits for the device once for each.
     for count in {*counts} - {0}:
         places = [i for i, n in enumerate(counts) if n == count]
-        sums = folded(_padded(torch.stack([groups[i] for i in places]), power_from(count)))
+        sums = folded_over(torch.stack([groups[i] for i in places]), -1)[..., 0]
         for i, total in zip(places, sums.tolist(), strict=True):
             results[i] = total
     return results
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    given = x.shape[-1]
-    return x if given == size else torch.nn.functional.pad(x, (0, size - given))
 
 
 def power_from(count: int) -> int:
@@ -142,7 +145,7 @@ def gathered(rows: Tensor, how: str) -> Tensor:
 
 
 def _added(rows: Tensor) -> Tensor:
-    return folded(_padded(rows.T, power_from(len(rows))))
+    return folded_over(rows, 0)[0]
 
 
 ACROSS: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -136,7 +136,7 @@ class Adder:
         return reduce(self._add, parts)
 
     def _folded(self, x: Instruction, dim: int) -> Instruction:
-        """`matrix_sums.folded_over`: the sums over a dimension, which is one element long then."""
+        """`tensor_sums.folded_over`: the sums over a dimension, which is one element long then."""
         size = x.array.dims[dim]
         if not size:
             one = tuple(1 if d == dim else n for d, n in enumerate(x.array.dims))

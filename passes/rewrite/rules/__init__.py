@@ -7,12 +7,9 @@ kind of value.
 """
 
 # Each registers its rules, in the order of the table in docs/development/coverage.md.
-from collage_neuron.passes.rewrite.rules import elementwise, masks, reductions, tensors
+from collage_neuron.passes.rewrite.rules import elementwise, masks, tensors
 from collage_neuron.passes.rewrite.rules.elementwise import add_to
-from collage_neuron.passes.rewrite.rules.registry import RULES, Rule, operation, rule, rule_for
+from collage_neuron.passes.rewrite.rules.registry import RULES, rule, rule_for
 from collage_neuron.passes.rewrite.rules.tensors import CARRIES
 
-__all__ = [
-    "CARRIES", "RULES", "Rule", "add_to", "elementwise", "masks", "operation", "reductions",
-    "rule", "rule_for", "tensors",
-]  # fmt: skip
+__all__ = ["CARRIES", "RULES", "add_to", "elementwise", "masks", "rule", "rule_for", "tensors"]
