@@ -13,8 +13,8 @@ are numbers too: read before the first stage, and stored when the last one has b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,9 @@ from collage_neuron.passes.backends.protocol import Across, Found, Launch
 from collage_neuron.passes.ir.stage import BETWEEN, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
-T = TypeVar("T")
-
 Reduce = Callable[[Launch, Tensor], Sequence[Tensor]]
 """Runs a reduction. It is given a launch of a part (`Update.parts`) and the scalar vectors of its parameters, one in
 each row; it returns for each result of the stage a 1-D fp32 tensor: a number for each parameter."""
-
-Search = Generator[tuple[Launch, Tensor], Sequence[Tensor], Found]
-"""The stages before the last one: it yields what `Reduce` is given, is sent what that returns, and returns `Found`."""
 
 SumGroups = Callable[[Launch, Tensor], Sequence[Sequence[Tensor]]]
 """Sums groups of 64 runs of a reduction's operands. It is given a launch of a part (`Update.parts`) and the scalar
@@ -57,29 +52,16 @@ def find_by(
     launch: Launch, reduce: Reduce, compute: Callable[[Stage, Tensor], Sequence[Tensor]] | None = None
 ) -> Found:
     """The same for a backend that finishes sums itself, and computes with numbers (`compute`) if torch's must not."""
-    return driven(searching(launch, compute or computed), reduce)
-
-
-def driven(search: Generator[Any, Any, T], answer: Callable[..., Any]) -> T:
-    """What a search returns, whose questions are answered so."""
-    try:
-        asked = next(search)
-        while True:
-            asked = search.send(answer(*asked))
-    except StopIteration as end:
-        found: T = end.value
-        return found
-
-
-def searching(launch: Launch, compute: Callable[[Stage, Tensor], Sequence[Tensor]]) -> Search:
-    """The same step by step: whoever drives it runs the reductions."""
     device, update = launch.reads[0][0].device, launch.update
     scalars = launch.vector.to(device).expand(len(launch.reads), -1)
     numbers = {name: torch.stack([of_one[name] for of_one in launch.small]) for name in update.reads_small}
     for part in launch.update.parts[:-1]:
         (stage,) = part.stages
         rows = _rows(scalars, stage, numbers)
-        found = (yield _launch_of(part, launch), rows) if stage.kind == REDUCTION else compute(stage, rows)
+        if stage.kind == REDUCTION:
+            found = reduce(_launch_of(part, launch), rows)
+        else:
+            found = (compute or computed)(stage, rows)
         if stage.kind == BETWEEN and launch.across is not None:
             found = _of_processes(stage, found, launch.across)
         numbers |= dict(zip(stage.reduced, found, strict=True))
