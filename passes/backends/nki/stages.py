@@ -18,8 +18,8 @@ Given (Adafactor, of parameters of two shapes)::
     stage 1, numbers:      row, col, reduced0, reduced1 -> number0, number1
     stage 2, elementwise:  param, grad, number0, number1 -> param
 
-Result: a kernel of all parameters that stores squares (`elements.py`), one that adds up their rows and columns and
-operations on small tensors for stage 1 (`chunk_totals.py`), and a launch of stage 2 in which these are operands.
+Result: a kernel of all parameters that stores squares (`lower.elements_of`), one that adds up their rows and columns
+and operations on small tensors for stage 1 (`chunk_totals.py`), and a launch of stage 2 in which these are operands.
 Parameters of one shape are worked on together, and all shapes and launches in step with each other: a step has as many
 kernels as its longest update needs.
 """
@@ -39,7 +39,7 @@ from collage_neuron.passes.backends.by_rows import Search, Values, results_of, s
 from collage_neuron.passes.backends.nki.calls import call, end_graph, parts_of
 from collage_neuron.passes.backends.nki.chunk_totals import Wanted, computed, sums_for, sums_of
 from collage_neuron.passes.backends.nki.docstring import MEASURES
-from collage_neuron.passes.backends.nki.elements import elements_of, operands_of
+from collage_neuron.passes.backends.nki.lower import elements_of, operands_of
 from collage_neuron.passes.backends.nki.target import Machine, machine_of
 from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.backends.staged import find_by, kinds_of
