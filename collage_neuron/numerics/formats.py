@@ -206,7 +206,7 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             # Formats that are told by their record alone come after those with the same keys (`told_by_keys`).
             Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode, always_fits=True),
             Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode, always_fits=True),
-            *(_coded(name, words) for name, words in {**ROOTS, **FLOATS}.items()),
+            *(_coded(name, words) for coded in (ROOTS, FLOATS) for name, words in coded.items()),
         )
     }
 )

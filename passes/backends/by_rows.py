@@ -25,11 +25,11 @@ from collage_neuron.numerics.matrix_sums import (
     ENDINGS,
     NUMBER,
     finished,
-    folded_over,
     shape_of,
     terms_in,
     view_of,
 )
+from collage_neuron.numerics.tensor_sums import folded_over
 from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update

@@ -7,12 +7,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from coded import FLOATS, LEAST, NAMES, ROOTS, UNSIGNED, as_codes, as_words, blocks, codes, exact, large
+from coded import LEAST, NAMES, UNSIGNED, as_codes, as_words, blocks, codes, exact, large
 from exact import fractions, update_of
 from torch import Tensor
 
 from collage_neuron.errors import VerificationError
-from collage_neuron.numerics.block_formats import BLOCK
+from collage_neuron.numerics.block_formats import BLOCK, FLOATS, ROOTS
 from collage_neuron.numerics.eft import block_max, round_to
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.passes.ir.update import Update

@@ -13,7 +13,7 @@ Nothing of this has run on a device: the rounding probe compares its bits there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction
 from collage_neuron.passes.backends.xla.nodes import lower_bits_of, lower_from_bits, number_like
@@ -102,5 +102,5 @@ class ForNeuron(Computation):
         return self.add("add", x.shape, [x, number_like(self, x, y) if isinstance(y, int) else y])
 
 
-BY_KIND = {"NEURON": ForNeuron}
+BY_KIND: Mapping[str, type[Computation]] = {"NEURON": ForNeuron}
 """The computations for devices whose compiler does not have everything, by `torch_xla.runtime.device_type()`."""
