@@ -67,7 +67,7 @@ class Recalibration:
         self.distance = self._most
 
     def measured(self, call: int, seen: Tensor, again: Tensor | None = None) -> None:
-        """Remembers what a call measured: float32[operands, 3], as `operations.measure` gives it.
+        """Remembers what a call measured: float32[operands, 3], as `scaled_matmul.measure` gives it.
 
         Args:
             call: its number.

@@ -41,7 +41,7 @@ def launches_of(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> 
 def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, drawing: Sequence[float] = ()) -> Launch:
     """The launch of a job, for a backend. Missing states are created.
 
-    `drawing` are the numbers on which random bits depend (`passes/rewrite/store.py`).
+    `drawing` are the numbers on which random bits depend (`passes/rewrite/round_and_store.py`).
     """
     update = job.update
     numbers = [update.scalars.run(slots, drawing) for slots in job.recording.rows or [job.recording.slots]]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from collage_neuron.passes.fp8_scaling.operations import LIMITS, largest
+from collage_neuron.passes.fp8_scaling.scaled_matmul import LIMITS, largest
 from collage_neuron.passes.fp8_scaling.size_rules import analyse, known, reason
 from collage_neuron.passes.fp8_scaling.sizes import Size, packet
 

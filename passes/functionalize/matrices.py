@@ -29,7 +29,7 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import ENDINGS, MATRIX, NUMBER, extent_of, mean_to, norm_to, sum_to
-from collage_neuron.passes.functionalize.elementwise import Builder, dimensions, fills, functional_overload
+from collage_neuron.passes.functionalize.graph_builder import Builder, dimensions, fills, functional_overload
 from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Op, Ref, is_outer, is_reduction
 from collage_neuron.torch_privates import schema
 

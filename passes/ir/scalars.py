@@ -80,7 +80,7 @@ class Scalar(Value):
 
 
 DRAWING = ("seed", "step", "parameter", "first")
-"""Names of the numbers that random bits depend on (`passes/rewrite/store.py`): given beside the slots."""
+"""Names of the numbers that random bits depend on (`passes/rewrite/round_and_store.py`): given beside the slots."""
 
 
 def _divide(a: float, b: float) -> float:

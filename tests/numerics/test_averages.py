@@ -22,8 +22,8 @@ from collage_neuron.numerics.block_formats import ROOTS
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.threefry import Words, halves, threefry
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.rewrite.store import Randomness
-from collage_neuron.passes.rewrite.writer import Writer
+from collage_neuron.passes.rewrite.graph_writer import Writer
+from collage_neuron.passes.rewrite.round_and_store import Randomness
 
 SHAPE = (32, 128)
 BITS = 1 << 16

@@ -100,7 +100,7 @@ FAULTS = [
     Fault(RULES, "a.read(y) - a.read(1 - host) * (a.read(y) - a.read(x))", "a.read(y)",
           "passes/test_far_factors.py::test_a_factor_far_from_one_is_a_product[towards a state-reference-fp32]"),
     Fault(RULES, "sub(a, y, x, alpha)", "sub(a, x, y, alpha)", OF_RULES + "[rsub]"),
-    Fault("passes/rewrite/store.py", "self._calls += 1", "self._calls += 0",
+    Fault("passes/rewrite/round_and_store.py", "self._calls += 1", "self._calls += 0",
           CHANCES + "the_graph_draws_what_the_generator_says"),
     Fault("passes/rewrite/instrument.py", "falling = wanted < old", "falling = wanted <= old",
           "monitoring/test_monitor.py::test_a_second_moment_that_stays_zero_is_not_falling"),

@@ -61,10 +61,7 @@ class _Alike:
     """The parameters of one shape of a launch."""
 
     def __init__(self, launch: Launch, places: Sequence[int]) -> None:
-        reads, writes = ([given[i] for i in places] for given in (launch.reads, launch.writes))
-        small = [launch.small[i] for i in places] if launch.small else ()
-        self.places = places
-        self.launch = launch._replace(reads=reads, writes=writes, small=small, kept=None)
+        self.places, self.launch = places, launch.part(places)
         self.search: Search = searching(self.launch, computed)
         self.values: Values = {}
         self.found = Found(launch.vector[None], {})

@@ -13,7 +13,7 @@ from collage_neuron.numerics.tensor_sums import ACROSS, across, mean_of, norm_of
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic
-from collage_neuron.passes.rewrite.rules.registry import rule
+from collage_neuron.passes.rewrite.rules.table import rule
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.threefry import Words, halves, threefry
 from collage_neuron.passes.ir.scalars import DRAWING, Scalar
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.rewrite.writer import Writer
+from collage_neuron.passes.rewrite.graph_writer import Writer
 
 SEED, STEP, PARAMETER, FIRST = (Scalar(name, ()) for name in DRAWING)
 """Numbers of a step that the optimizer does not have; the caller of an update passes them with its slots.
