@@ -1,14 +1,8 @@
-"""Runs the stages of an update before its last one: they find the numbers that the last one reads.
+"""Runs the stages of an update before its last one (`ir/stage.py`): they find the numbers that the last one reads.
 
-Given (LAMB)::
-
-    stage 0, reduction:    param, grad -> reduced0, reduced1
-    stage 1, numbers:      reduced0, reduced1 -> number0
-    stage 2, elementwise:  param, grad, number0 -> param
-
-stages 0 and 1 give for each parameter the numbers that its last stage reads after the scalar vector. A backend sums up
-the runs of elements of a reduction (`numerics.tensor_sums`); all else is done here, alike for all. States of one number
-are numbers too: read before the first stage, and stored when the last one has been run.
+These give for each parameter the numbers that its last stage reads after the scalar vector. A backend sums up the runs
+of elements of a reduction (`numerics.tensor_sums`); all else is done here, alike for all. States of one number are
+numbers too: read before the first stage, and stored when the last one has been run.
 """
 
 from __future__ import annotations

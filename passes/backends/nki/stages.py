@@ -1,10 +1,6 @@
 """The stages before the last one on Trainium: kernels that add up, and torch's operations on a number a parameter.
 
-Given (LAMB)::
-
-    stage 0, reduction:    param, grad -> reduced0, reduced1
-    stage 1, numbers:      reduced0, reduced1 -> number0
-    stage 2, elementwise:  param, grad, number0 -> param
+Given: the stages of LAMB (`ir/stage.py`)
 
 Result: one kernel for stage 0, of all parameters of a launch, which leaves sums of each chunk (`chunk_sums.py`); these
 are put together, and stage 1 computed, by operations on small tensors of the device, in fp32; the kernel of stage 2

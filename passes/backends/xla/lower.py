@@ -1,14 +1,9 @@
 """Lowers an update, for one parameter shape, to one XLA user computation: nothing waits for the host.
 
 A user computation enters torch_xla's lazy graph as one node, so that tracing is cheap, and its hash includes the
-wiring. Given stages (LAMB)::
-
-    stage 0, reduction:    param, grad -> reduced0, reduced1
-    stage 1, numbers:      reduced0, reduced1 -> number0
-    stage 2, elementwise:  param, grad, number0 -> param
-
-the computation has all three, one after another. Values have the shape of their extent (`numerics.matrix_sums`), and
-are repeated where they meet others. States without a value for each element are parameters of it too, and results.
+wiring. It has all stages of an update (`ir/stage.py`), one after another. Values have the shape of their extent
+(`numerics.matrix_sums`), and are repeated where they meet others. States without a value for each element are
+parameters of it too, and results.
 """
 
 from __future__ import annotations
