@@ -151,10 +151,6 @@ def _encode_bf16x2(x: Value) -> Sequence[Value]:
     return [narrow(word, "bf16") for word in split(x)]
 
 
-def _encode_bf16x2_state(x: Value) -> Sequence[Value]:
-    return [narrow(word, "bf16") for word in split_capped(x)]
-
-
 def _decode_bf16x2_param(components: Sequence[Value]) -> Value:
     hi, lo = map(widen, components)
     return hi + half_a_place(hi, lo)
@@ -197,7 +193,7 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
                 (_WORD, Component("_lo", "bf16")),
                 _encode_bf16x2,
                 lambda c: widen(c[0]) + widen(c[1]),
-                encode_state=_encode_bf16x2_state,
+                encode_state=lambda x: [narrow(word, "bf16") for word in split_capped(x)],
                 decode_param=_decode_bf16x2_param,
             ),
             Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], _decode_word),
