@@ -171,7 +171,7 @@ class ReferenceUpdate:
         """
         first = components[self._reads.index(0)]
         if values is not None:
-            return self._in_pieces(rows_of(components, values), first.shape, scalars)
+            return self._in_pieces(rows_of(components, values), first.shape, scalars, by_rows=True)
         if not any(self._reads + self._writes):
             return self._in_pieces(elements_of(components, first.numel(), 1), first.shape, scalars)
         length, block = first.shape[-1], max(self._reads + self._writes)
@@ -180,24 +180,26 @@ class ReferenceUpdate:
         stored = zip(results, self._writes, strict=False)
         return [*(first_of_each(r, k) if k else r for r, k in stored), *results[len(self._writes) :]]
 
-    def _in_pieces(self, pieces: Iterable[Piece], shape: Sequence[int], scalars: Tensor) -> Sequence[Tensor]:
-        found, size = [self._run(piece, scalars) for piece in pieces], self._elementwise
-        results = list(zip(*found, strict=True))
-        measures = [torch.stack(parts).sum(0) for parts in results[size:]]
-        return [*(_whole(words, shape) for words in results[:size]), *measures]
+    def _in_pieces(
+        self, pieces: Iterable[Piece], shape: Sequence[int], scalars: Tensor, by_rows: bool = False
+    ) -> Sequence[Tensor]:
+        results = list(zip(*(self._run(piece, scalars) for piece in pieces), strict=True))
+        size, middle = self._elementwise, self._elementwise + self._sums
+        measured = [[torch.stack(of_pieces) for of_pieces in results[i:j]] for i, j in ((size, middle), (middle, None))]
+        # One by one or side by side, torch adds in different orders.
+        added = [torch.stack([x.sum(0) for x in xs]) if by_rows else torch.stack(xs, 1).sum(0) for xs in measured if xs]
+        return [*(_whole(words, shape) for words in results[:size]), *added]
 
     def _run(self, piece: Piece, scalars: Tensor) -> Sequence[Tensor]:
         """The results for a piece of the parameter."""
         like, size = piece.components[0], self._elementwise
         index = [numbers(like, piece.first)] if self._draws else []
         found: Sequence[Tensor] = self._forward(*piece.components, *index, *scalars.unbind(), *piece.values)
-        middle = size + self._sums
-        measures = [torch.stack([*x]) for x in (found[size:middle], found[middle:])] if self._sums else []
         # An fp32 component that only moves (a state becomes another, or keeps the old parameter) comes back as itself:
         # the caller writes one result after the other, and must not find it overwritten.
         given = {id(c) for c in piece.components}
         results = [x.clone() if id(x) in given else x for x in found[:size]]
-        return [*(x if x.shape == like.shape else x.expand(like.shape) for x in results), *measures]
+        return [*(x if x.shape == like.shape else x.expand(like.shape) for x in results), *found[size:]]
 
 
 def _whole(words: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
