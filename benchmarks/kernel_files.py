@@ -1,4 +1,4 @@
-"""Keeps kernels_nki/: two kernels as files, to be read, and hashes of the others in `kernel_examples.py`.
+"""Keeps kernels_nki/: a kernel as a file, to be read, and hashes of the others in `kernel_examples.py`.
 
 python benchmarks/kernel_files.py            # writes what is missing or out of date
 python benchmarks/kernel_files.py --check    # generates every kernel, says what is out of date, and fails
@@ -19,10 +19,7 @@ from collage_neuron import kernels_nki
 
 FOLDER = Path(kernels_nki.__file__).parent
 
-KEPT: Mapping[str, Sequence[str]] = {
-    "trn1_beta1": ("sgd_momentum_light",),
-    "trn2": ("adamw_plus",),
-}
+KEPT: Mapping[str, Sequence[str]] = {"trn2": ("adamw_plus",)}
 """Folder -> the kernels that are kept as files, to be read; of every other one the hash is kept in `HASHES`."""
 
 HASHES = "hashes.txt"

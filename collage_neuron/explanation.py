@@ -25,8 +25,7 @@ from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.passes.analysis.state_roles import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir import printer
-from collage_neuron.passes.ir.recording import Recording
-from collage_neuron.passes.ir.update import Captured
+from collage_neuron.passes.ir.update import Captured, Recording
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import step_plan
 from collage_neuron.runtime.fallback_warning import reason_of, why

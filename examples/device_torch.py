@@ -165,15 +165,15 @@ def _same_on(device: torch.device, chain: Callable[[Tensor, Tensor], Tensor], a:
 
 def reduce_precision(machine: Runs, _: Path) -> Answer:
     """Does neuronx-cc round by reduce-precision?"""
-    return _probed_on_xla("XLA", machine)
+    return _probed_on_xla("Computation", machine)
 
 
 def rounding_by_bits(machine: Runs, _: Path) -> Answer:
     """Does neuronx-cc keep roundings by bits?"""
-    return _probed_on_xla("NEURON", machine)
+    return _probed_on_xla("ForNeuron", machine)
 
 
-def _probed_on_xla(compiler: str, machine: Runs) -> Answer:
+def _probed_on_xla(form: str, machine: Runs) -> Answer:
     if machine.evidence == "device" and machine.device.type != "xla":
         return "not asked: TorchNeuron has no XLA devices", {}
     if machine.evidence != "device":
@@ -181,7 +181,7 @@ def _probed_on_xla(compiler: str, machine: Runs) -> Answer:
     from collage_neuron.passes.backends.xla import compilers
     from collage_neuron.passes.backends.xla.backend import Xla
 
-    return _probed(Xla(getattr(compilers, compiler)), machine)
+    return _probed(Xla(getattr(compilers, form)), machine)
 
 
 def generated_roundings(machine: Runs, _: Path) -> Answer:

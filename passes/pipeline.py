@@ -12,8 +12,8 @@ from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.instrument import Instrument
+from collage_neuron.passes.rewrite.round_and_store import Store
 from collage_neuron.passes.rewrite.split_stages import Cut
-from collage_neuron.passes.rewrite.store import Store
 
 
 class Pass(Protocol):

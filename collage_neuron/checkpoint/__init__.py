@@ -4,8 +4,7 @@ To save and resume a compiled run, `model.state_dict()` and `optimizer.state_dic
 convert to and from checkpoints of runs without collage_neuron (docs/checkpoints.md).
 """
 
-from collage_neuron.checkpoint.fp32 import get_fp32_state_dict, set_fp32_state_dict
-from collage_neuron.checkpoint.pretrained import save_pretrained_fp32
-from collage_neuron.checkpoint.tensors import from_tensors, to_tensors
+from collage_neuron.checkpoint.fp32 import get_fp32_state_dict, save_pretrained_fp32, set_fp32_state_dict
+from collage_neuron.checkpoint.named_tensors import from_tensors, to_tensors
 
 __all__ = ["from_tensors", "get_fp32_state_dict", "save_pretrained_fp32", "set_fp32_state_dict", "to_tensors"]

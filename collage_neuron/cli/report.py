@@ -10,14 +10,15 @@ import html
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from collage_neuron.cli import charts, module_maps
-from collage_neuron.cli.conclusion import conclusion, title, verdicts
+from collage_neuron.cli import charts
 from collage_neuron.cli.html_page import Card, document, table
 from collage_neuron.errors import LogError
+from collage_neuron.matmuls.advice import worst
 from collage_neuron.monitoring.run_log import Line, Log, read_logs
 
 
@@ -131,7 +132,7 @@ def page(logs: Sequence[Log]) -> str:
     """The report as HTML. Raises ModuleNotFoundError if plotly is not installed."""
     cut = [f"<p class=note>{html.escape(log.name)}: the last line is cut off; the run was killed there.</p>"
            for log in logs if log.truncated]  # fmt: skip
-    maps = [(name, MAP_NOTE, figure) for name, figure in module_maps.figures(logs)]
+    maps = [(name, MAP_NOTE, figure) for name, figure in charts.module_maps(logs)]
     body = f"{_table(logs)}<p class=note>{TABLE_NOTE}</p>{_versions(logs)}{''.join(cut)}"
     return document(title(logs), [conclusion(logs)], body, [list(_curves(logs)), maps], "report")
 
@@ -161,3 +162,165 @@ def _table(logs: Sequence[Log]) -> str:
     filled = [(name, show) for name, show in SUMMARY if any(map(show, logs))]
     rows = [[show(log) for _, show in filled] for log in logs]
     return table([name for name, _ in filled], rows, charts.colours_of(logs))
+
+
+# What the runs show ---------------------------------------------------------------------------------------------------
+
+NAMED = 0.1
+"""Per cent of lost updates from which the conclusion says when they were lost."""
+ARRIVED = 0.01
+"""Distance of EDQ from 1, where all arrives, from which a verdict says that updates are lost."""
+SETTLED = 20
+"""A final loss is the mean of the last one of so many measured steps: single batches are noisy."""
+
+
+def title(logs: Sequence[Log]) -> str:
+    """Model, optimizer, date and runs, of what the logs say: `GPT, AdamW, 22 November 2026: bf16, plus`."""
+    parts = [", ".join(_all(logs, key)) for key in ("model", "optimizer")]
+    days = [_day(text) for text in _all(logs, "date")]
+    parts.append(" to ".join(dict.fromkeys(days[:1] + days[-1:])))
+    of = ", ".join(part for part in parts if part)
+    names = ", ".join(log.name for log in logs)
+    return f"{of}: {names}" if of else names
+
+
+def _all(logs: Sequence[Log], key: str) -> list[str]:
+    """What the logs say of something, by date."""
+    by_date = sorted(logs, key=lambda log: str(log.about.get("date", "")))
+    return list(dict.fromkeys(str(log.about[key]) for log in by_date if log.about.get(key)))
+
+
+def _day(text: str) -> str:
+    try:
+        day = date.fromisoformat(text[:10])
+    except ValueError:
+        return text
+    return f"{day.day} {day:%B %Y}"
+
+
+def conclusion(logs: Sequence[Log]) -> str:
+    """What the runs show: how their losses end beside that of fp32, and how much of the updates arrives."""
+    sentences = [_losses(logs), _arrival(logs), *map(_operands, logs)]
+    return " ".join(sentence for sentence in sentences if sentence) or "No run logged a loss, nor what arrives."
+
+
+def final_loss(log: Log) -> float | None:
+    """The mean loss of the last measured steps."""
+    _, losses = log.series(lambda record: record["loss"])
+    return fmean(losses[-max(1, len(losses) // SETTLED) :]) if losses else None
+
+
+def _losses(logs: Sequence[Log]) -> str:
+    finals = {log.name: loss for log in logs if (loss := final_loss(log)) is not None}
+    shown = [log for log in logs if log.name in finals]
+    if len(shown) < 2:
+        return "".join(f"{_named(log)} has a loss of {finals[log.name]:.4f} {_when(log)}." for log in shown)
+    # Such runs differ by more than their strategies.
+    if len({log.steps[-1] for log in shown}) > 1 or len({log.about.get("seed") for log in shown}) > 1:
+        return "The runs end at different steps or have different seeds, so their losses are not compared here."
+    control = next((log for log in shown if log.about.get("strategy") == "fp32"), None)
+    if control is None:
+        ranked = sorted(shown, key=lambda log: finals[log.name])
+        said = ", ".join(f"{_named(log)} {finals[log.name]:.4f}" for log in ranked)
+        return f"Losses {_when(ranked[0])}, the lowest first: {said}; there is no run of fp32 to judge them by."
+    apart = {log.name: finals[log.name] - finals[control.name] for log in shown if log is not control}
+    nearest, *others = sorted((log for log in shown if log is not control), key=lambda log: abs(apart[log.name]))
+    said = f"{_named(nearest)} ends nearest to {_named(control)}, {_beside(apart[nearest.name])} its loss of "
+    said += f"{finals[control.name]:.4f} {_when(control)}"
+    rest = ", ".join(f"{_named(log)} {_beside(apart[log.name])}" for log in others)
+    return f"{said}{'; ' if rest else ''}{rest}. These are runs of one seed: small differences may be chance."
+
+
+def _when(log: Log) -> str:
+    steps, _ = log.series(lambda record: record["loss"])
+    count = max(1, len(steps) // SETTLED)
+    return f"at step {steps[-1]}" if count == 1 else f"over the last {count} measured steps"
+
+
+def _named(log: Log) -> str:
+    size = log.about.get("bytes_per_parameter")
+    return f"{log.name} ({size:g} bytes per parameter)" if isinstance(size, (int, float)) else log.name
+
+
+def _beside(apart: float) -> str:
+    return "at" if abs(apart) < 5e-5 else f"{abs(apart):.4f} {'above' if apart > 0 else 'below'}"
+
+
+def _arrival(logs: Sequence[Log]) -> str:
+    """The runs that lose most and least, of the updates that should change a weight."""
+    means = {log.name: mean for log in logs if (mean := _mean(log, charts.lost("pair"))) is not None}
+    if not means:
+        return ""
+    most, least = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
+    if most == least:
+        ratio = _mean(logs[0], charts.edq("pair"))
+        edq_said = "" if ratio is None else f" (EDQ {ratio:.4f}; 1 is all of it)"
+        return f"{shown_share(means[most])} of its updates changed nothing{edq_said}.{_late(logs)}"
+    compensated = [log.name for log in logs if log.name in means and not charts.is_baseline(log)] or [least]
+    others = sorted((name for name in compensated if name != most), key=means.__getitem__)
+    said = [f"under {name}, {shown_share(means[name])}" for name in others]
+    first = f"Under {most}, {shown_share(means[most])} of the updates changed nothing"
+    return f"{'; '.join([first, *said])}.{_late(logs)}"
+
+
+def verdicts(logs: Sequence[Log]) -> list[str]:
+    """A line for each run in the order given: what arrived of its updates, and whether something is to be mended."""
+    figures = [_figures(log) for log in logs]
+    widths = [max(map(len, column)) for column in zip(*figures, strict=True)]
+    rows = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in figures)
+    return [f"{row}: {_verdict(log)}" for row, log in zip(rows, logs, strict=True)]
+
+
+def _figures(log: Log) -> list[str]:
+    ratio, share = _mean(log, charts.edq("pair")), _mean(log, charts.lost("pair"))
+    measured = ["" if ratio is None else f"EDQ {ratio:.4f}", "" if share is None else f"lost {share:.2f} %"]
+    return [log.name, str(log.about.get("strategy", "")), *measured]
+
+
+def _verdict(log: Log) -> str:
+    ratio, share = _mean(log, charts.edq("pair")), _mean(log, charts.lost("pair"))
+    if ratio is None or share is None:
+        return "what arrives of its updates was not measured"
+    if abs(ratio - 1) < ARRIVED and (share < NAMED or _is_lost_late(log)):
+        late = ": updates were lost at the end, where they are almost 0"
+        return f"nothing to mend{late * (share >= NAMED)}"
+    if log.about.get("strategy") == "fp32":
+        return "fp32 loses them too: the updates are small beside the weights"
+    return "updates are lost: a strategy with more bytes per parameter keeps more (docs/strategies.md)"
+
+
+LATE = "lost most of them in the last fifth of the run, where the learning rate, and with it each update, is almost 0"
+
+
+def _late(logs: Sequence[Log]) -> str:
+    names = [log.name for log in logs if _is_lost_late(log)]
+    return f" {' and '.join(names)} {LATE}." if names else ""
+
+
+def _is_lost_late(log: Log) -> bool:
+    """Returns True if a share worth naming was lost, most of it at the end, when updates had become small."""
+    steps, values = log.series(charts.lost("pair"))
+    _, norms = log.series(lambda record: record["total"]["raw_norm"])
+    count = len(steps) // 5
+    if not count or len(norms) != len(values) or fmean(values) < NAMED:
+        return False
+    return sum(values[-count:]) > sum(values[:-count]) and fmean(norms[-count:]) < max(norms) / 10
+
+
+def _operands(log: Log) -> str:
+    """What the last measurement of fp8 operands asks for."""
+    measured: dict[str, dict[str, float | None]] = next((r["fp8"] for r in reversed(log.records) if r.get("fp8")), {})
+    said = worst({name: {k: x or 0.0 for k, x in numbers.items()} for name, numbers in measured.items()})
+    return "" if said is None else f"In {log.name}, {said}."
+
+
+def shown_share(per_cent: float) -> str:
+    """A share in three digits at most, and no finer than hundredths of a per cent."""
+    if 0 < per_cent < 0.01:
+        return "less than 0.01 %"
+    return f"{per_cent:.3g} %" if per_cent >= 1 else f"{round(per_cent, 2):g} %"
+
+
+def _mean(log: Log, value: Callable[[Line], object]) -> float | None:
+    _, values = log.series(value)
+    return fmean(values) if values else None

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES, StrategyLike, possible
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.update_formats import formats_of
 from collage_neuron.settings import Settings

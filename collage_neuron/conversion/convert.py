@@ -26,7 +26,7 @@ from collage_neuron.optimizer.low_word_handover import continue_from_others, lea
 from collage_neuron.optimizer.pending_models import models, models_of, restore_low_words, written_in_all_processes
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import fallback_warning, update_formats
 from collage_neuron.runtime.preconditions import check_differentiable, check_optimizer

@@ -20,8 +20,8 @@ from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.rewrite.random_bits import Randomness
-from collage_neuron.passes.rewrite.writer import Writer
+from collage_neuron.passes.rewrite.graph_writer import Writer
+from collage_neuron.passes.rewrite.round_and_store import Randomness
 from collage_neuron.settings import Settings
 from collage_neuron.states import word_encoding
 
@@ -128,7 +128,7 @@ class Conversions:
     ) -> None:
         """Writes the words of the fp32 tensor `value` to `into`.
 
-        `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`), None for none.
+        `drawing` are the numbers on which random bits depend (`passes/rewrite/round_and_store.py`), None for none.
         """
         self.add(backend, encoding(fmt, role(name), drawing is not None), drawing or (), [[value]], [into])
 

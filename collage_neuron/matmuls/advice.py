@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from collage_neuron.passes.fp8_scaling.operations import LIMITS
+from collage_neuron.passes.fp8_scaling.scaled_matmul import LIMITS
 
 LOSS = 0.05
 """The part of an operand that saturates, or becomes 0, from which on something should be done."""

@@ -10,7 +10,7 @@ documentation of the Neuron SDK, not tried on a device:
   is read in this way must be clamped to 240, as all our casts are: the flag changes no value of ours.
 * NxD passes the flag inside `--internal-hlo2tensorizer-options`. A note of a user says that neuronx-cc 2.27 has dropped
   it; if the compiler still answers NCC_EVRF051, it does not know the flag.
-* torch has a dot of two fp8 tensors on XLA alone (`passes/fp8_scaling/operations.py`). On TorchNeuron's device the
+* torch has a dot of two fp8 tensors on XLA alone (`passes/fp8_scaling/scaled_matmul.py`). On TorchNeuron's device the
   operands are rounded to fp8 and multiplied in fp32.
 * Rates of dense matmuls per chip: trn1 190 TFLOPS in bf16 and in fp8, trn2 667 and 1299, trn3 671 and 2517 (the latter
   in MXFP8, whose scales are of 32 elements: other than ours).

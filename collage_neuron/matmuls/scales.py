@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from collage_neuron.passes.fp8_scaling.operations import LIMITS, fitting
+from collage_neuron.passes.fp8_scaling.scaled_matmul import LIMITS, fitting
 from collage_neuron.passes.fp8_scaling.sizes import Size
 
 

@@ -13,46 +13,58 @@ from __future__ import annotations
 
 import operator
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import fx
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function
 
 from collage_neuron.numerics.storage import StorageType, storage_named
 
 # A value of the arithmetic: an fp32 tensor, or the fx.Proxy of one while a graph is being written.
 Value = Any
 
+Operation = TypeVar("Operation", bound=Callable[..., Any])
 
+
+def traceable(f: Operation) -> Operation:
+    """Makes a function of tensors one node of a graph, where a `torch.fx.Proxy` is among what it is given."""
+
+    @wraps(f)
+    def computed_or_written(*args: Any) -> Any:
+        if has_torch_function(args):
+            return handle_torch_function(computed_or_written, args, *args)
+        return f(*args)
+
+    return cast(Operation, computed_or_written)
+
+
+@traceable
 def round_to(x: Value, fmt: str) -> Value:
     """Rounds an fp32 value to a storage type, to nearest even, and returns it as fp32. The only rounding below fp32.
 
     To an integer it saturates, and the value must not be NaN.
     """
-    if has_torch_function_unary(x):
-        return handle_torch_function(round_to, (x,), x, fmt)
     return storage_named(fmt).round(x)
 
 
+@traceable
 def widen(x: Value) -> Value:
     """Reads a stored component (bf16, fp32, an integer of up to 24 bits) as fp32: exact."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(widen, (x,), x)
     return x.to(torch.float32)
 
 
+@traceable
 def narrow(x: Value, fmt: str) -> Value:
     """Stores an fp32 value that the storage type `fmt` can represent as a component of that dtype: exact."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(narrow, (x,), x, fmt)
     return x.to(storage_named(fmt).dtype)
 
 
+@traceable
 def sqrt(x: Value) -> Value:
     """The square root, correctly rounded to fp32: torch's own on the CPU is an ulp off in one case in six."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(sqrt, (x,), x)
     return x.to(torch.float64).sqrt().to(torch.float32)  # 53 >= 2 * 24 + 2: the second rounding is innocuous
 
 
@@ -60,13 +72,12 @@ LARGEST = 2.0**127 * (2 - 2**-7)
 """The largest bf16. Values from half an ulp above it on round to infinity."""
 
 
+@traceable
 def capped(x: Value) -> Value:
     """x, or the largest bf16 where x is larger: keeps the difference of a word that overflowed from being inf - inf.
 
     One side is enough: what overflows in a run whose weights stay finite is a second moment, which is not negative.
     """
-    if has_torch_function_unary(x):
-        return handle_torch_function(capped, (x,), x)
     return x.clamp(max=LARGEST)
 
 
@@ -74,32 +85,29 @@ EXPONENT = 0x7F800000
 """The mask of the exponent bits of an fp32 number."""
 
 
+@traceable
 def power_of_two(x: Value) -> Value:
     """2**e of an fp32 number m * 2**e, 1 <= |m| < 2: its exponent bits alone. 0 below 2**-126, inf for Inf and NaN."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(power_of_two, (x,), x)
     return (x.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
+@traceable
 def inverse_power_of_two(x: Value) -> Value:
     """2**(1 - e) of an fp32 number m * 2**e: its exponent bits inverted. Inf below 2**-126, 0 for Inf and NaN.
 
     Twice the reciprocal of `power_of_two(x)`, so that it is a normal number wherever that is one: no division is
     exact on every backend, and no integer addition is cheap on all of them; masks on bits are both.
     """
-    if has_torch_function_unary(x):
-        return handle_torch_function(inverse_power_of_two, (x,), x)
     return ((x.view(torch.int32) & EXPONENT) ^ EXPONENT).view(torch.float32)
 
 
+@traceable
 def places(x: Value) -> Value:
     """How many of fp32's last places x lies beyond the bf16 number next to it: the lower half of its bits, signed.
 
     A whole number, -32768 to 32767; negative where the magnitude of x is the smaller one. That bf16 number is
     `bf16(x)`, unless x lies halfway between two (-32768 places): `limit_places` moves it off.
     """
-    if has_torch_function_unary(x):
-        return handle_torch_function(places, (x,), x)
     return _places(x).to(torch.float32)
 
 
@@ -108,34 +116,31 @@ def _places(x: Value) -> Value:
     return (x.view(torch.int32) << 16) >> 16
 
 
+@traceable
 def limit_places(x: Value, most: int) -> Value:
     """Moves x away from zero where it is more than `most` places short of the bf16 number next to it, to be `most`."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(limit_places, (x,), x, most)
     missing = (-most - _places(x)).clamp(min=0)
     # One more in the bits is a place further from zero, whatever the sign.
     return (x.view(torch.int32) + missing).view(torch.float32)
 
 
+@traceable
 def beyond(x: Value, n: Value) -> Value:
     """The fp32 number n places beyond the bf16 number x; n is whole, -32768 to 32767. Where n is 0 it is x.
 
     The inverse of `places`: `beyond(bf16(y), places(y))` is y, bit for bit, unless y lies halfway. A number of the
     upper half alone changes, by the sign of n, so that no backend needs 32-bit additions (NKI has slow ones).
     """
-    if has_torch_function_unary(x) or has_torch_function_unary(n):
-        return handle_torch_function(beyond, (x, n), x, n)
     # The bits of a bf16 number end in 16 zeros, so n changes its upper half by at most a borrow.
     return (x.view(torch.int32) + n.to(torch.int32)).view(torch.float32)
 
 
+@traceable
 def block_max(x: Value, k: int) -> Value:
     """The largest magnitude in the block of each element: k consecutive elements of a row, the last dimension. Exact.
 
     The last block of a row may be shorter. NaN if one of a block is NaN.
     """
-    if has_torch_function_unary(x):
-        return handle_torch_function(block_max, (x,), x, k)
     n = x.shape[-1]
     # With 0, which is no larger than any magnitude.
     padded = torch.nn.functional.pad(x.abs(), (0, -n % k))
@@ -160,27 +165,25 @@ def fp32(x: float) -> float:
     return float(nearest)
 
 
+@traceable
 def bits_of(x: Value) -> Value:
     """The bits of an fp32 value, as int32."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(bits_of, (x,), x)
     return x.view(torch.int32)
 
 
+@traceable
 def whole(x: Value) -> Value:
     """Converts an fp32 value that is an integer below 2**24 to int32: exact."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(whole, (x,), x)
     return x.to(torch.int32)
 
 
+@traceable
 def shift_right(n: Value, k: int) -> Value:
     """The int32 n shifted right by k bits, 1 to 31, filled with zeros (a logical shift)."""
-    if has_torch_function_unary(n):
-        return handle_torch_function(shift_right, (n,), n, k)
     return (n >> k) & ((1 << (32 - k)) - 1)
 
 
+@traceable
 def stochastic_round(x: Value, random: Value) -> Value:
     """Rounds an fp32 value stochastically to bf16, and returns it as fp32; `random` (int32) decides up or down.
 
@@ -188,8 +191,6 @@ def stochastic_round(x: Value, random: Value) -> Value:
     probability of rounding up in magnitude, the distance from the bf16 below in ulps, is a multiple of 2**-16. Beyond
     the largest bf16 a value may become infinite, as with rounding to nearest; infinities and NaN stay.
     """
-    if has_torch_function_unary(x):
-        return handle_torch_function(stochastic_round, (x,), x, random)
     # Added below bf16's last bit, the random bits carry into it as often as they should; the mask drops the rest.
     carried = (x.view(torch.int32) + random) & -0x10000
     # A carry may turn a NaN into another number, so NaN takes the other way.

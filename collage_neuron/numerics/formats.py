@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from collage_neuron.numerics.block_formats import BLOCK, I8Q4, I8Q8, I16Q4, I16Q8, U8Q16, U16Q8, U16Q16, RootWords
+from collage_neuron.numerics.block_formats import BLOCK, FLOATS, ROOTS, RootWords, ScaledFloat
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,
@@ -32,7 +32,6 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
-from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
@@ -152,10 +151,6 @@ def _encode_bf16x2(x: Value) -> Sequence[Value]:
     return [narrow(word, "bf16") for word in split(x)]
 
 
-def _encode_bf16x2_state(x: Value) -> Sequence[Value]:
-    return [narrow(word, "bf16") for word in split_capped(x)]
-
-
 def _decode_bf16x2_param(components: Sequence[Value]) -> Value:
     hi, lo = map(widen, components)
     return hi + half_a_place(hi, lo)
@@ -176,14 +171,15 @@ def _decode_word(components: Sequence[Value]) -> Value:
 
 
 _WORD = Component("", "bf16")
-_CODE = Component("", "int16")
-_BYTE = Component("", "uint8")
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
 
 
-def _unsigned(name: str, code: Component, words: RootWords) -> Format:
-    """A stochastic format of blocks without negative numbers."""
-    return Format(name, (code, _SCALE), words.encode, words.decode, words.draw, error=words.error, signed=False)
+def _coded(name: str, words: RootWords | ScaledFloat) -> Format:
+    """A format of codes, and a power of two that a block shares."""
+    code = Component("", "int16" if words.storage == "uint16" else words.storage)
+    if isinstance(words, ScaledFloat) or words.is_nearest:
+        return Format(name, (code, _SCALE), words.encode, words.decode, error=words.error)
+    return Format(name, (code, _SCALE), words.encode, words.decode, words.draw, error=words.error, signed=words.signed)
 
 
 BUILT_IN: Mapping[str, Format] = MappingProxyType(
@@ -197,7 +193,7 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
                 (_WORD, Component("_lo", "bf16")),
                 _encode_bf16x2,
                 lambda c: widen(c[0]) + widen(c[1]),
-                encode_state=_encode_bf16x2_state,
+                encode_state=lambda x: [narrow(word, "bf16") for word in split_capped(x)],
                 decode_param=_decode_bf16x2_param,
             ),
             Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], _decode_word),
@@ -206,17 +202,7 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             # Formats that are told by their record alone come after those with the same keys (`told_by_keys`).
             Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode, always_fits=True),
             Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode, always_fits=True),
-            # Codes, and a power of two that a block shares.
-            Format("i16q4", (_CODE, _SCALE), I16Q4.encode, I16Q4.decode, error=I16Q4.error),
-            Format("i8q4", (Component("", "int8"), _SCALE), I8Q4.encode, I8Q4.decode, I8Q4.draw, error=I8Q4.error),
-            _unsigned("u16q8", _CODE, U16Q8),
-            Format("i16q8", (_CODE, _SCALE), I16Q8.encode, I16Q8.decode, error=I16Q8.error),
-            Format("i8q8", (Component("", "int8"), _SCALE), I8Q8.encode, I8Q8.decode, I8Q8.draw, error=I8Q8.error),
-            _unsigned("u16q16", _CODE, U16Q16),
-            _unsigned("u8q16", _BYTE, U8Q16),
-            Format("fp16", (Component("", "fp16"), _SCALE), FP16.encode, FP16.decode, error=FP16.error),
-            Format("e4m3", (Component("", "e4m3"), _SCALE), E4M3.encode, E4M3.decode, error=E4M3.error),
-            Format("e5m2", (Component("", "e5m2"), _SCALE), E5M2.encode, E5M2.decode, error=E5M2.error),
+            *(_coded(name, words) for coded in (ROOTS, FLOATS) for name, words in coded.items()),
         )
     }
 )

@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from collage_neuron.numerics.eft import Value
-from collage_neuron.numerics.tensor_sums import RUN, Reduction, power_from, run_sums, terms_of
+from collage_neuron.numerics.eft import Value, traceable
+from collage_neuron.numerics.tensor_sums import RUN, Reduction, folded_over, run_sums, terms_of
 
 ELEMENT, ROW, COLUMN, MATRIX, NUMBER = "element", "row", "column", "matrix", "number"
 
@@ -69,20 +68,6 @@ def shape_of(extent: str, view: Sequence[int]) -> tuple[int, ...]:
     """The shape of a value of an extent, for a parameter with so many matrices, rows and columns."""
     own = DIMENSIONS[extent]
     return tuple(n if d in own else 1 for d, n in enumerate(view)) if own else ()
-
-
-def folded_over(x: Tensor, dim: int) -> Tensor:
-    """The sums over a dimension, which is one element long then."""
-    count = x.shape[dim]
-    if not count:
-        return x.sum(dim, keepdim=True)
-    if missing := power_from(count) - count:
-        shape = [*x.shape]
-        shape[dim] = missing
-        x = torch.cat([x, x.new_zeros(shape)], dim)
-    while (half := x.shape[dim] // 2) > 0:
-        x = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
-    return x
 
 
 def down_columns(terms: Tensor) -> Tensor:
@@ -125,23 +110,24 @@ def of_elements(function: Any, x: Tensor, extent: str) -> Tensor:
 
 
 def _of(function: Callable[[Value, str], Value], x: Value, extent: str) -> Any:
-    if has_torch_function_unary(x):
-        return handle_torch_function(function, (x,), x, extent)
     gone = [n for d, n in enumerate(x.shape[-3:]) if d not in DIMENSIONS[extent]]
     ending = ENDINGS[function]
     return finished(ending, terms_of(ending, x), extent, math.prod(gone))
 
 
+@traceable
 def sum_to(x: Value, extent: str) -> Value:
     """The sums, one for each of `extent`, of values of rows, columns or matrices; of elements see `of_elements`."""
     return _of(sum_to, x, extent)
 
 
+@traceable
 def mean_to(x: Value, extent: str) -> Value:
     """The means, one for each of `extent`: sums are divided by their numbers of terms in double."""
     return _of(mean_to, x, extent)
 
 
+@traceable
 def norm_to(x: Value, extent: str) -> Value:
     """The Euclidean norms, one for each of `extent`: roots are taken in double."""
     return _of(norm_to, x, extent)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from collage_neuron.numerics.eft import Value
+from collage_neuron.numerics.eft import Value, traceable
 
 
+@traceable
 def total(x: Value) -> Value:
     """The sum of all elements of an fp32 value; each backend says in which precision and order it adds."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(total, (x,), x)
     return x.sum(dtype=torch.float64)
 
 
+@traceable
 def count(mask: Value) -> Value:
     """The number of elements for which a mask is true: exact."""
-    if has_torch_function_unary(mask):
-        return handle_torch_function(count, (mask,), mask)
     return mask.sum()
 
 

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from collage_neuron.numerics.eft import Value
+from collage_neuron.numerics.eft import Value, traceable
 
 LANES, RUN, RUNS = 8, 128, 64
 """Lanes of a run, elements of a run, and runs that are folded."""
@@ -58,13 +57,14 @@ def run_sums(terms: Tensor) -> Tensor:
     lanes = torch.zeros(*others, count, LANES, dtype=torch.float64, device=terms.device)
     for i in range(RUN // LANES):
         lanes = lanes + rows[..., i, :]
-    return folded(lanes)
+    return folded_over(lanes, -1)[..., 0]
 
 
 def groups_of(reduction: Reduction, x: Tensor) -> Tensor:
     """The sums of groups of 64 runs of 1-D fp32 elements: 1-D fp64."""
     runs = run_sums(terms_of(reduction, x))
-    return folded(_padded(runs, groups_in(x.numel()) * RUNS).view(-1, RUNS))
+    padded = torch.nn.functional.pad(runs, (0, groups_in(x.numel()) * RUNS - len(runs)))
+    return folded_over(padded.view(-1, RUNS), -1)[..., 0]
 
 
 def groups_in(size: int) -> int:
@@ -72,11 +72,18 @@ def groups_in(size: int) -> int:
     return -(-size // (RUN * RUNS))
 
 
-def folded(x: Tensor) -> Tensor:
-    """The sums over the last dimension, of a power of two: the second half is added to the first, until one is left."""
-    while (half := x.shape[-1] // 2) > 0:
-        x = x[..., :half] + x[..., half:]
-    return x[..., 0]
+def folded_over(x: Tensor, dim: int) -> Tensor:
+    """The sums over a dimension, which is one element long then: the second half is added to the first, and so on."""
+    count = x.shape[dim]
+    if not count:
+        return x.sum(dim, keepdim=True)
+    if missing := power_from(count) - count:
+        shape = [*x.shape]
+        shape[dim] = missing
+        x = torch.cat([x, x.new_zeros(shape)], dim)
+    while (half := x.shape[dim] // 2) > 0:
+        x = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+    return x
 
 
 def finished(reduction: Reduction, groups: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
@@ -91,15 +98,10 @@ def totals(groups: Sequence[Tensor]) -> list[float]:
     # Those of one size together: `tolist` waits for the device once for each.
     for count in {*counts} - {0}:
         places = [i for i, n in enumerate(counts) if n == count]
-        sums = folded(_padded(torch.stack([groups[i] for i in places]), power_from(count)))
+        sums = folded_over(torch.stack([groups[i] for i in places]), -1)[..., 0]
         for i, total in zip(places, sums.tolist(), strict=True):
             results[i] = total
     return results
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    given = x.shape[-1]
-    return x if given == size else torch.nn.functional.pad(x, (0, size - given))
 
 
 def power_from(count: int) -> int:
@@ -108,32 +110,32 @@ def power_from(count: int) -> int:
 
 
 def _of(function: Callable[[Value], Value], x: Value) -> Any:
-    if has_torch_function_unary(x):
-        return handle_torch_function(function, (x,), x)
     reduction, elements = OF_TENSOR[function], x.reshape(-1)
     (value,) = finished(reduction, [groups_of(reduction, elements)], [elements.numel()])
     return torch.tensor(value, dtype=torch.float64, device=x.device).to(torch.float32)
 
 
+@traceable
 def sum_of(x: Value) -> Value:
     """The sum of all elements of an fp32 value, as an fp32 number."""
     return _of(sum_of, x)
 
 
+@traceable
 def mean_of(x: Value) -> Value:
     """The mean of all elements: the sum is divided by their number in double."""
     return _of(mean_of, x)
 
 
+@traceable
 def norm_of(x: Value) -> Value:
     """The Euclidean norm of all elements: the root is taken in double."""
     return _of(norm_of, x)
 
 
+@traceable
 def across(x: Value, how: str, group: str) -> Value:
     """A number of which each process of a group has one, made that of all (`gathered`); of one process, x itself."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(across, (x,), x, how, group)
     return x
 
 
@@ -143,7 +145,7 @@ def gathered(rows: Tensor, how: str) -> Tensor:
 
 
 def _added(rows: Tensor) -> Tensor:
-    return folded(_padded(rows.T, power_from(len(rows))))
+    return folded_over(rows, 0)[0]
 
 
 ACROSS: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.protocol import Launch
-from collage_neuron.passes.ir.recording import Recording
-from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.ir.update import Recording, Update
 from collage_neuron.runtime.cross_rank_check import across
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import reduced_states, step_inventory
@@ -43,7 +42,7 @@ def launches_of(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> 
 def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, drawing: Sequence[float] = ()) -> Launch:
     """The launch of a job, for a backend. Missing states are created.
 
-    `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`).
+    `drawing` are the numbers on which random bits depend (`passes/rewrite/round_and_store.py`).
     """
     update = job.update
     vector = _vector(update, job.recording, drawing)

@@ -20,7 +20,7 @@ from torch import Tensor
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.protocol import Backend
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.runtime.update_formats import named, signs_of
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states.bookkeeping import Bookkeeping

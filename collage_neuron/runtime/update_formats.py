@@ -19,7 +19,7 @@ from collage_neuron.numerics.strategies import (
     tells_roles,
 )
 from collage_neuron.passes.analysis.state_roles import idle_states, pattern, roles_of, slow_states
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states import step_inventory, strategy_checks
 from collage_neuron.states.format_record import record_of

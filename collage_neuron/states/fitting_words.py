@@ -22,7 +22,7 @@ from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.rewrite.writer import Writer
+from collage_neuron.passes.rewrite.graph_writer import Writer
 from collage_neuron.settings import Settings
 from collage_neuron.states import word_encoding
 from collage_neuron.states.sharding import ORDINARY, local

@@ -36,7 +36,7 @@ from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, StrategyLike, bytes_with_adam, param_format
 from collage_neuron.numerics.underflow import LOST, Pace, Scale, cheapest, is_short, lost
 from collage_neuron.passes.analysis.state_roles import decays, denominators, lossy_denominators, slow_states
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import local

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.passes.analysis.state_roles import unread_states
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner_optimizers import inner_of

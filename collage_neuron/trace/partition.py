@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.passes.functionalize.elementwise import functional_overload
+from collage_neuron.passes.functionalize.graph_builder import functional_overload
 from collage_neuron.passes.functionalize.one_shape import refs_in
 from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, Slot
 from collage_neuron.torch_privates import schema

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.analysis.state_roles import unread_states
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.states.visible_states import ParamShaped, require_known, visible
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.meta_copy import Copied, Stepped, alone, state_of

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import TranslationError
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.visible_states import kind_in

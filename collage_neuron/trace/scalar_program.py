@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.states.visible_states import visible
 from collage_neuron.trace.calls import Uncompiled, Written
 from collage_neuron.trace.deferred_calls import DeferredCalls

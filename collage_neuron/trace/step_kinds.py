@@ -16,8 +16,7 @@ from collage_neuron import torch_privates
 from collage_neuron.passes.analysis.state_roles import pattern
 from collage_neuron.passes.functionalize.captured_graph import captured_of
 from collage_neuron.passes.functionalize.recorded_ops import Recorder, Ref
-from collage_neuron.passes.ir.recording import Recording
-from collage_neuron.passes.ir.update import Captured
+from collage_neuron.passes.ir.update import Captured, Recording
 from collage_neuron.states import step_inventory
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.state_keys import is_component

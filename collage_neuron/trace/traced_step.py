@@ -47,7 +47,7 @@ from collage_neuron.trace.torch_errors import is_of_torch, repeated
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
-    from collage_neuron.passes.ir.recording import Recording
+    from collage_neuron.passes.ir.update import Recording
     from collage_neuron.runtime.step_plan import Job
 
 

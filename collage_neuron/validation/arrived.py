@@ -16,7 +16,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Job
-    from collage_neuron.validation.comparison import Found
+    from collage_neuron.validation.validate import Found
 
 LOOKS, STEPS = 3, 16
 """Validated steps that are needed, and their least number: momentum of 0.9 has grown to four fifths by then."""

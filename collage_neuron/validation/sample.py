@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format, format_named
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
 from collage_neuron.states import reduced_states, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -30,13 +30,6 @@ from collage_neuron.states.sharding import ORDINARY, is_sharded, local, set_grad
 from collage_neuron.states.state_keys import is_component, is_shared_word, names_in
 from collage_neuron.states.store import ensure_stored, kept_format
 from collage_neuron.states.visible_states import ParamShaped, Shaped, visible
-
-if TYPE_CHECKING:
-    from collage_neuron.runtime.step_plan import Job
-
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Job

@@ -18,24 +18,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from collage_neuron.numerics.strategies import Role
-from collage_neuron.passes.analysis.first_moments import first_moments, is_long
 from collage_neuron.passes.analysis.gains import Gains
 from collage_neuron.passes.analysis.parameter_path import spine
-from collage_neuron.passes.analysis.sensitive import sensitive
+from collage_neuron.passes.analysis.rounding_errors import first_moments, is_long, sensitive
 from collage_neuron.passes.analysis.signs import magnitudes, nonnegative
 from collage_neuron.passes.analysis.value_algebra import ONE, Product, Sum, equal, is_known
 from collage_neuron.passes.analysis.value_numbering import Values
 from collage_neuron.passes.ir.stage import returned
-from collage_neuron.passes.ir.update import Captured
-
-if TYPE_CHECKING:
-    from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Captured, Recording
 
 aten = torch.ops.aten
 

@@ -25,13 +25,12 @@ from collage_neuron.numerics.matrix_sums import (
     ENDINGS,
     NUMBER,
     finished,
-    folded_over,
     shape_of,
     terms_in,
     view_of,
 )
+from collage_neuron.numerics.tensor_sums import folded_over
 from collage_neuron.passes.backends.protocol import Found, Launch
-from collage_neuron.passes.backends.staged import driven
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
@@ -83,7 +82,13 @@ def find(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], Found]:
         runs = sum_runs(part, [[of_one[key] for key in part.inputs] for of_one in components], values)
         return [_finished(r, x, view) for r, x in zip(results_of(part.stages[0]), runs, strict=True)]
 
-    return driven(searching(launch), results)
+    search, answer = searching(launch), None
+    try:
+        while True:
+            answer = results(*search.send(answer))  # type: ignore[arg-type]  # None begins
+    except StopIteration as end:
+        found: tuple[dict[str, Tensor], Found] = end.value
+        return found
 
 
 def searching(launch: Launch, compute: Compute | None = None) -> Search:

@@ -1,20 +1,14 @@
-"""Runs the stages of an update before its last one: they find the numbers that the last one reads.
+"""Runs the stages of an update before its last one (`ir/stage.py`): they find the numbers that the last one reads.
 
-Given (LAMB)::
-
-    stage 0, reduction:    param, grad -> reduced0, reduced1
-    stage 1, numbers:      reduced0, reduced1 -> number0
-    stage 2, elementwise:  param, grad, number0 -> param
-
-stages 0 and 1 give for each parameter the numbers that its last stage reads after the scalar vector. A backend sums up
-the runs of elements of a reduction (`numerics.tensor_sums`); all else is done here, alike for all. States of one number
-are numbers too: read before the first stage, and stored when the last one has been run.
+These give for each parameter the numbers that its last stage reads after the scalar vector. A backend sums up the runs
+of elements of a reduction (`numerics.tensor_sums`); all else is done here, alike for all. States of one number are
+numbers too: read before the first stage, and stored when the last one has been run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +18,9 @@ from collage_neuron.passes.backends.protocol import Across, Found, Launch
 from collage_neuron.passes.ir.stage import BETWEEN, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
-T = TypeVar("T")
-
 Reduce = Callable[[Launch, Tensor], Sequence[Tensor]]
 """Runs a reduction. It is given a launch of a part (`Update.parts`) and the scalar vectors of its parameters, one in
 each row; it returns for each result of the stage a 1-D fp32 tensor: a number for each parameter."""
-
-Search = Generator[tuple[Launch, Tensor], Sequence[Tensor], Found]
-"""The stages before the last one: it yields what `Reduce` is given, is sent what that returns, and returns `Found`."""
 
 SumGroups = Callable[[Launch, Tensor], Sequence[Sequence[Tensor]]]
 """Sums groups of 64 runs of a reduction's operands. It is given a launch of a part (`Update.parts`) and the scalar
@@ -57,29 +46,16 @@ def find_by(
     launch: Launch, reduce: Reduce, compute: Callable[[Stage, Tensor], Sequence[Tensor]] | None = None
 ) -> Found:
     """The same for a backend that finishes sums itself, and computes with numbers (`compute`) if torch's must not."""
-    return driven(searching(launch, compute or computed), reduce)
-
-
-def driven(search: Generator[Any, Any, T], answer: Callable[..., Any]) -> T:
-    """What a search returns, whose questions are answered so."""
-    try:
-        asked = next(search)
-        while True:
-            asked = search.send(answer(*asked))
-    except StopIteration as end:
-        found: T = end.value
-        return found
-
-
-def searching(launch: Launch, compute: Callable[[Stage, Tensor], Sequence[Tensor]]) -> Search:
-    """The same step by step: whoever drives it runs the reductions."""
     device, update = launch.reads[0][0].device, launch.update
     scalars = launch.vector.to(device).expand(len(launch.reads), -1)
     numbers = {name: torch.stack([of_one[name] for of_one in launch.small]) for name in update.reads_small}
     for part in launch.update.parts[:-1]:
         (stage,) = part.stages
         rows = _rows(scalars, stage, numbers)
-        found = (yield _launch_of(part, launch), rows) if stage.kind == REDUCTION else compute(stage, rows)
+        if stage.kind == REDUCTION:
+            found = reduce(_launch_of(part, launch), rows)
+        else:
+            found = (compute or computed)(stage, rows)
         if stage.kind == BETWEEN and launch.across is not None:
             found = _of_processes(stage, found, launch.across)
         numbers |= dict(zip(stage.reduced, found, strict=True))

@@ -77,26 +77,12 @@ def known(text: str) -> str | None:
     return found[0].replace("nc_v", "NC_v") if found else None
 
 
-def _of_package(device: torch.device) -> Any:
-    return importlib.import_module("torch_neuronx.utils").get_platform_target()
-
-
-def _of_device(device: torch.device) -> Any:
-    return getattr(torch, NAME).get_device_name(device)
-
-
-def _of_properties(device: torch.device) -> Any:
-    return getattr(torch, NAME).get_device_properties(device).name
-
-
-def _of_instance(device: torch.device) -> Any:
-    return PRODUCT.read_text().strip()
-
-
 SOURCES: Mapping[str, Callable[[torch.device], Any]] = {
-    "torch_neuronx.utils.get_platform_target": _of_package,
-    "torch.neuron.get_device_name": _of_device,
-    "torch.neuron.get_device_properties": _of_properties,
-    "the instance type": _of_instance,
+    "torch_neuronx.utils.get_platform_target": lambda _: importlib.import_module(
+        "torch_neuronx.utils"
+    ).get_platform_target(),
+    "torch.neuron.get_device_name": lambda device: getattr(torch, NAME).get_device_name(device),
+    "torch.neuron.get_device_properties": lambda device: getattr(torch, NAME).get_device_properties(device).name,
+    "the instance type": lambda _: PRODUCT.read_text().strip(),
 }
 """Who knows the generation, beside the variable that NKI reads: the documented function first."""

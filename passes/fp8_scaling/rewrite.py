@@ -21,9 +21,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_neuron.numerics.eft import widen
-from collage_neuron.passes.fp8_scaling.linear import PRODUCTS, factors, results_of
-from collage_neuron.passes.fp8_scaling.operations import amax_powers, cast, dot, measure, result
-from collage_neuron.passes.fp8_scaling.plan import MARK, Operand
+from collage_neuron.passes.fp8_scaling.plan import MARK, PRODUCTS, Operand, factors, results_of
+from collage_neuron.passes.fp8_scaling.scaled_matmul import amax_powers, cast, dot, measure, result
 
 
 @dataclass

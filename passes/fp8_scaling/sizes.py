@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
+from collage_neuron.passes.rewrite.rules.table import registering
+
 
 class Size(NamedTuple):
     """Values of root mean square 2**log; -inf for zeros."""
@@ -105,6 +107,11 @@ class Operands:
         return tuple((self.node if x is None else x).meta["val"].shape)
 
 
+def packet(node: Node) -> Any:
+    """The operation of a node, without its overload."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
 Rule = Callable[[Operands], Sizes]
 
 RULES: dict[Any, Rule] = {}
@@ -113,12 +120,4 @@ RULES: dict[Any, Rule] = {}
 
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
     """Registers a rule for operations; an operation has one rule."""
-
-    def register(f: Rule) -> Rule:
-        for target in targets:
-            if target in RULES:
-                raise ValueError(f"{target} already has the rule {RULES[target].__name__}")
-        RULES.update(dict.fromkeys(targets, f))
-        return f
-
-    return register
+    return registering(RULES, targets)

@@ -12,7 +12,7 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.tensor_sums import across
-from collage_neuron.passes.functionalize.elementwise import Builder, filled, number_fills
+from collage_neuron.passes.functionalize.graph_builder import Builder, filled, number_fills
 from collage_neuron.passes.functionalize.matrices import MatrixBuilder, states_in
 from collage_neuron.passes.functionalize.one_shape import Step, in_one_shape, without_idle_views
 from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, is_reduction

@@ -29,7 +29,7 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import ENDINGS, MATRIX, NUMBER, extent_of, mean_to, norm_to, sum_to
-from collage_neuron.passes.functionalize.elementwise import Builder, dimensions, fills, functional_overload
+from collage_neuron.passes.functionalize.graph_builder import Builder, dimensions, fills, functional_overload
 from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Op, Ref, is_outer, is_reduction
 from collage_neuron.torch_privates import schema
 
@@ -95,7 +95,7 @@ class MatrixBuilder(Builder):
         if is_reduction(op.target):
             self._reduce(op, out)
             return
-        if written is None and self._shows_same(op, out):
+        if written is None and any(isinstance(x, Ref) and x.storage == out.storage for x in op.args):
             self._axes[out] = self._view(op, out)
             return
         axes = self._combined(op, out)
@@ -170,9 +170,6 @@ class MatrixBuilder(Builder):
         keeps_rank = len(out.shape) == count
         left = tuple((None if i in gone else a) for i, a in enumerate(axes) if keeps_rank or i not in gone)
         self._keep(op, out, self.graph.call_function(_REDUCED[op.target], (self.value_of(x), left)), left)
-
-    def _shows_same(self, op: Op, out: Ref) -> bool:
-        return any(isinstance(x, Ref) and x.storage == out.storage for x in op.args)
 
     def _view(self, op: Op, out: Ref) -> Axes:
         """The axes of a view that adds or removes dimensions of one element, or none."""

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from collage_neuron.passes.functionalize.elementwise import dimensions, functional_overload
+from collage_neuron.passes.functionalize.graph_builder import dimensions, functional_overload
 from collage_neuron.passes.functionalize.recorded_ops import Op, Ref, is_outer, is_reduction
 
 Shape = tuple[int, ...]

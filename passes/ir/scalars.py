@@ -86,7 +86,7 @@ class Scalar(Value):
 
 
 DRAWING = ("seed", "step", "parameter", "first")
-"""Names of the numbers that random bits depend on (`passes/rewrite/random_bits.py`): given beside the slots."""
+"""Names of the numbers that random bits depend on (`passes/rewrite/round_and_store.py`): given beside the slots."""
 
 
 def _divide(a: float, b: float) -> float:

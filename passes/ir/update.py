@@ -1,4 +1,4 @@
-"""The two forms of an update: `Captured`, as recorded, and `Update`, in explicit-rounding form."""
+"""The forms of an update: `Captured`, of which a `Recording` has one step; and `Update`, in explicit-rounding form."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Update:
     counts: tuple[str, ...] = ()
     """Numbers of elements that it returns after those."""
     draws: bool = False
-    """True if it draws random bits (`random_bits`): its graphs read, after their inputs, each element's `index`."""
+    """True if it draws random bits (`Randomness`): its graphs read, after their inputs, each element's `index`."""
     stored: bool = True
     """False between the passes `expand` and `store`: outputs are values then, or the words of one, not components."""
     small: Mapping[str, str] = field(default_factory=dict)
@@ -202,3 +202,36 @@ class Captured:
         """The extent of a state of `small` (`numerics.matrix_sums`)."""
         along = {max(a + 3, 0) for a in self.axes.get(name, ()) if a is not None}
         return extent_of(along | {0} if along else along)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded step: the update, its numbers, and the host scalars after the step."""
+
+    captured: Captured
+    slots: list[float]
+    """The numbers; where parameters of a job have numbers of their own, those of the first."""
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """Host scalars of the parameter's state after the step (`step`, ...)."""
+    by_shape: bool = False
+    """True if parameters of other shapes may have other updates."""
+    following: Recording | None = None
+    """The step after, if this one makes a state of the gradient and does not show what becomes of it."""
+    kind: Any = None
+    """The calls of the step that was recorded (`trace.kinds.Kind`), and their numbers, with which it is validated."""
+    numbers: Sequence[float] = ()
+    followed: Any = None
+    """What computes the numbers of later steps that are like it (`trace.scalar_program.Followed`), if that is known."""
+    rows: Sequence[list[float]] = ()
+    """The slots of each parameter of a job, in its order, where they have numbers of their own."""
+
+    def again(self, slots: list[float], scalars: dict[str, Any], numbers: Sequence[float], followed: Any) -> Recording:
+        """That of a step with other numbers; `dataclasses.replace` takes three times as long, in each step."""
+        return Recording(self.captured, slots, scalars, self.by_shape, self.following, self.kind, numbers, followed)
+
+    def of(self, places: Sequence[int]) -> Recording:
+        """That of some parameters of a job, by their places there."""
+        if not self.rows:
+            return self
+        rows = [self.rows[i] for i in places]
+        return replace(self, slots=rows[0], rows=rows if len(rows) > 1 else ())

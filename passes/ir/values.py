@@ -7,7 +7,7 @@ value. A kind of value can change that in two ways:
 
 * it overrides the methods below;
 * it takes over an operation: its method `on_add` is called before the rule `add` computes with plain values
-  (`passes/rewrite/rules/registry.py`).
+  (`passes/rewrite/rules/table.py`).
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from collage_neuron.numerics.eft import Expansion, bf16, grow, half_a_place, sca
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, Increments, Reader, lift
-from collage_neuron.passes.rewrite.accumulators import Accumulator
-from collage_neuron.passes.rewrite.arithmetic import Arithmetic, times
+from collage_neuron.passes.rewrite.arithmetic import Accumulator, Arithmetic, times
 
 
 class Bf16Arithmetic(Arithmetic):

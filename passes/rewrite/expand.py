@@ -20,10 +20,10 @@ from collage_neuron.passes.ir.values import lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, total_increment
 from collage_neuron.passes.rewrite.bf16_arithmetic import Bf16Arithmetic
 from collage_neuron.passes.rewrite.fp32_arithmetic import Fp32Arithmetic
+from collage_neuron.passes.rewrite.graph_writer import Writer
+from collage_neuron.passes.rewrite.round_and_store import word_keys
 from collage_neuron.passes.rewrite.rules import CARRIES, rule_for
 from collage_neuron.passes.rewrite.split_stages import places
-from collage_neuron.passes.rewrite.store import word_keys
-from collage_neuron.passes.rewrite.writer import Writer
 
 ARITHMETICS: dict[str, type[Arithmetic]] = {a.name: a for a in (Fp32Arithmetic, Bf16Arithmetic)}
 """By name."""

@@ -10,8 +10,7 @@ from typing import Any
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, Increments, Reader
-from collage_neuron.passes.rewrite.accumulators import Accumulator
-from collage_neuron.passes.rewrite.arithmetic import Arithmetic
+from collage_neuron.passes.rewrite.arithmetic import Accumulator, Arithmetic
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collage_neuron.numerics.eft import Value, narrow, widen
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.rewrite.writer import Writer
+from collage_neuron.passes.rewrite.graph_writer import Writer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,9 +24,8 @@ from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, possible
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.nki import target
-from collage_neuron.passes.backends.xla import lower
 from collage_neuron.passes.backends.xla.backend import Xla
-from collage_neuron.passes.backends.xla.compilers import NEURON, XLA, Compiler, Within, begin
+from collage_neuron.passes.backends.xla.compilers import ForNeuron
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape, TupleShape
 from collage_neuron.passes.backends.xla.lower import XlaUpdate, user_computation
 from collage_neuron.passes.backends.xla.nodes import reduced
@@ -39,8 +37,7 @@ torch_xla = pytest.importorskip("torch_xla")
 Body = Callable[..., Sequence[Instruction]]
 
 
-@dataclass
-class InFp32(Within):
+class PlainInFp32(Computation):
     """On a device that converts integers to fp32 for what its engines do not do on bits."""
 
     def add(
@@ -50,7 +47,7 @@ class InFp32(Within):
         computes = opcode in ("add", "subtract", "maximum", "minimum", "multiply", "compare", "reduce")
         if not computes or not isinstance(first, Shape) or first.element != "s32":
             return super().add(opcode, shape, operands, attributes)
-        numbers = [super(InFp32, self).add("convert", Shape("f32", x.array.dims), [x]) for x in operands]
+        numbers = [super(PlainInFp32, self).add("convert", Shape("f32", x.array.dims), [x]) for x in operands]
         if opcode == "compare":
             return super().add(opcode, shape, numbers, attributes)
         assert isinstance(shape, Shape)
@@ -61,10 +58,8 @@ class InFp32(Within):
         return super()._combiner(opcode, ["f32" for _ in elements])
 
 
-@pytest.fixture
-def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every update is lowered for that device."""
-    monkeypatch.setattr(lower, "begin", lambda name, compiler: InFp32(name, compiler=compiler))
+class InFp32(ForNeuron, PlainInFp32):
+    """The form for neuronx-cc, there."""
 
 
 def run(inputs: Sequence[Tensor], device: torch.device, hlo: Computation, body: Body) -> list[Tensor]:
@@ -81,7 +76,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def forms() -> list[Computation]:
-    return [begin("plain", XLA), begin("within", NEURON), InFp32("in_fp32")]
+    return [Computation("plain"), ForNeuron("for_neuron"), InFp32("in_fp32")]
 
 
 def same_in_all(inputs: Sequence[Tensor], device: torch.device, body: Body) -> bool:
@@ -145,7 +140,7 @@ def test_counts_and_sums(xla: torch.device) -> None:
 def test_on_a_device_that_adds_integers_in_fp32_the_plain_form_is_wrong(xla: torch.device) -> None:
     """The control of all of the above."""
     x, y = random_integers(2, 1 << 16)
-    plain = InFp32("plain", compiler=Compiler())
+    plain = PlainInFp32("plain")
     (found,) = run([x, y], xla, plain, lambda hlo, x, y: [hlo.wrapping_sum(x, y)])
     assert (found != x + y).any()
 
@@ -169,45 +164,39 @@ def special(inputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def results(update: Update, inputs: list[Tensor], scalars: Tensor, compiler: Compiler) -> list[Tensor]:
+def results(update: Update, inputs: list[Tensor], scalars: Tensor, form: type[Computation]) -> list[Tensor]:
     device = torch_xla.device()
-    found = XlaUpdate(update, compiler)([x.to(device) for x in inputs], scalars.to(device))
+    found = XlaUpdate(update, form)([x.to(device) for x in inputs], scalars.to(device))
     torch_xla.sync()
     return [x.cpu() for x in found]
 
 
-def differing(name: str, strategy: StrategyLike, arithmetic: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The components with other bits than the present form has; `monkeypatch` may change how they are lowered."""
+def differing(name: str, strategy: StrategyLike, arithmetic: str, form: type[Computation] = ForNeuron) -> list[str]:
+    """The components with other bits than the plain form has."""
     update, scalars = whole_update(name, strategy, arithmetic)
     inputs = special(random_inputs(update))
-    with monkeypatch.context() as unchanged:
-        unchanged.setattr(lower, "begin", begin)
-        wanted = results(update, inputs, scalars, XLA)
-    found = results(update, inputs, scalars, NEURON)
+    wanted = results(update, inputs, scalars, Computation)
+    found = results(update, inputs, scalars, form)
     return [k for k, x, y in zip(update.outputs, found, wanted, strict=True) if not torch.equal(bits(x), bits(y))]
 
 
 @pytest.mark.sampled(of=6, each=False)  # roundings are compared one by one above, operators are listed below
 @pytest.mark.parametrize(("name", "strategy", "arithmetic"), WHOLE)
 def test_a_whole_update_of_every_strategy(
-    xla: torch.device, name: str, strategy: StrategyLike, arithmetic: str, monkeypatch: pytest.MonkeyPatch
+    xla: torch.device, name: str, strategy: StrategyLike, arithmetic: str
 ) -> None:
-    assert differing(name, strategy, arithmetic, monkeypatch) == []
+    assert differing(name, strategy, arithmetic) == []
 
 
-@pytest.mark.usefixtures("in_fp32")
 @pytest.mark.sampled(of=2, each=False)  # the same words as above, in another form of the same sums
 @pytest.mark.parametrize("strategy", ["split433", "split311", "stochastic_states", *CODED[1:3]])
-def test_whole_updates_on_a_device_that_adds_integers_in_fp32(
-    xla: torch.device, strategy: StrategyLike, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert differing("adamw", strategy, "fp32", monkeypatch) == []
+def test_whole_updates_on_a_device_that_adds_integers_in_fp32(xla: torch.device, strategy: StrategyLike) -> None:
+    assert differing("adamw", strategy, "fp32", InFp32) == []
 
 
-@pytest.mark.usefixtures("in_fp32")
 def test_the_probe_finds_a_device_that_adds_integers_in_fp32_and_not_in_halves(xla: torch.device) -> None:
-    assert failures(Xla(NEURON), xla) == []
-    assert failures(Xla(XLA), xla) == ["words of integers"]
+    assert failures(Xla(InFp32), xla) == []
+    assert failures(Xla(PlainInFp32), xla) == ["words of integers"]
 
 
 # What is in them -----------------------------------------------------------------------------------------------------
@@ -233,7 +222,7 @@ INSTRUCTION = re.compile(r"^ *(?:ROOT )?%?\S+ = (\([^()]*\)|\S+) ([a-z-]+)\(", r
 @pytest.fixture
 def for_neuron() -> Iterator[str]:
     """The name of a backend that writes for neuronx-cc."""
-    registry.register(Xla(NEURON, "xla for neuronx-cc"))
+    registry.register(Xla(ForNeuron, "xla for neuronx-cc"))
     yield "xla for neuronx-cc"
     registry.unregister("xla for neuronx-cc")
 
@@ -297,10 +286,10 @@ def test_the_form_for_others_has_what_this_one_avoids(xla: torch.device) -> None
 
 
 def test_the_kind_of_the_devices_chooses(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Xla().compiler == XLA
+    assert Xla().form is Computation
     monkeypatch.setattr("torch_xla.runtime.device_type", lambda: "NEURON")
-    assert Xla().compiler == NEURON
-    assert Xla(XLA).compiler == XLA
+    assert Xla().form is ForNeuron
+    assert Xla(Computation).form is Computation
 
 
 @compiled_only()

@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 import collage_neuron
 from collage_neuron import STRATEGIES, StrategyChanged, exact_value
 from collage_neuron.checkpoint.fp32 import get_fp32_state_dict
-from collage_neuron.checkpoint.tensors import from_tensors, to_tensors
+from collage_neuron.checkpoint.named_tensors import from_tensors, to_tensors
 
 
 def resumed_with(strategy: str, weights: Any, states: Any) -> tuple[nn.Module, Optimizer, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from run_logs import Write, line
 
-from collage_neuron.cli.conclusion import LATE, conclusion, title, verdicts
+from collage_neuron.cli.report import LATE, conclusion, title, verdicts
 from collage_neuron.monitoring.run_log import read_log
 
 

@@ -10,7 +10,7 @@ from collage_neuron.numerics.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 OTHER_COLOURS = {
-    "collage_neuron/cli/module_maps.py",  # of a scale
+    "collage_neuron/cli/charts.py",  # of a scale
     "examples/study/figures.py",  # of widths of a mantissa
     "benchmarks/accuracy/figure.py",  # of other packages
     "benchmarks/fp8/figure.py",  # of ways to scale

@@ -17,9 +17,8 @@ from run_logs import ABOUT, Write, line
 pytest.importorskip("plotly")
 
 import collage_neuron
-from collage_neuron.cli.charts import above_fp32
+from collage_neuron.cli.charts import COLUMNS, FLOOR, above_fp32
 from collage_neuron.cli.main import main
-from collage_neuron.cli.module_maps import COLUMNS, FLOOR
 from collage_neuron.cli.report import page
 from collage_neuron.explanation import about
 from collage_neuron.monitoring.run_log import read_log, read_logs

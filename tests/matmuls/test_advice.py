@@ -12,7 +12,7 @@ from fp8_models import compiled, forward, loss_of, small_gpt, tokens
 import collage_neuron
 from collage_neuron import JsonLog
 from collage_neuron.cli.charts import CHARTS
-from collage_neuron.cli.conclusion import conclusion
+from collage_neuron.cli.report import conclusion
 from collage_neuron.matmuls.advice import advice
 from collage_neuron.monitoring.run_log import read_log
 

@@ -26,7 +26,7 @@ from fp8_models import (
 from torch import nn
 
 from collage_neuron.matmuls.capture import Backend
-from collage_neuron.passes.fp8_scaling.operations import amax_powers
+from collage_neuron.passes.fp8_scaling.scaled_matmul import amax_powers
 from collage_neuron.passes.fp8_scaling.sizes import RULES
 
 aten: Any = torch.ops.aten

@@ -13,7 +13,7 @@ from fp8_models import LIMITS, rounded
 from torch import Tensor
 
 from collage_neuron.numerics.eft import narrow, round_to
-from collage_neuron.passes.fp8_scaling.operations import amax_powers, cast, measure
+from collage_neuron.passes.fp8_scaling.scaled_matmul import amax_powers, cast, measure
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 OTHERS = {"fp16": (10, -14, 65504.0), "e4m3fn": (3, -6, 448.0)}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from collage_neuron.matmuls.scales import size_of
-from collage_neuron.passes.fp8_scaling.analyse import analyse, known, reason
+from collage_neuron.passes.fp8_scaling.size_rules import analyse, known, reason
 from collage_neuron.passes.fp8_scaling.sizes import RULES, Size, added, multiplied, of_number, summed
 
 aten: Any = torch.ops.aten

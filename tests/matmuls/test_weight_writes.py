@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import collage_neuron
-from collage_neuron.matmuls.weight_writes import FIRST, MOST, WeightWrites
+from collage_neuron.matmuls.capture import FIRST, MOST, WeightWrites
 
 FP8 = 0.2
 """A relative error in norm that gradients of three layers in fp8 have at most; of a scale that is far off it is 1."""

@@ -15,7 +15,7 @@ from torch import nn
 import collage_neuron
 from collage_neuron.matmuls.scales import worst
 from collage_neuron.numerics.eft import power_of_two, round_to
-from collage_neuron.passes.fp8_scaling.operations import amax_powers, dot, exponent_of
+from collage_neuron.passes.fp8_scaling.scaled_matmul import amax_powers, dot, exponent_of
 
 Golden = Callable[[str, str], None]
 

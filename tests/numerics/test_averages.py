@@ -18,12 +18,12 @@ from oracles import one_thread
 from torch import Tensor
 
 import collage_neuron
-from collage_neuron.numerics.block_formats import I16Q8, U8Q16
+from collage_neuron.numerics.block_formats import ROOTS
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.threefry import Words, halves, threefry
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.rewrite.random_bits import Randomness
-from collage_neuron.passes.rewrite.writer import Writer
+from collage_neuron.passes.rewrite.graph_writer import Writer
+from collage_neuron.passes.rewrite.round_and_store import Randomness
 
 SHAPE = (32, 128)
 BITS = 1 << 16
@@ -185,8 +185,8 @@ def test_to_nearest_an_average_stops_within_half_a_gap_over_one_less_the_decay(d
     gradient[0], value = 1.5, torch.zeros(128)
     for _ in range(round(20 / (1 - decay))):
         value = fmt.decode(fmt.encode(value * decay + gradient * (1 - decay)))
-    power = 2.0 * I16Q8.curve.linear
-    half = 0.5 * 8 * I16Q8.curve.step * (gradient + power) / (2 * gradient + power) ** 0.125
+    power = 2.0 * ROOTS["i16q8"].curve.linear
+    half = 0.5 * 8 * ROOTS["i16q8"].curve.step * (gradient + power) / (2 * gradient + power) ** 0.125
     short = (gradient - value) / (half / (1 - decay))
     assert float(short.max()) < 1.02
     assert float(short.max()) > 0.7  # so the bound is not far off
@@ -195,7 +195,7 @@ def test_to_nearest_an_average_stops_within_half_a_gap_over_one_less_the_decay(d
 
 def gap_at_one() -> float:
     """The mean relative distance between codes around an average of 1, in blocks whose power of two is 2 or 1."""
-    c = U8Q16.curve
+    c = ROOTS["u8q16"].curve
     roots = [(2 / power + c.linear) ** 0.0625 for power in (1, 2)]
     return float(sum(16 * c.step / root for root in roots) / 2)
 

@@ -22,7 +22,7 @@ from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import shift_right, stochastic_round
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.threefry import Words, rotate_left, threefry
-from collage_neuron.passes.backends import reference, reference_rows
+from collage_neuron.passes.backends import reference
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
 
@@ -216,7 +216,7 @@ def draws(
     graph.output([n.args[1] for n in copies.values() if n.target is stochastic_round])
     scalars = torch.tensor(update.scalars.run([], [seed, step, parameter, first]), dtype=torch.float32)
     inputs = [torch.zeros(64, dtype=torch.bfloat16) for _ in update.inputs]
-    bits: list[Tensor] = fx.GraphModule(nn.Module(), graph)(*inputs, reference_rows.numbers(inputs[0], 0), *scalars)
+    bits: list[Tensor] = fx.GraphModule(nn.Module(), graph)(*inputs, reference.numbers(inputs[0], 0), *scalars)
     return bits
 
 

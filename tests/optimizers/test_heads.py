@@ -86,7 +86,7 @@ def test_machine_code_runs_all_of_it(make: Any, monkeypatch: pytest.MonkeyPatch)
 
     optimizer, _ = compiled(make, shapes=((64, 40),), backend="native")
     monkeypatch.setattr(REFERENCE, "run_one", never)
-    monkeypatch.setattr("collage_neuron.passes.backends.reference_rows.RowSums.__call__", never)
+    monkeypatch.setattr("collage_neuron.passes.backends.reference.RowSums.__call__", never)
     run(optimizer, 2)
 
 

@@ -83,7 +83,7 @@ def test_machine_code_runs_all_of_it(make: Any, monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("left to the reference")
 
     monkeypatch.setattr(REFERENCE, "run_one", never)
-    monkeypatch.setattr("collage_neuron.passes.backends.reference_rows.RowSums.__call__", never)
+    monkeypatch.setattr("collage_neuron.passes.backends.reference.RowSums.__call__", never)
     run(optimizer, 3)
     assert bits(optimizer) == bits(wanted)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.state_roles import roles_of, slow_states
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 
 SLOW = {name: (idiom, ("v",), {"v"}) for name, idiom in AVERAGES.items()} | OTHERS
 

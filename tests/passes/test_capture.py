@@ -13,7 +13,7 @@ from planned import capture
 from torch.optim import SGD, AdamW, Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.states.visible_states import ParamShaped
 
 pytestmark = pytest.mark.usefixtures("rejecting")

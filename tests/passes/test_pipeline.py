@@ -22,8 +22,8 @@ from collage_neuron.passes.pipeline import Pass, passes_of, rewrite, run_passes
 from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.instrument import Instrument
+from collage_neuron.passes.rewrite.round_and_store import Store
 from collage_neuron.passes.rewrite.split_stages import Cut
-from collage_neuron.passes.rewrite.store import Store
 
 PAIR, WORD, DRAWN = (format_named(name) for name in ("bf16x2", "bf16", "bf16_stochastic"))
 MEASURED = frozenset({"param"})

@@ -20,7 +20,7 @@ from nki_runs import search_less
 from nki_standin import Device, dtypes, tensors
 from torch import Tensor
 
-from collage_neuron.passes.backends.nki import custom_op, source_cache
+from collage_neuron.passes.backends.nki import custom_op
 from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.runtime import rounding_probe
 
@@ -29,7 +29,7 @@ GROUPS = [group for group in device_probe.GROUPS if group != device_probe.STOCHA
 
 @pytest.fixture(autouse=True)
 def _kernels_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    monkeypatch.setenv(custom_op.FOLDER, str(tmp_path / "kernels"))
     search_less(monkeypatch)
     cached = custom_op.function, rounding_probe._failures_once  # a kernel belongs to the stand-in it was loaded under
     for one in cached:

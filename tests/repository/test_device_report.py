@@ -24,7 +24,7 @@ from played_neuron import execute
 from worlds import python_that_runs
 
 from collage_neuron.passes.backends import torch_neuron
-from collage_neuron.passes.backends.nki import custom_op, source_cache
+from collage_neuron.passes.backends.nki import custom_op
 
 ROOT = Path(__file__).parents[2]
 SIMULATED = ("--simulator", str(ROOT / "tests" / "support"))
@@ -32,7 +32,7 @@ SIMULATED = ("--simulator", str(ROOT / "tests" / "support"))
 
 @pytest.fixture(autouse=True)
 def _own_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    monkeypatch.setenv(custom_op.FOLDER, str(tmp_path / "kernels"))
     search_less(monkeypatch)
     for name, value in device_probe.SETTINGS.items():  # the program sets them
         monkeypatch.setenv(name, value)

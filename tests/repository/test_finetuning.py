@@ -64,7 +64,7 @@ def test_without_the_helper_fp32_weights_are_read_as_bf16(module: Any, tmp_path:
 
 
 def test_dtypes_of_models_within_a_model_are_written_too() -> None:
-    from collage_neuron.checkpoint.pretrained import _as_fp32
+    from collage_neuron.checkpoint.fp32 import _as_fp32
 
     given = {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "layers": [1]}, "dtype_of_x": "bfloat16"}
     assert _as_fp32(given) == {

@@ -486,10 +486,10 @@ def test_the_reference_backend_cuts_large_tensors_into_pieces_that_cover_them(
     pieces: list[tuple[int, int]] = []
     run = ReferenceUpdate._run
 
-    def noted(self: ReferenceUpdate, components: Any, scalars: Tensor, start: int = 0) -> Any:
-        pieces.append((int(components[0].storage_offset()), components[0].numel()))
-        assert start == pieces[-1][0]
-        return run(self, components, scalars, start)
+    def noted(self: ReferenceUpdate, piece: reference.Piece, scalars: Tensor) -> Any:
+        pieces.append((int(piece.components[0].storage_offset()), piece.components[0].numel()))
+        assert piece.first == pieces[-1][0]
+        return run(self, piece, scalars)
 
     monkeypatch.setattr(ReferenceUpdate, "_run", noted)
     with FakeTensorMode():

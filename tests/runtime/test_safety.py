@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from collage_neuron.passes.backends.nki import source_cache
+from collage_neuron.passes.backends.nki import custom_op
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
@@ -29,7 +29,7 @@ LOADS = {"torch.load", "state_dict_loader.load", "dcp.load", "torch.hub.load"}
 """Calls that do so unless they are told not to."""
 
 
-ALLOWED = {"passes/backends/nki/source_cache.py": {"exec", "compile"}}
+ALLOWED = {"passes/backends/nki/custom_op.py": {"exec", "compile"}}
 """A kernel runs from the text that this process generated, whatever lies in the folder; see the tests below."""
 
 
@@ -69,28 +69,28 @@ def test_nothing_in_the_package_unpickles_or_evaluates() -> None:
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    monkeypatch.setenv(custom_op.FOLDER, str(tmp_path / "kernels"))
     return tmp_path / "kernels"
 
 
 def test_a_file_that_somebody_changed_is_replaced_and_never_run(kernels: Path, tmp_path: Path) -> None:
-    source_cache.load("kernel", "answer = 42\n")
+    custom_op.load("kernel", "answer = 42\n")
     (path,) = kernels.iterdir()
     harm = tmp_path / "harm"
     path.write_text(f"open({str(harm)!r}, 'w')\nanswer = 41\n")
-    assert source_cache.load("kernel", "answer = 42\n").answer == 42
+    assert custom_op.load("kernel", "answer = 42\n").answer == 42
     assert path.read_text() == "answer = 42\n"
     assert not harm.exists()
 
 
 def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through(kernels: Path, tmp_path: Path) -> None:
-    source_cache.load("kernel", "answer = 42\n")
+    custom_op.load("kernel", "answer = 42\n")
     (path,) = kernels.iterdir()
     precious = tmp_path / "precious"
     precious.write_text("mine")
     path.unlink()
     path.symlink_to(precious)
-    assert source_cache.load("kernel", "answer = 42\n").answer == 42
+    assert custom_op.load("kernel", "answer = 42\n").answer == 42
     assert precious.read_text() == "mine"
     assert not path.is_symlink()
 
@@ -98,7 +98,7 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through(kerne
 def test_a_new_folder_is_closed_to_others_whatever_the_umask(kernels: Path) -> None:
     before = os.umask(0)
     try:
-        module = source_cache.load("kernel", "answer = 42\n")
+        module = custom_op.load("kernel", "answer = 42\n")
     finally:
         os.umask(before)
     assert stat.S_IMODE(kernels.stat().st_mode) == 0o700

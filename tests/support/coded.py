@@ -7,17 +7,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.block_formats import I8Q4, I8Q8, I16Q4, I16Q8, U8Q16, U16Q8, U16Q16, RootWords
+from collage_neuron.numerics.block_formats import FLOATS, ROOTS
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
 from collage_neuron.numerics.storage import storage_named
 
-ROOTS: dict[str, RootWords] = {
-    "i16q4": I16Q4, "i8q4": I8Q4, "u16q8": U16Q8, "i16q8": I16Q8, "i8q8": I8Q8, "u16q16": U16Q16, "u8q16": U8Q16,
-}  # fmt: skip
 WIDE = ("u16q8", "u16q16")
 """Codes of 16 bits without a sign, stored as an int16's."""
-FLOATS = {"fp16": FP16, "e4m3": E4M3, "e5m2": E5M2}
 NAMES = (*ROOTS, *FLOATS)
 UNSIGNED = ("u16q8", "u16q16", "u8q16")
 LEAST = {name: fmt.least for name, fmt in ROOTS.items()} | {name: fmt.least for name, fmt in FLOATS.items()}

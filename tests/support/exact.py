@@ -87,7 +87,7 @@ def ulps_apart(x: torch.Tensor, y: torch.Tensor) -> int:
 
 def on_reference(update: Update, inputs: Sequence[torch.Tensor], *scalars: torch.Tensor) -> list[torch.Tensor]:
     """The results of the reference backend; without `scalars` for an update that has none."""
-    return list(ReferenceUpdate(update)(inputs, *(scalars or (torch.zeros(0),))))
+    return list(ReferenceUpdate(update)(inputs, scalars[0] if scalars else torch.zeros(0)))
 
 
 def on_xla(update: Update, inputs: Sequence[torch.Tensor], *scalars: torch.Tensor) -> list[torch.Tensor]:

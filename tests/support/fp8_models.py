@@ -17,7 +17,7 @@ import collage_neuron
 from collage_neuron.matmuls.capture import Captured
 from collage_neuron.matmuls.forward import Fp8Forward
 from collage_neuron.matmuls.install import forward_of
-from collage_neuron.passes.fp8_scaling.linear import factors
+from collage_neuron.passes.fp8_scaling.plan import factors
 
 SMALL = Shape(batch=4, block=16, width=32, heads=2, layers=1, vocab=64)
 LIMITS = {"e4m3": (3, -6, 240.0), "e5m2": (2, -14, 57344.0)}

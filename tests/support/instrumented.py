@@ -15,8 +15,7 @@ from updates import OPTIMIZERS, rewritten
 
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.analysis.state_roles import roles_of, slow_states
-from collage_neuron.passes.ir.recording import Recording
-from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.ir.update import Recording, Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.states import word_encoding

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.passes.ir.recording import Recording
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.runtime import step_plan as plans
 from collage_neuron.runtime.step_plan import Job
 from collage_neuron.states.visible_states import ParamShaped

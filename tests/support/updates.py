@@ -16,7 +16,7 @@ from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import run_passes
 from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
 from collage_neuron.passes.rewrite.expand import Expand
-from collage_neuron.passes.rewrite.store import Store
+from collage_neuron.passes.rewrite.round_and_store import Store
 from collage_neuron.states import word_encoding
 from collage_neuron.states.visible_states import ParamShaped
 

@@ -10,7 +10,7 @@ from as_written import Written
 from torch.optim import SGD, AdamW, Optimizer, Rprop
 
 from collage_neuron.passes.ir.scalars import Scalar
-from collage_neuron.passes.rewrite.accumulators import Accumulator
+from collage_neuron.passes.rewrite.arithmetic import Accumulator
 from collage_neuron.passes.rewrite.rules import RULES
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ import torch
 from nki_runs import search_less
 from torch.utils import backend_registration
 
-from collage_neuron.passes.backends import on_host
-from collage_neuron.passes.backends.nki import source_cache, target
+from collage_neuron.passes.backends import reference
+from collage_neuron.passes.backends.nki import custom_op, target
 
 if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
     collect_ignore_glob = ["test_*.py"]  # torch 2.9 can't have such a device: `make test-newest`
@@ -19,7 +19,7 @@ if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    monkeypatch.setenv(custom_op.FOLDER, str(tmp_path / "kernels"))
     monkeypatch.delenv(target.TARGET, raising=False)
     monkeypatch.setenv(target.VARIABLE, "1")  # as docs/trn2.md says
     search_less(monkeypatch)
@@ -31,7 +31,7 @@ def neuron() -> Iterator[torch.device]:
     import torch_neuronx_standin
 
     target._kind.cache_clear()
-    on_host._tell.cache_clear()
+    reference._warn_of_host.cache_clear()
     with torch_neuronx_standin.install("trn2"):
         yield torch.device("neuron", 0)
     target._kind.cache_clear()

@@ -88,8 +88,8 @@ def backend_that_changes(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any,
     """The reference backend changes what it writes, given that and the numbers of the step."""
 
     class Wrong(ReferenceUpdate):
-        def __call__(self, components: Any, scalars: Any) -> Any:
-            results = list(super().__call__(components, scalars))
+        def __call__(self, components: Any, scalars: Any, values: Any = None) -> Any:
+            results = list(super().__call__(components, scalars, values))
             change(results, scalars)
             return results
 

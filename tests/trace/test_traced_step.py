@@ -20,7 +20,7 @@ from traced_classes import FOREIGN, OF_TORCH, SUMMING
 from traced_updates import stepped_beside
 
 import collage_neuron
-from collage_neuron.passes.backends.nki import source_cache, target
+from collage_neuron.passes.backends.nki import custom_op, target
 from collage_neuron.trace.recorded_classes import TRACE
 from collage_neuron.trace.step_kinds import NEW
 
@@ -137,7 +137,7 @@ def test_one_on_xla_has_the_bits_of_a_recorded_one(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", OF_DEVICES)
 def test_so_does_one_on_the_nki_stand_in(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path))
+    monkeypatch.setenv(custom_op.FOLDER, str(tmp_path))
     monkeypatch.setenv(target.TARGET, "trn1")
     search_less(monkeypatch)
     with nki_standin.install("nki", "trn1", INFINITY):

@@ -120,8 +120,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, list[torch.T
             super().__init__(update)
             self._update = update
 
-        def __call__(self, components: Any, scalars: Any) -> Any:
-            return change(self._update, list(super().__call__(components, scalars)))
+        def __call__(self, components: Any, scalars: Any, values: Any = None) -> Any:
+            return change(self._update, list(super().__call__(components, scalars, values)))
 
     monkeypatch.setattr(Reference, "lowered", lambda self, update: Wrong(update))
 

@@ -4,22 +4,81 @@ torch-xla rejects operators that change their arguments, so `collage_neuron::upd
 torch-xla's graph the kernel becomes a custom call; `copy_` of the results into the old tensors lets the call reuse
 their buffers. TorchNeuron documents the other form, without results: an operator of `nki_op` that declares what its
 kernel writes to. `works_in_place` is the one place that chooses.
+
+NKI's compiler reads the source of a kernel from a file. Its folder belongs to the user and is closed to others, and a
+file is used only if it has exactly the generated text.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
+import stat
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from collage_neuron.errors import NoMachine
-from collage_neuron.passes.backends.nki.source_cache import load
+from collage_neuron.errors import NoMachine, UnsafeFolder
 from collage_neuron.passes.backends.nki.target import DIALECTS
 from collage_neuron.passes.backends.torch_neuron import NAME
+
+FOLDER = "COLLAGE_NEURON_CACHE"
+"""The environment variable that names another folder."""
+
+
+def folder() -> Path:
+    """The folder: `$COLLAGE_NEURON_CACHE`, else `collage_neuron` in the user's cache folder. Created if missing.
+
+    Raises:
+        UnsafeFolder: it belongs to another user, or others may write to it.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(os.environ.get(FOLDER) or Path(base) / "collage_neuron")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UnsafeFolder(
+            f"{path}, where generated kernels are kept, can be written by other users: chmod 700 it, or name another "
+            f"folder in {FOLDER}"
+        )
+    return path
+
+
+def load(name: str, source: str) -> ModuleType:
+    """Runs `source` as the module `name`, with its text in a file of the folder."""
+    path = folder() / f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:16]}.py"
+    if not path.is_file() or path.read_text() != source:
+        _write(path, source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where NKI's compiler finds the globals of a function
+    exec(compile(source, str(path), "exec"), module.__dict__)  # the text itself: the file may have changed since
+    return module
+
+
+def _write(path: Path, source: str) -> None:
+    """Writes a file atomically: another process that starts at the same time reads all of it or nothing."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # for the owner alone
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(source)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+# Kernels by key
 
 
 class Program(NamedTuple):

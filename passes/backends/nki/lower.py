@@ -10,19 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
+import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_formats import BLOCK
-from collage_neuron.numerics.formats import BY_ELEMENT
+from collage_neuron.numerics.eft import widen
+from collage_neuron.numerics.formats import BY_ELEMENT, FORMATS
+from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER
 from collage_neuron.passes.backends.nki.chunk_sums import reduction_of
 from collage_neuron.passes.backends.nki.cost import estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument, Design
 from collage_neuron.passes.backends.nki.domains import DOMAINS
-from collage_neuron.passes.backends.nki.elements import elements_of
 from collage_neuron.passes.backends.nki.emit import text_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.backends.nki.ir import Column, Program
@@ -30,7 +32,7 @@ from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
 from collage_neuron.passes.backends.nki.schedule import assign
 from collage_neuron.passes.backends.nki.tiling import Cut, cut_of, parts_of, tiling_of
 from collage_neuron.passes.backends.protocol import AUTO
-from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION
+from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 LAYOUTS = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
@@ -244,3 +246,76 @@ def _arguments(update: Update, program: Program) -> tuple[Argument, ...]:
     blocks = update.blocks
     components = [Argument(k, dtypes[k], k in loaded, k in program.stores, k in blocks) for k in keys if k in dtypes]
     return (*components, *[Argument(MEASURES, "float32", False, True)] * bool(program.measures))
+
+
+# Updates by rows
+
+OPERAND = "operand"
+"""What the elements that a reduction adds up are called, with a number."""
+
+
+@cache
+def elements_of(part: Update) -> Update:
+    """A reduction or the last stage of an update by rows (`Update.parts`), with values of rows among its inputs.
+
+    A kernel loads what has a value for each element. So a value of each row, column or matrix that a stage reads
+    becomes an operand with one for each element: fp32, 4 bytes more to load, and to write before that. Of a reduction
+    the elements that it adds up are stored as they are (`chunk_totals.py` adds them up), in fp32 too, each once:
+    `operands_of` has which result adds up which.
+
+    Given (a second moment of rows)::
+
+        stage 0, reduction:    grad -> reduced0                        (the means of the rows of squares)
+        stage 1, numbers:      exp_avg_sq_row, reduced0 -> number0
+        stage 2, elementwise:  param, grad, number0 -> param
+
+    Result::
+
+        elementwise:  grad -> operand0                                 (its squares)
+        elementwise:  param, grad, number0 -> param                    (number0 is an input)
+    """
+    (stage,) = part.stages
+    results, outputs = stage.results, part.outputs
+    if stage.kind == REDUCTION:
+        added = zip(operands_of(stage), _added(stage), strict=True)
+        stored = {key: node for key, node in added if direct(node) is None}
+        results, outputs = tuple(stored.values()), tuple(stored)
+    spread = tuple(name for name in stage.numbers if part.extents.get(name, NUMBER) != NUMBER)
+    numbers = tuple(name for name in stage.numbers if name not in spread)
+    inputs = (*stage.inputs, *spread)
+    new = Stage(ELEMENTWISE, _reordered(stage.body, inputs, numbers, results), inputs, outputs, numbers=numbers)
+    formats = {**part.formats, **dict.fromkeys(spread, FORMATS["fp32"])}
+    return replace(
+        part, stages=(new,), inputs=inputs, outputs=outputs, formats=formats, extents={}, small={}, reads_small=()
+    )
+
+
+def operands_of(stage: Stage) -> list[str]:
+    """For each result of a reduction the key of what it adds up: an output of `elements_of`, or a component."""
+    added = _added(stage)
+    numbers = list(dict.fromkeys(added))
+    return [direct(node) or f"{OPERAND}{numbers.index(node)}" for node in added]
+
+
+def direct(node: fx.Node) -> str | None:
+    """The component that a node is, if it is one: no kernel is needed to store it."""
+    while node.target is widen:
+        (node,) = node.all_input_nodes
+    return str(node.target) if node.op == "placeholder" else None
+
+
+def _added(stage: Stage) -> list[fx.Node]:
+    return [result.all_input_nodes[0] for result in stage.results]
+
+
+def _reordered(body: fx.Graph, inputs: Sequence[str], numbers: Sequence[str], results: Sequence[fx.Node]) -> fx.Graph:
+    """The graph with placeholders in the order of `Stage.body`, without reductions of rows and columns."""
+    given = {str(node.target): node for node in body.nodes if node.op == "placeholder"}
+    others = [name for name in given if name not in {*inputs, *numbers}]
+    graph = fx.Graph()
+    made = {given[name]: graph.placeholder(name) for name in (*inputs, *others, *numbers)}
+    for node in body.nodes:
+        if node.op == "call_function" and node.target not in ENDINGS:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[node] for node in results))
+    return graph

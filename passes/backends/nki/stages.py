@@ -1,10 +1,6 @@
 """The stages before the last one on Trainium: kernels that add up, and torch's operations on a number a parameter.
 
-Given (LAMB)::
-
-    stage 0, reduction:    param, grad -> reduced0, reduced1
-    stage 1, numbers:      reduced0, reduced1 -> number0
-    stage 2, elementwise:  param, grad, number0 -> param
+Given: the stages of LAMB (`ir/stage.py`)
 
 Result: one kernel for stage 0, of all parameters of a launch, which leaves sums of each chunk (`chunk_sums.py`); these
 are put together, and stage 1 computed, by operations on small tensors of the device, in fp32; the kernel of stage 2
@@ -18,8 +14,8 @@ Given (Adafactor, of parameters of two shapes)::
     stage 1, numbers:      row, col, reduced0, reduced1 -> number0, number1
     stage 2, elementwise:  param, grad, number0, number1 -> param
 
-Result: a kernel of all parameters that stores squares (`elements.py`), one that adds up their rows and columns and
-operations on small tensors for stage 1 (`chunk_totals.py`), and a launch of stage 2 in which these are operands.
+Result: a kernel of all parameters that stores squares (`lower.elements_of`), one that adds up their rows and columns
+and operations on small tensors for stage 1 (`chunk_totals.py`), and a launch of stage 2 in which these are operands.
 Parameters of one shape are worked on together, and all shapes and launches in step with each other: a step has as many
 kernels as its longest update needs.
 """
@@ -39,7 +35,7 @@ from collage_neuron.passes.backends.by_rows import Search, Values, results_of, s
 from collage_neuron.passes.backends.nki.calls import call, end_graph, parts_of
 from collage_neuron.passes.backends.nki.chunk_totals import Wanted, computed, sums_for, sums_of
 from collage_neuron.passes.backends.nki.docstring import MEASURES
-from collage_neuron.passes.backends.nki.elements import elements_of, operands_of
+from collage_neuron.passes.backends.nki.lower import elements_of, operands_of
 from collage_neuron.passes.backends.nki.target import Machine, machine_of
 from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.backends.staged import find_by, kinds_of
@@ -61,10 +57,7 @@ class _Alike:
     """The parameters of one shape of a launch."""
 
     def __init__(self, launch: Launch, places: Sequence[int]) -> None:
-        reads, writes = ([given[i] for i in places] for given in (launch.reads, launch.writes))
-        small = [launch.small[i] for i in places] if launch.small else ()
-        self.places = places
-        self.launch = launch._replace(reads=reads, writes=writes, small=small, kept=None)
+        self.places, self.launch = places, launch.part(places)
         self.search: Search = searching(self.launch, computed)
         self.values: Values = {}
         self.found = Found(launch.vector[None], {})

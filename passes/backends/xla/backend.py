@@ -15,7 +15,8 @@ from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.backends.by_parameter import ByParameter, masked, write
 from collage_neuron.passes.backends.protocol import AUTO, Launch, Measure
-from collage_neuron.passes.backends.xla.compilers import BY_KIND, XLA, Compiler
+from collage_neuron.passes.backends.xla.compilers import BY_KIND
+from collage_neuron.passes.backends.xla.hlo import Computation
 from collage_neuron.passes.backends.xla.lower import Own, XlaUpdate, stored
 from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
@@ -36,26 +37,26 @@ class Xla(ByParameter):
     sees_as = True
     reshapes = True
 
-    def __init__(self, compiler: Compiler | None = None, name: str = "xla") -> None:
-        """`compiler` is that of this process's devices unless it is given."""
-        self._given, self.name = compiler, name
+    def __init__(self, form: type[Computation] | None = None, name: str = "xla") -> None:
+        """`form` is that for the compiler of this process's devices unless it is given."""
+        self._given, self.name = form, name
 
     @cached_property
-    def compiler(self) -> Compiler:
-        """What is supported; everything without torch_xla."""
-        return self._given or BY_KIND.get(kind_of_devices() or "", XLA)
+    def form(self) -> type[Computation]:
+        """How computations are written."""
+        return self._given or BY_KIND.get(kind_of_devices() or "", Computation)
 
     def supports(self, update: Update) -> str | None:
         """As of each backend; sums need a device with fp64, and words of e4m3 one that takes those of OCP."""
         reason = super().supports(update) or _without_doubles(update)
         stored_as = {c.storage for fmt in update.formats.values() for c in fmt.components}
-        if reason is None and "e4m3" in stored_as and not self.compiler.e4m3fn:
+        if reason is None and "e4m3" in stored_as and not self.form.e4m3fn:
             return f"backend {self.name!r} has no words of e4m3 on this device: neuronx-cc rejects float8_e4m3fn{AUTO}"
         return reason
 
     def lower(self, update: Update) -> XlaUpdate:
         """A function that compiles the update once per shape of a parameter."""
-        return XlaUpdate(update, self.compiler)
+        return XlaUpdate(update, self.form)
 
     def run_one(self, launch: Launch) -> list[Measure]:
         """The same for components in shapes of their own, and for an update in stages."""

@@ -13,8 +13,7 @@ Nothing of this has run on a device: the rounding probe compares its bits there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction
 from collage_neuron.passes.backends.xla.nodes import lower_bits_of, lower_from_bits, number_like
@@ -25,35 +24,10 @@ SIGN = -(1 << 31)
 """The mask of the sign of an fp32 number, as int32."""
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """What a device and its compiler have."""
+class ForNeuron(Computation):
+    """A computation that writes what neuronx-cc does not have in other instructions."""
 
-    reduce_precision: bool = True
-    round_nearest_even: bool = True
-    variadic_reduce: bool = True
-    exact_integers: bool = True
-    """False if sums and maxima of 32-bit integers are computed in fp32."""
-    e4m3fn: bool = True
-    """False if words of OCP's e4m3 are rejected."""
-
-
-XLA = Compiler()
-NEURON = Compiler(False, False, False, False, False)
-BY_KIND = {"NEURON": NEURON}
-"""Those that do not have everything, by `torch_xla.runtime.device_type()`."""
-
-
-def begin(name: str, compiler: Compiler = XLA) -> Computation:
-    """A new computation for a compiler."""
-    return Computation(name) if compiler == XLA else Within(name, compiler=compiler)
-
-
-@dataclass
-class Within(Computation):
-    """A computation that writes what its compiler does not have in other instructions."""
-
-    compiler: Compiler = NEURON
+    e4m3fn = False
 
     def reduce_precision(self, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
         """The same but for numbers below the smallest normal one of the format, which it rounds as if there were more.
@@ -61,8 +35,6 @@ class Within(Computation):
         bits + half - 1 + (1 if the last bit that stays is odd), without the bits that go: the carry of a sum of the
         lower bits is added to the upper ones. Half of an fp32 number has the same exponent, or the next one.
         """
-        if self.compiler.reduce_precision:
-            return super().reduce_precision(x, exponent_bits, mantissa_bits)
         if (gone := 23 - mantissa_bits) == 0:
             return x
         low, bits = (1 << gone) - 1, lower_bits_of(self, x)
@@ -77,8 +49,6 @@ class Within(Computation):
 
     def round_nearest_even(self, x: Instruction) -> Instruction:
         """The same, of the whole numbers around x: `floor` and its distance, which fp32 has or rounds harmlessly."""
-        if self.compiler.round_nearest_even:
-            return super().round_nearest_even(x)
         zero, half, one = self._constants(x, 0.0, 0.5, 1.0)
         below = self.add("floor", x.shape, [x])
         over = self.add("subtract", x.shape, [x, below])
@@ -91,16 +61,12 @@ class Within(Computation):
 
     def wrapping_sum(self, x: Instruction, y: Instruction) -> Instruction:
         """The same, in halves of 16 bits."""
-        if self.compiler.exact_integers:
-            return super().wrapping_sum(x, y)
         low = self._plus(self._and(x, HALF), self._and(y, HALF))
         high = self._plus(self._plus(self._right(x, 16), self._right(y, 16)), self._right(low, 16))
         return self._joined(high, self._and(low, HALF))
 
     def largest(self, x: Instruction) -> Instruction:
         """The same: the largest upper half, and the largest lower one of those that have it."""
-        if self.compiler.exact_integers:
-            return super().largest(x)
         upper = self._right(x, 16)
         high = super().largest(upper)
         is_high = self.compare("EQ", upper, self.repeat(high, x.array.dims[-1]))
@@ -109,14 +75,10 @@ class Within(Computation):
 
     def sums(self, xs: Sequence[Instruction]) -> list[Instruction]:
         """One after another. Counts are exact below 2**16 rows of fewer than 2**24 elements (`lower.rows`)."""
-        if self.compiler.variadic_reduce and self.compiler.exact_integers:
-            return super().sums(xs)
         return [self._counted(x) if x.array.element == "s32" else Computation.sums(self, [x])[0] for x in xs]
 
     def _counted(self, x: Instruction) -> Instruction:
         """The sum of whole numbers below 2**24, in pieces of 8 bits."""
-        if self.compiler.exact_integers:
-            return super().sums([x])[0]
         low, middle, high = (Computation.sums(self, [self._and(self._right(x, k), 0xFF)])[0] for k in (0, 8, 16))
         return self.wrapping_sum(self.wrapping_sum(low, self._left(middle, 8)), self._left(high, 16))
 
@@ -138,3 +100,7 @@ class Within(Computation):
     def _plus(self, x: Instruction, y: Instruction | int) -> Instruction:
         """A sum that fp32 has exactly."""
         return self.add("add", x.shape, [x, number_like(self, x, y) if isinstance(y, int) else y])
+
+
+BY_KIND: Mapping[str, type[Computation]] = {"NEURON": ForNeuron}
+"""The computations for devices whose compiler does not have everything, by `torch_xla.runtime.device_type()`."""

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import add
+from typing import ClassVar
 
 ELEMENT_TYPES = {
     "pred": 1, "s8": 2, "s16": 3, "s32": 4, "u8": 6, "u16": 7, "u32": 8, "f16": 10, "f32": 11, "f64": 12,
@@ -107,6 +108,9 @@ class Instruction:
 class Computation:
     """A computation under construction; `module` gives the bytes of a module whose entry it is."""
 
+    e4m3fn: ClassVar[bool] = True
+    """False if its compiler rejects words of OCP's e4m3."""
+
     name: str
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(_ENTRY))
     _encoded: list[bytes] = field(default_factory=list)
@@ -119,11 +123,7 @@ class Computation:
         self.id = next(self._ids)
 
     def add(
-        self,
-        opcode: str,
-        shape: Shape | TupleShape,
-        operands: Sequence[Instruction] = (),
-        attributes: bytes = b"",
+        self, opcode: str, shape: Shape | TupleShape, operands: Sequence[Instruction] = (), attributes: bytes = b""
     ) -> Instruction:
         """Appends an instruction; `attributes` are encoded fields of HloInstructionProto."""
         number = next(self._ids)

@@ -1,14 +1,9 @@
 """Lowers an update, for one parameter shape, to one XLA user computation: nothing waits for the host.
 
 A user computation enters torch_xla's lazy graph as one node, so that tracing is cheap, and its hash includes the
-wiring. Given stages (LAMB)::
-
-    stage 0, reduction:    param, grad -> reduced0, reduced1
-    stage 1, numbers:      reduced0, reduced1 -> number0
-    stage 2, elementwise:  param, grad, number0 -> param
-
-the computation has all three, one after another. Values have the shape of their extent (`numerics.matrix_sums`), and
-are repeated where they meet others. States without a value for each element are parameters of it too, and results.
+wiring. It has all stages of an update (`ir/stage.py`), one after another. Values have the shape of their extent
+(`numerics.matrix_sums`), and are repeated where they meet others. States without a value for each element are
+parameters of it too, and results.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER, shape_of, view_
 from collage_neuron.numerics.reductions import REDUCTIONS, count
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
-from collage_neuron.passes.backends.xla.compilers import XLA, Compiler, begin
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.nodes import gather, lower_node, spread, words_of
 from collage_neuron.passes.backends.xla.sums import Adder
@@ -63,7 +57,7 @@ def write_hlo(
     dtypes: Sequence[torch.dtype],
     states: Sequence[Shape] = (),
     own: Own | None = None,
-    compiler: Compiler = XLA,
+    form: type[Computation] = Computation,
 ) -> tuple[Computation, bytes]:
     """The HLO of `update` for parameters of shape `dims` whose components have `dtypes`: (readable, bytes).
 
@@ -72,7 +66,7 @@ def write_hlo(
     the shapes `states`, in the order of `update.small`. Its results are the components of `update.outputs`, what is
     measured, and the states of `stored`.
     """
-    hlo = begin("collage_update", compiler)
+    hlo = form("collage_update")
     writer = _Writer(hlo, update, dims, own)
     shapes = [dims] * len(dtypes) if own is None else own.reads
     components = [
@@ -201,8 +195,8 @@ def _term(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction]
 class XlaUpdate:
     """Callable form of an update on torch_xla devices; compiles once per parameter shape."""
 
-    def __init__(self, update: Update, compiler: Compiler = XLA) -> None:
-        self._update, self._compiler = update, compiler
+    def __init__(self, update: Update, form: type[Computation] = Computation) -> None:
+        self._update, self._form = update, form
         self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
         self._calls: dict[Any, Callable[[list[Tensor]], Sequence[Tensor]]] = {}
         self._zeros: dict[torch.device, Tensor] = {}
@@ -223,7 +217,7 @@ class XlaUpdate:
         dims = self._update.seen_as or tuple(components[self._whole].shape)
         key = (dims, tuple(c.dtype for c in components), shapes, own)
         if key not in self._calls:
-            self._calls[key] = user_computation(write_hlo(self._update, *key, self._compiler)[1])
+            self._calls[key] = user_computation(write_hlo(self._update, *key, self._form)[1])
         more = [self._zero(scalars.device), *states] if self._update.is_staged else []
         return self._calls[key]([*components, scalars, *more])
 

@@ -14,36 +14,18 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from collage_neuron.numerics.eft import (
-    EXPONENT,
-    LARGEST,
-    beyond,
-    bits_of,
-    block_max,
-    capped,
-    inverse_power_of_two,
-    limit_places,
-    narrow,
-    places,
-    power_of_two,
-    round_to,
-    shift_right,
-    sqrt,
-    stochastic_round,
-    whole,
-    widen,
-)
+from collage_neuron.numerics import eft
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 
 _PLAIN: Mapping[Any, str] = {
     operator.add: "add", operator.sub: "subtract", operator.mul: "multiply", operator.truediv: "divide",
-    operator.neg: "negate", sqrt: "sqrt", torch.abs: "abs", torch.sign: "sign",
+    operator.neg: "negate", eft.sqrt: "sqrt", torch.abs: "abs", torch.sign: "sign",
     torch.maximum: "maximum", torch.minimum: "minimum", torch.where: "select",
     torch.logical_or: "or", torch.logical_and: "and", torch.logical_not: "not",
     torch.exp: "exponential", torch.log: "log", torch.pow: "power",
     operator.xor: "xor", operator.and_: "and", operator.or_: "or",
-    operator.lshift: "shift-left", shift_right: "shift-right-logical",
+    operator.lshift: "shift-left", eft.shift_right: "shift-right-logical",
 }  # fmt: skip
 
 _COMPARISONS: Mapping[Any, str] = {
@@ -58,24 +40,24 @@ def lower_node(
     hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]
 ) -> Instruction:
     """The node, whose inputs have these values, all of shape `dims`."""
-    if node.target is round_to:
+    if node.target is eft.round_to:
         return _round_to(hlo, _operand(hlo, node.args[0], values, dims), str(node.args[1]))
     if node.target in ON_BITS:
         return ON_BITS[node.target](hlo, *(values[x] if isinstance(x, fx.Node) else x for x in node.args))
     element = "s32" if any(values[x].shape == Shape("s32", dims) for x in node.all_input_nodes) else "f32"
     operands = [_operand(hlo, x, values, dims, element) for x in node.args if not isinstance(x, str)]
-    if node.target is stochastic_round:
+    if node.target is eft.stochastic_round:
         return _stochastic_round(hlo, *operands)
-    if node.target is capped:  # a NaN in the first operand stays, see _keeping_nan
-        return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(LARGEST), dims)])
+    if node.target is eft.capped:  # a NaN in the first operand stays, see _keeping_nan
+        return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(eft.LARGEST), dims)])
     if node.target is operator.add and element == "s32":
         return hlo.wrapping_sum(*operands)
-    if node.target is whole:
+    if node.target is eft.whole:
         return hlo.add("convert", Shape("s32", dims), operands)
     if node.target in _COMPARISONS:
         return hlo.compare(_COMPARISONS[node.target], *operands)
-    if node.target is widen or node.target is narrow:
-        shape = Shape("f32" if node.target is widen else storage_named(node.args[1]).hlo, dims)
+    if node.target is eft.widen or node.target is eft.narrow:
+        shape = Shape("f32" if node.target is eft.widen else storage_named(node.args[1]).hlo, dims)
         return operands[0] if operands[0].shape == shape else hlo.add("convert", shape, operands)
     result = hlo.add(_PLAIN[node.target], operands[-1].shape, operands)
     return _keeping_nan(hlo, operands[1], result) if node.target in (torch.maximum, torch.minimum) else result
@@ -158,12 +140,12 @@ def _masked(hlo: Computation, x: Instruction, bits: int) -> Instruction:
 
 
 def _power_of_two(hlo: Computation, x: Instruction) -> Instruction:
-    return lower_from_bits(hlo, _masked(hlo, x, EXPONENT))
+    return lower_from_bits(hlo, _masked(hlo, x, eft.EXPONENT))
 
 
 def _inverse_power_of_two(hlo: Computation, x: Instruction) -> Instruction:
-    exponent = _masked(hlo, x, EXPONENT)
-    return lower_from_bits(hlo, hlo.add("xor", exponent.shape, [exponent, number_like(hlo, x, EXPONENT)]))
+    exponent = _masked(hlo, x, eft.EXPONENT)
+    return lower_from_bits(hlo, hlo.add("xor", exponent.shape, [exponent, number_like(hlo, x, eft.EXPONENT)]))
 
 
 def _lower_half(hlo: Computation, x: Instruction) -> Instruction:
@@ -198,13 +180,13 @@ def lower_block_max(hlo: Computation, x: Instruction, k: int) -> Instruction:
 
 
 ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
-    power_of_two: _power_of_two,
-    inverse_power_of_two: _inverse_power_of_two,
-    places: _places,
-    limit_places: _limit_places,
-    beyond: _beyond,
-    bits_of: lower_bits_of,
-    block_max: lower_block_max,
+    eft.power_of_two: _power_of_two,
+    eft.inverse_power_of_two: _inverse_power_of_two,
+    eft.places: _places,
+    eft.limit_places: _limit_places,
+    eft.beyond: _beyond,
+    eft.bits_of: lower_bits_of,
+    eft.block_max: lower_block_max,
 }
 """How each operation is written, given its operands; whole numbers of a graph stay numbers."""
 

@@ -29,16 +29,7 @@ from collage_neuron.numerics.matrix_sums import (
     sum_to,
     terms_in,
 )
-from collage_neuron.numerics.tensor_sums import (
-    LANES,
-    OF_TENSOR,
-    RUN,
-    RUNS,
-    mean_of,
-    norm_of,
-    power_from,
-    sum_of,
-)
+from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, RUNS, mean_of, norm_of, power_from, sum_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.nodes import lower_bits_of, lower_from_bits
 
@@ -145,7 +136,7 @@ class Adder:
         return reduce(self._add, parts)
 
     def _folded(self, x: Instruction, dim: int) -> Instruction:
-        """`matrix_sums.folded_over`: the sums over a dimension, which is one element long then."""
+        """`tensor_sums.folded_over`: the sums over a dimension, which is one element long then."""
         size = x.array.dims[dim]
         if not size:
             one = tuple(1 if d == dim else n for d, n in enumerate(x.array.dims))

@@ -11,7 +11,7 @@ from collage_neuron.numerics import functions
 from collage_neuron.numerics.eft import sqrt as _root  # `sqrt` below is the rule
 from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask, computed, times
-from collage_neuron.passes.rewrite.rules.registry import RULES, operation, rule
+from collage_neuron.passes.rewrite.rules.table import RULES, operation, rule
 
 aten = torch.ops.aten
 

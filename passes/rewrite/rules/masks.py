@@ -13,7 +13,7 @@ from collage_neuron.numerics.eft import LARGEST
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask
-from collage_neuron.passes.rewrite.rules.registry import Rule, rule
+from collage_neuron.passes.rewrite.rules.table import Rule, rule
 
 aten = torch.ops.aten
 

@@ -1,18 +1,87 @@
-"""Rules that compute nothing: copies, conversions, and tensors that are made of a number."""
+"""Rules of whole tensors: what makes one number of all elements; and copies, conversions, tensors made of a number."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.matrix_sums import mean_to, norm_to, sum_to
+from collage_neuron.numerics.tensor_sums import ACROSS, across, mean_of, norm_of, sum_of
 from collage_neuron.passes.ir.scalars import Scalar
-from collage_neuron.passes.ir.values import lift
+from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic
-from collage_neuron.passes.rewrite.rules.registry import rule
+from collage_neuron.passes.rewrite.rules.table import rule
 
 aten = torch.ops.aten
+
+
+def _reduced(a: Arithmetic, reduction: Callable[[Fp32], Fp32], x: Any, dtype: torch.dtype | None) -> Fp32:
+    if a.name != "fp32":
+        raise UnsupportedUpdate(
+            f"the update adds up all elements of a tensor, which arithmetic={a.name!r} does not define; use "
+            "arithmetic='fp32'"
+        )
+    if dtype not in (None, torch.float32, torch.float64):
+        raise UnsupportedUpdate(f"the update adds up a tensor in {dtype}; leave out dtype=")
+    if lift(x).host is not None:
+        raise UnsupportedUpdate("the update adds up a tensor that was filled with a number; multiply by p.numel()")
+    return reduction(a.read(x))
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
+def sum_all(a: Arithmetic, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The sum of all elements, added in double, in one order on every backend, and rounded once."""
+    return _reduced(a, sum_of, x, dtype)
+
+
+@rule(aten.mean.default, aten.mean.dim)
+def mean_all(a: Arithmetic, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The mean of all elements: their sum in double, divided by their number."""
+    return _reduced(a, mean_of, x, dtype)
+
+
+@rule(aten.linalg_vector_norm.default)
+def norm_all(
+    a: Arithmetic, x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """The Euclidean norm of all elements, or the sum of their magnitudes (`ord=1`); squares are exact."""
+    if ord == 1:
+        return _reduced(a, lambda value: sum_of(torch.abs(value)), x, dtype)
+    if ord != 2:
+        raise UnsupportedUpdate(f"the update takes the norm of order {ord}; there are those of order 1 and 2")
+    return _reduced(a, norm_of, x, dtype)
+
+
+@rule(across)
+def of_processes(a: Arithmetic, x: Any, how: str, group: str) -> Any:
+    """What processes have of a number, each of its part of the parameter, together."""
+    if how not in ACROSS:
+        raise UnsupportedUpdate(f"the update takes the {how!r} of what processes have; there are {', '.join(ACROSS)}")
+    return across(a.read(x), how, group)
+
+
+@rule(sum_to)
+def sum_of_rows(a: Arithmetic, x: Any, extent: str) -> Any:
+    """The sums over rows or columns, added in double, in one order on every backend, and rounded once."""
+    return _reduced(a, lambda value: sum_to(value, extent), x, None)
+
+
+@rule(mean_to)
+def mean_of_rows(a: Arithmetic, x: Any, extent: str) -> Any:
+    """The means over rows or columns: sums in double, divided by the numbers of their terms."""
+    return _reduced(a, lambda value: mean_to(value, extent), x, None)
+
+
+@rule(norm_to)
+def norm_of_rows(a: Arithmetic, x: Any, extent: str) -> Any:
+    """The Euclidean norms of rows or columns; squares are exact."""
+    return _reduced(a, lambda value: norm_to(value, extent), x, None)
+
+
+# Rules that compute nothing
 
 CARRIES = {aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default, aten._to_copy.default}
 """Operations whose result is their operand: a copy of the parameter is as exact as the parameter."""

@@ -10,7 +10,7 @@ import nki_standin
 import pytest
 from nki_runs import INFINITY, search_less
 
-from collage_neuron.passes.backends.nki import custom_op, source_cache
+from collage_neuron.passes.backends.nki import custom_op
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_search: None) -> Iterator[None]:
     """A folder for kernels, which are forgotten afterwards: a kernel belongs to the NKI it was loaded under."""
     cached = custom_op.function
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    monkeypatch.setenv(custom_op.FOLDER, str(tmp_path / "kernels"))
     yield
     cached.cache_clear()
 

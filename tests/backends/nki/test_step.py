@@ -26,7 +26,7 @@ from collage_neuron import errors
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.backends.nki import calls, custom_op, source_cache, target
+from collage_neuron.passes.backends.nki import calls, custom_op, target
 from collage_neuron.passes.backends.nki.backend import run_step
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
@@ -116,7 +116,7 @@ def test_all_groups_are_one_kernel_and_the_next_step_is_the_same_one(
         list(run_step(launches_of(optimizer)))
     assert len(called) == 3
     assert len(set(called)) == 1
-    assert len(list(source_cache.folder().iterdir())) == 1
+    assert len(list(custom_op.folder().iterdir())) == 1
 
 
 def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
@@ -295,17 +295,17 @@ def test_an_unknown_generation_is_named(kernels: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_folder_that_others_can_write_to_is_refused(mode: int) -> None:
-    source_cache.folder().chmod(mode)
+    custom_op.folder().chmod(mode)
     with pytest.raises(errors.UnsafeFolder, match=r"can be written by other users: chmod 700 it, or name"):
-        source_cache.load("kernel", "answer = 42\n")
+        custom_op.load("kernel", "answer = 42\n")
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners are a matter of POSIX")
 def test_a_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    source_cache.folder()
+    custom_op.folder()
     monkeypatch.setattr(os, "getuid", lambda: -1)
     with pytest.raises(errors.UnsafeFolder):
-        source_cache.folder()
+        custom_op.folder()
 
 
 def test_a_file_is_whole_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +314,8 @@ def test_a_file_is_whole_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="disk full"):
-        source_cache.load("kernel", "answer = 42\n")
-    assert list(source_cache.folder().iterdir()) == []
+        custom_op.load("kernel", "answer = 42\n")
+    assert list(custom_op.folder().iterdir()) == []
 
 
 def test_programs_of_steps_with_other_parameters_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

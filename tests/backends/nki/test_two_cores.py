@@ -31,7 +31,7 @@ from updates import random_inputs
 import collage_neuron
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
-from collage_neuron.passes.backends.nki import custom_op, source_cache, target
+from collage_neuron.passes.backends.nki import custom_op, target
 from collage_neuron.passes.backends.nki.chunk_totals import measure_of
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
@@ -188,7 +188,7 @@ def trained(cores: int, make: Callable[..., Optimizer], folder: Path, **options:
     g = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(n, generator=g)) for n in ((131, 40), (7,), (1,), (130, 256))]
     with pytest.MonkeyPatch.context() as patch, nki_standin.install("nki", "trn2", INFINITY) as machine:
-        patch.setenv(source_cache.FOLDER, str(folder))
+        patch.setenv(custom_op.FOLDER, str(folder))
         patch.setenv(target.TARGET, "trn2")
         patch.setenv(target.VARIABLE, str(cores))
         optimizer = collage_neuron.compile(make(params), backend="nki", verbose=False, validate="off", **options)

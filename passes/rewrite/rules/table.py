@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -36,18 +36,22 @@ def operation(f: Rule) -> Rule:
     return asking
 
 
-def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """Registers a rule for `targets`; an operation has one rule."""
+def registering(table: dict[Any, Rule], targets: Sequence[Any]) -> Callable[[Rule], Rule]:
+    """Enters a function in a table for each target; ValueError if one has another."""
 
     def register(f: Rule) -> Rule:
         for target in targets:
-            if target in RULES:
-                raise ValueError(f"{target} already has the rule {RULES[target].__name__}")
-        made = operation(f)
-        RULES.update(dict.fromkeys(targets, made))
-        return made
+            if target in table:
+                raise ValueError(f"{target} already has the rule {table[target].__name__}")
+        table.update(dict.fromkeys(targets, f))
+        return f
 
     return register
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    """Registers a rule for `targets`; an operation has one rule."""
+    return lambda f: registering(RULES, targets)(operation(f))
 
 
 def rule_for(target: Any, node: str) -> Rule:

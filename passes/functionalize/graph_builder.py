@@ -131,8 +131,8 @@ class Builder:
                 f"the update uses {op.target}, which returns several tensors and has no rule; write the update with "
                 "operations that return one"
             )
-        if written is None and self._is_view(op):  # its storage has a value already
-            return
+        if written is None and any(isinstance(x, Ref) and x == op.outs[0] for x in op.args):
+            return  # a view of the same elements (detach, alias, view_as): its storage has a value already
         if op.target is WAIT:
             self._bind(op.outs[0], self.value_of(op.args[0]))
             return
@@ -161,10 +161,6 @@ class Builder:
         if isinstance(x, Ref):
             return self.value_of(x)
         return tuple(map(self._argument, x)) if isinstance(x, tuple) else x
-
-    def _is_view(self, op: Op) -> bool:
-        """Returns True if the result shows the same elements of a storage as an argument: detach, alias, view_as."""
-        return any(isinstance(x, Ref) and x == op.outs[0] for x in op.args)
 
     def _check_elementwise(self, op: Op) -> None:
         for out in op.outs:

@@ -1,1 +1,0 @@
-"""Generated kernels for trn1, dialect beta1: see `benchmarks/kernel_files.py`."""
