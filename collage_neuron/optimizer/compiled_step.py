@@ -42,6 +42,7 @@ from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_o
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import dry_run, replay_validation, replayed_steps
 from collage_neuron.trace.recorded_classes import is_traced
+from collage_neuron.trace.scalar_program import settings_of
 from collage_neuron.trace.step_kinds import StepKind, Traces
 from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
 from collage_neuron.validation import validate
@@ -219,7 +220,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     if first_step_report.SAID not in ours.told:
         first_step_report.report(base, optimizer, jobs)
     if again is None and not due:
-        steady_plan.note(ours, optimizer.param_groups, jobs)
+        steady_plan.note(ours, optimizer.param_groups, settings_of(base), jobs)
     return measured
 
 

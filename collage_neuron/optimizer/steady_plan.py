@@ -8,7 +8,6 @@ step is planned as the first one is (`step_plan.plan`), with all checks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, repeat
@@ -21,6 +20,7 @@ from collage_neuron import torch_privates
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.ir.update import Recording
+from collage_neuron.runtime.preconditions import LARGEST
 from collage_neuron.runtime.update_formats import named, signs_of
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states.bookkeeping import Bookkeeping
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
         if not all(map(are_equal, columns)):
             return None
         recording: Recording | None = self.job.recording.followed.again([*numbers, *(x[0] for x in columns)])
-        if recording is None or not all(map(math.isfinite, recording.slots)):
+        if recording is None or not all(map(LARGEST.__ge__, map(abs, recording.slots))):  # nor NaN
             return None
         if self.job.update.far != self.job.update.far_in(recording.slots):
             return None
@@ -66,6 +66,8 @@ class _Plan:
     """The jobs of a step, and all that they depend on but for the structure of the step."""
 
     parts: list[_Part]
+    names: Sequence[str]
+    """The settings that the class reads."""
     settings: list[Any]
     """What settings of each group are not numbers."""
     guard: Callable[..., bool]
@@ -76,7 +78,8 @@ class _Plan:
     may_skip: bool
     """True if a group skips steps whose gradients are not finite."""
     last: list[Any] = field(default_factory=list)
-    """The groups' settings, the objects, in the last step that had this plan."""
+    """The groups' settings, the objects, in the last step that had this plan; nothing if one is a list, which may
+    have other elements now."""
     numbers: list[list[Any]] = field(default_factory=list)
     """The numbers among them."""
 
@@ -84,10 +87,11 @@ class _Plan:
         """The numbers of each group; None if other settings than numbers have changed."""
         now = list(chain.from_iterable((type(group), *group, *group.values()) for group in groups))
         if not are_same(now, self.last):  # else nothing has changed
-            settings = list(map(GroupNumbers, groups))
+            settings = [GroupNumbers(group, self.names) for group in groups]
             if list(map(_told, groups, settings)) != self.settings:
                 return None
-            self.last, self.numbers = now, [each.numbers for each in settings]
+            are_lists = any(type(group.get(name)) is list for group in groups for name in self.names)
+            self.last, self.numbers = [] if are_lists else now, [each.numbers for each in settings]
         return self.numbers
 
 
@@ -115,10 +119,13 @@ def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> tuple[list[Job
     return jobs, plan.may_skip
 
 
-def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], jobs: Sequence[Job]) -> None:
-    """Called after a step that was planned: its plan is that of later steps that are like it, if they may be."""
+def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], names: Sequence[str], jobs: Sequence[Job]) -> None:
+    """Called after a step that was planned: its plan is that of later steps that are like it, if they may be.
+
+    `names` are the settings that the class reads.
+    """
     seen: Seen | None = book.seen
-    settings = list(map(GroupNumbers, groups))
+    settings = [GroupNumbers(group, names) for group in groups]
     told = list(map(_told, groups, settings))
     if seen is None or None in told or not all(map(_may_be_again, jobs)):
         return
@@ -127,7 +134,7 @@ def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], jobs: Sequence[Job
         return
     parts = [_part(seen, groups, job) for job in jobs]
     may_skip = any(Settings.of(group).nonfinite == "skip" for group in groups)
-    plan = _Plan(parts, told, torch_privates.guard(grads), registry.registered(), book.narrow, may_skip)
+    plan = _Plan(parts, names, told, torch_privates.guard(grads), registry.registered(), book.narrow, may_skip)
     seen.structure.keep(seen.structure.table("plans"), have, plan)
 
 

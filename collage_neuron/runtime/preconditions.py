@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -230,13 +229,16 @@ def check_settings(group: Mapping[str, Any], index: int) -> None:
     check_learning_rate(group, index)
 
 
+LARGEST = float(torch.finfo(torch.float32).max)
+
+
 def check_learning_rate(group: Mapping[str, Any], index: int) -> None:
-    """Raises ValueError for a learning rate that is NaN or infinite: one step with it would lose the parameters.
+    """Raises ValueError for a learning rate that is NaN or infinite in fp32: a step with it would lose the parameters.
 
     Raises TypeError for a learning rate that is a string, as configuration files may give it.
     """
     lr = group.get("lr")
     if isinstance(lr, str):
         raise TypeError(f"param_groups[{index}]['lr'] is the text {lr!r}; nothing was updated: set a number")
-    if isinstance(lr, (int, float, torch.Tensor)) and not math.isfinite(float(lr)):
+    if isinstance(lr, (int, float, torch.Tensor)) and not abs(float(lr)) <= LARGEST:
         raise ValueError(f"param_groups[{index}]['lr'] is {float(lr)}; nothing was updated: set a finite learning rate")

@@ -305,7 +305,7 @@ def ensure_stored(
         if record.get(name) == fmt.name:
             return False
         record[name] = fmt.name
-    elif name != "param" and name not in state:
+    elif name != "param" and state.get(name) is None:  # torch's SGD had None before its first step
         if not fmt.signed:
             _check_signs(p, name, fmt, torch.tensor(fill, dtype=torch.float32, device="cpu"))
         _put(p, state, name, fmt, word_encoding.settled_constant(fmt, name, fill, shape or local(p).shape), record)

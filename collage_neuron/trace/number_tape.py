@@ -81,11 +81,12 @@ class Tape:
             value = function(*(self.values[i] for i in places))
         if isinstance(value, torch.Tensor):
             return self._tensor(function, places, value)
-        if type(value) not in (bool, float):
+        if function in _TELL:
+            self._note(function, places, value, bool(value))
+            return bool(value)
+        if not isinstance(value, float):
             self.lose()
-        told = value if type(value) is bool else None
-        place = self._note(function, places, value, told)
-        return value if type(value) is bool else Traced(Node(self, place))
+        return Traced(Node(self, self._note(function, places, value, None)))
 
     def lose(self) -> Any:
         """Raises Lost; if code catches that, the tape is `lost` still."""
@@ -95,7 +96,7 @@ class Tape:
     def _given(self, x: Any) -> int:
         place = self.place_of(x)
         if place is None:  # what depends on a number of the tape is there too, so this is the same in each step
-            return self.constant(x) if type(x) in (bool, int, float) or _is_number(x) else self.lose()
+            return self.constant(x) if isinstance(x, (bool, int, float)) or _is_number(x) else self.lose()
         return place
 
     def _tensor(self, function: Callable[..., Any], places: list[int], value: torch.Tensor) -> torch.Tensor:
@@ -153,7 +154,7 @@ class Program(NamedTuple):
         try:
             for function, args, into, told in self.played:
                 value = function(*map(get, args))
-                if told is not None and value is not told:
+                if told is not None and bool(value) is not told:
                     return None
                 values[into] = value
         except (ArithmeticError, TypeError, ValueError):
@@ -197,6 +198,8 @@ _ONE = ("neg", "pos", "abs")
 _COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 _NOT_FOLLOWED = ("float", "int", "index", "complex", "round", "trunc", "floor", "ceil", "divmod", "rdivmod", "hash",
                  "str", "repr", "format", "reduce_ex", "copy", "deepcopy")  # fmt: skip
+_TELL = frozenset({operator.truth, *(getattr(operator, name) for name in _COMPARED)})
+"""Operations whose results are True or False, and have to be the same again."""
 for _name in (*_TWO, *_ONE, *_COMPARED):
     setattr(Traced, f"__{_name}__", _forward(getattr(operator, _name)))
 for _name in _TWO:

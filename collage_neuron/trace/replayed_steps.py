@@ -21,7 +21,7 @@ from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.visible_states import kind_in
 from collage_neuron.trace.recorded_step import record
-from collage_neuron.trace.scalar_program import Followed, GroupNumbers, follow, is_same
+from collage_neuron.trace.scalar_program import Followed, GroupNumbers, follow, is_same, settings_of
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Records
@@ -41,7 +41,7 @@ class Repeats:
     def record(self, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
         """The recording of the next step for `p`."""
         state = self._optimizer.state.get(p, {})
-        kind, settings = kind_in(self._seen, p, state), GroupNumbers(group)
+        kind, settings = kind_in(self._seen, p, state), GroupNumbers(group, settings_of(self._base))
         counts = [state[name] for name in kind.tensors]
         if not p.dim() or kind.others or settings.key is None or not all(t.is_cpu for t in counts):
             return record(self._base, self._optimizer, group, p)

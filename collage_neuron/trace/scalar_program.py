@@ -7,9 +7,9 @@ numbers on a tape (`tape`), and what it computed is played again from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,46 +46,47 @@ class Followed:
         if values is None:
             return None
         slots = [values[i] for i in self.slots]
-        if not _FLOATS.issuperset(map(type, slots)):
+        if not all(type(x) is not bool and isinstance(x, (int, float)) for x in slots):
             return None
         of_calls = slots if self.numbers == self.slots else [values[i] for i in self.numbers]
         scalars = {k: values[i] for k, i in self.scalars.items()}
         return self.recording.again(list(map(float, slots)), scalars, of_calls, self)
 
 
-_FLOATS = frozenset({float, int})
-
-
 class GroupNumbers:
-    """The settings of a group: the numbers, and all else as a key that is equal where these may be exchanged."""
+    """The settings of a group that a class reads: numbers; and all else, as a key that is equal if only they differ."""
 
-    def __init__(self, group: Mapping[str, Any]) -> None:
+    def __init__(self, group: Mapping[str, Any], names: Collection[str]) -> None:
         self.numbers: list[float] = []
         self.key: tuple[Any, ...] | None = None
-        """None if there are settings that are not numbers and texts, or tuples of these."""
+        """None if there are settings that are not numbers and texts, or tuples and lists of these."""
         told: list[Any] = []
-        for name, value in group.items():  # those that most are come first
-            if (kind := type(value)) is float:
+        for name in names:
+            value = group.get(name)
+            if (kind := type(value)) is float:  # those that most are come first
                 self.numbers.append(value)
-                told += name, float
-            elif kind is bool or value is None:
-                told += name, value
-            elif name != "params" and name[:8] != "collage_":
-                told += name, self._told(value)
+                told.append(float)
+            else:
+                told.append(value if kind is bool or value is None else self._told(value))
         self.key = None if _OTHER in told else tuple(told)
 
     def _told(self, value: Any) -> Any:
         kind = type(value)
-        if kind is float:
+        if isinstance(value, float) or _is_tensor_number(value):  # a number of NumPy's is a float
             self.numbers.append(value)
-            return kind
-        if kind is tuple:
+            return kind, getattr(value, "dtype", None)
+        if kind in (tuple, list):
             parts = tuple(map(self._told, value))
-            return _OTHER if _OTHER in parts else parts
-        if _is_tensor_number(value):
-            self.numbers.append(value)
-            return kind, value.dtype
+            return _OTHER if _OTHER in parts else (kind, parts)
         return (kind, value) if kind in _CONSTANT else _OTHER
+
+
+def _settings_of(base: Any) -> tuple[str, ...]:
+    """The names of the settings that one of torch's own classes reads; what else is in a group is the user's."""
+    return tuple(base([{"params": []}]).defaults)
+
+
+settings_of: Callable[[Any], tuple[str, ...]] = cache(_settings_of)
 
 
 def _is_tensor_number(value: Any) -> bool:
@@ -108,7 +109,7 @@ def follow(
     copied = alone(base, optimizer, group, p, visible(optimizer.state.get(p, {}), p, ()))
     copied.optimizer.defaults = {"differentiable": False}  # of the others, the step must read none
     (settings,) = copied.optimizer.param_groups
-    settings.update({k: _given(tape, v) for k, v in settings.items() if k != "params"})
+    settings.update({k: _given(tape, settings[k]) for k in settings_of(base) if k in settings})
     for value in state_of(copied).values():
         if isinstance(value, torch.Tensor) and not waits(value):
             tape.give(value)
@@ -144,9 +145,9 @@ def _told(recording: Recording) -> str:  # as text: equal for equal doubles, NaN
 
 
 def _given(tape: Tape, value: Any) -> Any:
-    if type(value) is float or _is_tensor_number(value):
+    if isinstance(value, float) or _is_tensor_number(value):
         return tape.give(value)
-    return tuple(_given(tape, x) for x in value) if type(value) is tuple else value
+    return type(value)(_given(tape, x) for x in value) if type(value) in (tuple, list) else value
 
 
 class _Known(float):

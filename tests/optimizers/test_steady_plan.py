@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
@@ -94,6 +95,14 @@ def freeze(optimizer: Any) -> None:
     first(optimizer)[0].requires_grad_(False).grad = None
 
 
+def narrow_list(optimizer: Any) -> None:
+    """Settings as lists, as configuration files have them, which change in place."""
+    for each in optimizer.param_groups:
+        if "betas" in each:
+            each["betas"] = each["betas"] if isinstance(each["betas"], list) else list(each["betas"])
+            each["betas"][0] *= 0.99
+
+
 def widen_gradient(optimizer: Any) -> None:
     p, _ = first(optimizer)
     p.grad, p.grad.data = torch.zeros_like(p), p.grad.float()
@@ -139,6 +148,9 @@ CHANGES: dict[str, Change] = {
     "rate, in each step": lambda optimizer, t: group(optimizer, lr=0.1 / t),
     "rate of a whole number": at(FIRST, partial(group, lr=1)),
     "rate as a tensor": at(FIRST, partial(group, lr=torch.tensor(0.3))),
+    "rates of NumPy's": lambda optimizer, t: group(optimizer, lr=np.float64(0.1) / t),
+    "settings of the user's": lambda optimizer, t: group(optimizer, mine=[lambda: t], lr=0.1 / t),
+    "lists": lambda optimizer, _: narrow_list(optimizer),
     "no rate": at(FIRST, partial(group, lr=0.0)),
     "decay": at(FIRST, partial(group, weight_decay=0.3)),
     "decay near 1": at(FIRST, partial(group, weight_decay=95.0)),
@@ -201,6 +213,38 @@ def test_nothing_is_planned_where_only_numbers_change(
     assert planned == [1, 2, 3, 4, 8]  # what there is, and what is validated
 
 
+def test_neither_is_it_with_names_settings_of_the_users_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3))).bfloat16()
+    optimizer: Any = AdamW(model.named_parameters(), betas=[0.9, 0.99])  # type: ignore[arg-type]  # of a YAML file
+    collage_neuron.compile(optimizer, strategy="plus", verbose=False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for t in range(10):
+        group(optimizer, lr=np.float64(0.1) / (t + 1), mine=object())
+        if t == 8:
+            monkeypatch.setattr(compiled_step, "_planned", None)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("rate", [1e39, -1e39, float("inf"), float("nan")])
+def test_a_rate_that_is_no_fp32_number_is_rejected(rate: float) -> None:
+    with pytest.raises(ValueError, match="set a finite learning rate"):
+        trained(MAKES["SGD"], at(FIRST, partial(group, lr=rate)))
+
+
+def test_momentum_that_is_none_begins_anew() -> None:
+    (p, q), made = [Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)], []
+    for x in (p, q):
+        made.append(SGD([x], lr=0.125, momentum=0.5))
+        made[-1].load_state_dict(made[-1].state_dict() | {"state": {0: {"momentum_buffer": None}}})
+        if x is p:
+            collage_neuron.compile(made[0], strategy="plus", verbose=False)
+        for _ in range(3):
+            x.grad = torch.ones_like(x)
+            made[-1].step()
+    assert torch.equal(collage_neuron.exact_value(made[0], p), q)
+
+
 def test_a_backend_that_has_gone_is_not_used_again() -> None:
     class Own(type(BACKEND)):  # type: ignore[misc]
         name = "own"
@@ -212,11 +256,6 @@ def test_a_backend_that_has_gone_is_not_used_again() -> None:
     finally:
         if "own" in registry.names():
             registry.unregister("own")
-
-
-def test_a_rate_that_is_infinite_is_rejected() -> None:
-    with pytest.raises(ValueError, match="set a finite learning rate"):
-        trained(MAKES["SGD"], at(FIRST, partial(group, lr=float("inf"))))
 
 
 def test_two_states_that_share_a_count_are_rejected() -> None:

@@ -19,7 +19,7 @@ import collage_neuron
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.passes.backends import reference
 from collage_neuron.runtime import step_plan
-from collage_neuron.trace.scalar_program import GroupNumbers, follow
+from collage_neuron.trace.scalar_program import GroupNumbers, follow, settings_of
 
 STEPS = 2000
 ELEMENTS = 4096 if WHOLE else 512
@@ -152,7 +152,8 @@ def slots_of(setting: Setting, steps: range) -> list[list[float]]:
     recording = plan_update(torch.optim.AdamW, optimizer, group, [p]).recording
     known = follow(torch.optim.AdamW, optimizer, group, p, recording)
     assert known is not None
-    found = [known.again([*GroupNumbers(group).numbers, torch.tensor(float(t - 1))]) for t in steps]
+    numbers = GroupNumbers(group, settings_of(torch.optim.AdamW)).numbers
+    found = [known.again([*numbers, torch.tensor(float(t - 1))]) for t in steps]
     return [again.slots for again in found if again]
 
 

@@ -105,7 +105,7 @@ def test_a_comparison_with_another_result_runs_the_code_again(recorded: list[Any
 
 @pytest.mark.parametrize("value", [True, 0, torch.tensor(0.01), [0.9], (1, "x")])
 def test_settings_of_other_types_are_other_settings(value: Any) -> None:
-    one, other = GroupNumbers({"lr": 0.1, "params": []}), GroupNumbers({"lr": value, "params": []})
+    one, other = GroupNumbers({"lr": 0.1}, ["lr"]), GroupNumbers({"lr": value}, ["lr"])
     assert one.key != other.key or one.key is None
 
 
