@@ -33,7 +33,7 @@ def spine(graph: fx.Graph) -> frozenset[fx.Node]:
     if "param" not in outputs:  # a part of an update
         return frozenset()
     start: Any = outputs["param"]
-    met, ways = {start}, deque([(start,)])
+    met, ways = {start}, deque[tuple[Any, ...]]([(start,)])
     while ways:
         way = ways.popleft()
         node = way[-1]
