@@ -79,12 +79,10 @@ bench: $(READY)  ## time one optimizer step: benchmarks/step_time.py
 
 # The machine should be idle. 124 M parameters and more: 8 GB of memory.
 tables: $(PEERS_READY)  ## measure again what README.md and benchmarks/README.md show of step times: 40 minutes, QUICK=1 10
-	@echo "== tables: benchmarks/host_time.py, monitor_cost.py, xla_native.py, xla_exchange.py, stage_cost.py, step_time.py, tables.py"
+	@echo "== tables: benchmarks/host_time.py, monitor_cost.py, stage_cost.py, step_time.py, tables.py"
 	@$(PEERS_VENV)/bin/python benchmarks/host_time.py --rounds $(TIMES_FEW) --json benchmarks/results/host_time.json
 	@$(PEERS_VENV)/bin/python benchmarks/monitor_cost.py --backends native --strategies bf16 plus --threads 1 2 \
 	    --rounds $(TIMES_MANY) --json benchmarks/results/monitor_cost.json
-	@$(PEERS_VENV)/bin/python benchmarks/xla_native.py --processes $(TIMES_FEW) --json benchmarks/results/xla_native.json
-	@$(PEERS_VENV)/bin/python benchmarks/xla_exchange.py --json benchmarks/results/xla_exchange.json
 	@$(PEERS_VENV)/bin/python benchmarks/stage_cost.py --processes $(TIMES_FEW) --rounds $(TIMES_MANY) \
 	    --json benchmarks/results/stage_cost.json
 	@$(PEERS_VENV)/bin/python benchmarks/step_time.py $(if $(QUICK),,--peers) --threads 1 2 --processes $(TIMES_FEW) \

@@ -99,8 +99,6 @@ def contenders(peers: bool = False) -> list[Contender]:
     for backend in backends():
         strategies = [DEFAULT] if backend == "reference" else STRATEGIES  # the oracle: as slow in all of them
         found += [Contender(s, a, backend) for a, s in product(ARITHMETICS, strategies) if possible(s, a)]
-    if {"native", "xla"} <= {*backends()}:
-        found += [Contender(DEFAULT, "fp32", "xla_native")]
     for optimizer in ("SGD", *(["Lion"] if _has("lion_pytorch") else [])):
         found += [Contender(s, "fp32", backends()[0], optimizer) for s in dict.fromkeys((DEFAULT, "light", "bf16"))]
     return found + ([Contender(PEER, name, "cpu") for name in peers_by_name()] if peers else [])

@@ -216,30 +216,6 @@ def host() -> str:
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
 
 
-def xla() -> str:
-    """Training steps on XLA's CPU device: the update as HLO, and as native code."""
-    content = stored("xla_native")
-    head = ["model", "no update, ms", "HLO, ms", "native, ms", "native / HLO", "of CPU time"]
-    lines = [
-        [f"{r['parameters'] / 1e6:.2f} M in {r['tensors']} tensors", *(f"{ms:.1f}" for ms in r["ms"]),
-         *(f"{x:.2f}" for x in r["ratios"])]
-        for r in content["rows"]
-    ]  # fmt: skip
-    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
-
-
-def exchanged() -> str:
-    """What memory costs that is exchanged with torch_xla, in multiples of a step of torch's fused fp32 AdamW."""
-    content = stored("xla_exchange")
-    head = ["tensors", "fused fp32, ms", "imported, ms", "x fused fp32", "exchanged, ms", "x fused fp32"]
-    lines = [
-        [str(r["tensors"]), f"{r['fused']:.1f}"]
-        + [cell for k in ("imported", "exchanged") for cell in (f"{r[k]:.2f}", f"{r[k] / r['fused']:.2f}")]
-        for r in content["rows"]
-    ]
-    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
-
-
 def monitoring() -> str:
     """A step that is measured, over one that is not."""
     content = stored("monitor_cost")
@@ -274,8 +250,6 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "step times, narrow": ("benchmarks/README.md", narrow),
     "step times, others": ("benchmarks/README.md", peers),
     "host": ("benchmarks/README.md", host),
-    "xla native": ("benchmarks/README.md", xla),
-    "xla exchange": ("benchmarks/README.md", exchanged),
     "monitoring": ("benchmarks/README.md", monitoring),
     "stages": ("benchmarks/README.md", stages),
     **{name: ("docs/migration.md", partial(migration.table, name)) for name in migration.SECTIONS},

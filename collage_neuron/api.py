@@ -113,7 +113,7 @@ def compile(
         arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
             rounds, Yu et al., ICML 2024).
         backend: ``auto`` (by the device of the parameters; on a CPU ``native`` if llvmlite is installed, else
-            ``reference``), ``reference``, ``native``, ``xla``, ``xla_native`` or ``nki``.
+            ``reference``), ``reference``, ``native``, ``xla`` or ``nki``.
         nonfinite: the effect of a NaN or Inf in a gradient. ``pass`` propagates it, as torch does; ``skip`` makes the
             step change no parameter and no state tensor, and counts it (`skipped_steps`).
         seed: the seed of stochastic rounding, 32 bits. The random bits depend on the seed, the step number, the index

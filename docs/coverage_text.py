@@ -58,10 +58,10 @@ is computed twice. Parameters never share a sum.
   the shapes that the optimizer gives them, in the formats of the strategy where they have a value for each element,
   and checkpoints have them so. It needs contiguous parameters that a process has as a whole and SPMD has not split,
   formats without words of blocks, and the backends `reference`, `native`, `xla` (which reshapes in its program:
-  `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU), `xla_native` or `nki` (stand-in): else it runs as
-  written. So does what depends on two shapes (means by head beside means by row), takes a part of a
-  view, or turns it. `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is
-  promised and what is rejected.
+  `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU) or `nki` (stand-in): else it runs as written.
+  So does what depends on two shapes (means by head beside means by row), takes a part of a view, or turns it.
+  `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is promised and what is
+  rejected.
 * Not in stages: sums over other dimensions than the last two, and norms of other orders than 1
   and 2 (of rows: than 2). Such a `step()` runs as written.
 

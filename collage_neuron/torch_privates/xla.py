@@ -24,17 +24,6 @@ def xla_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def xla_address(t: torch.Tensor) -> int:
-    """The address of a tensor's values on torch_xla's CPU device; RuntimeError while they are not computed.
-
-    The public `to_dlpack` ends the process in that case, and costs more.
-    """
-    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
-
-    address: int = xlac._unsafe_buffer_pointer(t)
-    return address
-
-
 def mark_sharding_like(t: torch.Tensor, p: torch.Tensor) -> None:
     """Shards `t` over devices as `p` is; `mark_sharding` asks for the mesh, which a parameter does not have at hand."""
     from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs

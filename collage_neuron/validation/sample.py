@@ -238,11 +238,7 @@ def _elements(t: Tensor, index: Tensor) -> Tensor:
 def _taken(t: Tensor, index: Tensor) -> Tensor:
     if t.is_contiguous():  # an index without dimensions would select, and give a view of the parameter itself
         return t.reshape(-1)[index.reshape(-1).to(t.device)].reshape(index.shape)
-    places = []
-    for d in reversed(t.shape):
-        places.append((index % d).to(t.device))
-        index = index // d
-    return t[tuple(reversed(places))] if places else t.clone()
+    return t[tuple(x.to(t.device) for x in torch.unravel_index(index, t.shape))]
 
 
 # --- drawn values -----------------------------------------------------------------------------------------------------

@@ -142,11 +142,8 @@ class Found:
         """The indices of element `i` of the sample in the (local) parameter."""
         if self.taken.is_drawn:
             return f" of a parameter with drawn values (gradient {float(self.taken.grad.reshape(-1)[i]):.9g})"
-        n, places = int(self.taken.plan.index.reshape(-1)[i]), []
-        for d in reversed(local(self.param).shape):
-            places.append(n % d)
-            n //= d
-        return str(list(reversed(places)))
+        places = torch.unravel_index(self.taken.plan.index.reshape(-1)[i], local(self.param).shape)
+        return str([int(n) for n in places])
 
     def _fail(self, what: str) -> None:
         groups = self.optimizer.param_groups

@@ -33,25 +33,16 @@ def spine(graph: fx.Graph) -> frozenset[fx.Node]:
     if "param" not in outputs:  # a part of an update
         return frozenset()
     start: Any = outputs["param"]
-    came_from: dict[fx.Node, fx.Node | None] = {start: None}
-    queue = deque([start])
-    while queue:
-        node = queue.popleft()
+    met, ways = {start}, deque[tuple[Any, ...]]([(start,)])
+    while ways:
+        way = ways.popleft()
+        node = way[-1]
         if node.op == "placeholder" and node.target == "param":
-            return frozenset(_way(node, came_from))
-        for operand in _carriers(node):
-            if isinstance(operand, fx.Node) and operand not in came_from:
-                came_from[operand] = node
-                queue.append(operand)
+            return frozenset(way)
+        further = [x for x in _carriers(node) if isinstance(x, fx.Node) and x not in met]
+        met.update(further)
+        ways += ((*way, x) for x in dict.fromkeys(further))
     return frozenset()
-
-
-def _way(node: fx.Node | None, came_from: dict[fx.Node, fx.Node | None]) -> list[fx.Node]:
-    way = []
-    while node is not None:
-        way.append(node)
-        node = came_from[node]
-    return way
 
 
 def _carriers(node: fx.Node) -> tuple[Any, ...]:

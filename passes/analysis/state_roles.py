@@ -30,7 +30,7 @@ from collage_neuron.passes.analysis.rounding_errors import first_moments, is_lon
 from collage_neuron.passes.analysis.signs import magnitudes, nonnegative
 from collage_neuron.passes.analysis.value_algebra import ONE, Product, Sum, equal, is_known
 from collage_neuron.passes.analysis.value_numbering import Values
-from collage_neuron.passes.ir.stage import returned
+from collage_neuron.passes.ir.stage import ancestors, returned
 from collage_neuron.passes.ir.update import Captured, Recording
 
 aten = torch.ops.aten
@@ -308,15 +308,14 @@ def _ancestors(nodes: Sequence[fx.Node], is_end: Callable[[fx.Node], Any] = lamb
 
     The search does not pass nodes for which `is_end` is true.
     """
-    known, todo = dict[fx.Node, None](), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in known:
-            known[node] = None
-            if getattr(node.target, "overloadpacket", None) not in _SIZELESS and not is_end(node):
-                is_where = node.target is aten.where.self
-                todo += [x for x in node.all_input_nodes if not (is_where and x is node.args[0])]
-    return list(known)
+
+    def inputs(node: fx.Node) -> list[fx.Node]:
+        if getattr(node.target, "overloadpacket", None) in _SIZELESS or is_end(node):
+            return []
+        is_where = node.target is aten.where.self
+        return [x for x in node.all_input_nodes if not (is_where and x is node.args[0])]
+
+    return list(ancestors(nodes, inputs))
 
 
 # --- by the numbers of a step -----------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ BUILT_IN = {
     "reference": BuiltIn(f"{_BACKENDS}.reference", None),
     "native": BuiltIn(f"{_BACKENDS}.native.backend", ("cpu",)),
     "xla": BuiltIn(f"{_BACKENDS}.xla.backend", ("xla",)),
-    "xla_native": BuiltIn(f"{_BACKENDS}.xla.cpu_device", ()),  # on request only: benchmarks/README.md says why
     "nki": BuiltIn(f"{_BACKENDS}.nki.backend", ("xla", "neuron")),
 }
 """The built-in backends; `auto` prefers later ones."""

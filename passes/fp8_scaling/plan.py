@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from collage_neuron.passes.fp8_scaling.scaled_matmul import LIMITS, largest
 from collage_neuron.passes.fp8_scaling.size_rules import analyse, known, reason
 from collage_neuron.passes.fp8_scaling.sizes import Size, packet
+from collage_neuron.passes.ir.stage import ancestors
 
 aten: Any = torch.ops.aten
 
@@ -101,16 +102,12 @@ def products(joint: Joint) -> Iterator[Product]:
 
 def _gradient_matmuls(joint: Joint) -> dict[Node, str]:
     """The matmuls whose results are added up to the gradient of a parameter, with its name."""
-    found: dict[Node, str] = {}
-    for gradient, name in joint.gradients.items():
-        waiting = [gradient]
-        while waiting:
-            node = waiting.pop()
-            if node.target in PRODUCTS:
-                found[node] = name
-            elif packet(node) in GATHERS:
-                waiting += [x for x in node.all_input_nodes if x in joint.backward]
-    return found
+
+    def added(node: Node) -> list[Node]:
+        return [x for x in node.all_input_nodes if x in joint.backward] if packet(node) in GATHERS else []
+
+    parts = ((ancestors([gradient], added), name) for gradient, name in joint.gradients.items())
+    return {node: name for part, name in parts for node in part if node.target in PRODUCTS}
 
 
 def last(found: Sequence[Product], nodes: Sequence[Node]) -> set[str]:

@@ -29,6 +29,7 @@ from collage_neuron.passes.fp8_scaling.sizes import (
     rule,
     summed,
 )
+from collage_neuron.passes.ir.stage import ancestors
 
 aten: Any = torch.ops.aten
 
@@ -279,14 +280,8 @@ def known(size: Sizes | None) -> bool:
 
 def reason(node: Node, found: Mapping[Node, Sizes]) -> str:
     """Why the size of a value is not known: the operations before it that have no rule, or are of no known size."""
-    waiting, seen, named = [node], {node}, []
-    while waiting:
-        x = waiting.pop()
-        if x.op == "call_function" and x.target is not operator.getitem and packet(x) not in RULES:
-            named.append(str(packet(x)))
-        before = [y for y in x.all_input_nodes if y not in seen and not known(found.get(y))]
-        seen.update(before)
-        waiting += before
-    if named:
-        return f"{', '.join(sorted(set(named)))} has no rule"
+    unknown = ancestors([node], lambda x: [y for y in x.all_input_nodes if not known(found.get(y))])
+    operations = {packet(x) for x in unknown if x.op == "call_function" and x.target is not operator.getitem}
+    if named := sorted(map(str, operations - RULES.keys())):
+        return f"{', '.join(named)} has no rule"
     return "it is computed from zeros, or from values whose size is not known"

@@ -15,7 +15,7 @@ computed of each element is computed again, instead of being kept in memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,6 +39,17 @@ KINDS: Mapping[str, str] = {
 def returned(graph: fx.Graph) -> Any:
     """What a graph returns."""
     return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+
+
+def ancestors(nodes: Iterable[fx.Node], inputs: Callable[[fx.Node], Iterable[fx.Node]]) -> dict[fx.Node, None]:
+    """The nodes, and all that they are computed from, by those inputs of each that count."""
+    found, todo = dict[fx.Node, None](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found[node] = None
+            todo += inputs(node)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

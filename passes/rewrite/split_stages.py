@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -13,7 +13,7 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import DIMENSIONS, ELEMENT, ENDINGS, NUMBER, joined
 from collage_neuron.numerics.tensor_sums import OF_TENSOR, across
-from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Stage, returned
+from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Stage, ancestors, returned
 from collage_neuron.passes.ir.update import Update
 
 _TRUTHS = frozenset(
@@ -204,7 +204,7 @@ class _Cutting:
         self, results: Sequence[fx.Node], all_inputs: bool = False, has_elements: bool = False
     ) -> tuple[fx.Graph, tuple[str, ...], tuple[str, ...]]:
         """The graph of these results, the components that it reads (of elements one at least), and the numbers."""
-        needed = self._ancestors(results)
+        needed = ancestors(results, lambda node: () if node in self.known else node.all_input_nodes)
         body, made = fx.Graph(), dict[fx.Node, fx.Node]()
         inputs = [n for n in self.graph.nodes if n.op == "placeholder" and n not in {*self.scalars, *self.known}]
         read = [n for n in inputs if n in needed or all_inputs] or inputs[:has_elements]
@@ -219,13 +219,3 @@ class _Cutting:
         body.output(tuple(made[x] for x in results))
         components = tuple(str(n.target) for n in read if n.target in self.update.inputs)
         return body, components, tuple(self.known[n] for n in numbers)
-
-    def _ancestors(self, results: Sequence[fx.Node]) -> Mapping[fx.Node, Any]:
-        """What the results need, without what known numbers need."""
-        needed, todo = dict[fx.Node, Any](), list(results)
-        while todo:
-            node = todo.pop()
-            if node not in needed:
-                needed[node] = None
-                todo += () if node in self.known else node.all_input_nodes
-        return needed

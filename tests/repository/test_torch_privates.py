@@ -29,7 +29,6 @@ NOTICED_BY = {
     "distributed/test_traced.py::test_sums_over_shards_are_launched":
         "all_reduce is_wrapping process_group wait_tensor",
     "trace/test_scalar_program.py::test_followed_steps_have_the_bits_of_recorded_ones": "unseen",
-    "backends/test_buffer_donation.py::test_memory_is_taken_back_where_nobody_else_refers_to_it": "xla_address",
     "backends/test_reference_and_xla.py::test_results_have_the_shapes_of_the_words": "user_computation",
     "runtime/test_written_weights.py::test_a_write_between_steps_is_within_half_an_ulp":
         "version",
