@@ -62,7 +62,7 @@ class GroupNumbers:
         """None if there are settings that are not numbers and texts, or tuples and lists of these."""
         told: list[Any] = []
         for name in names:
-            value = group.get(name)
+            value: Any = group.get(name)
             if (kind := type(value)) is float:  # those that most are come first
                 self.numbers.append(value)
                 told.append(float)
