@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import Base
+from case_arena import Base
 from running import as_written_too
 from torch.nn import Parameter
 from torch.optim import Optimizer

@@ -12,7 +12,7 @@ import types
 from typing import Any
 
 import torch
-from hostile import Ball, Base, World, case, hostile, of_both
+from case_arena import Ball, Base, World, case, hostile, of_both
 from torch.nn import Parameter
 from torch.optim import Adam
 from torch.optim.optimizer import register_optimizer_step_pre_hook

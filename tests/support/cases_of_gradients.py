@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hostile import Ball, Base, World, case, of_both
+from case_arena import Ball, Base, World, case, of_both
 from torch.nn import Parameter
 
 

@@ -12,7 +12,7 @@ import pickle
 from typing import Any
 
 import torch
-from hostile import Ball, Base, World, case, of_both
+from case_arena import Ball, Base, World, case, of_both
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 

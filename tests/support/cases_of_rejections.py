@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 import torch
-from hostile import Ball, Base, World, case, hostile
+from case_arena import Ball, Base, World, case, hostile
 from torch.optim import SGD
 
 REJECTED = {

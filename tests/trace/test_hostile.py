@@ -6,11 +6,11 @@ import re
 from functools import partial
 from typing import Any
 
+import case_arena
 import cases_of_classes
-import cases_of_gradients  # noqa: F401  # its cases are in `hostile.CASES`
+import cases_of_gradients  # noqa: F401  # its cases are in `case_arena.CASES`
 import cases_of_loops  # noqa: F401  # the same
 import cases_of_rejections
-import hostile
 import pytest
 import torch
 from torch.nn import Parameter
@@ -61,7 +61,9 @@ def test_it_is_near_under_other_strategies(name: str, strategy: str) -> None:
 
 # --- loops ------------------------------------------------------------------------------------------------------------
 
-LOOPS = [name for name in hostile.CASES if name not in cases_of_rejections.REJECTED.keys() | cases_of_rejections.WARNED]
+LOOPS = [
+    name for name in case_arena.CASES if name not in cases_of_rejections.REJECTED.keys() | cases_of_rejections.WARNED
+]
 
 
 @pytest.mark.sampled(of=2)
@@ -69,8 +71,8 @@ LOOPS = [name for name in hostile.CASES if name not in cases_of_rejections.REJEC
 @pytest.mark.parametrize("strategy", ["fp32", "plus"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_is_right(name: str, strategy: str) -> None:
-    outcome = hostile.play(hostile.CASES[name], strategy)
-    assert outcome.error < hostile.TOLERANCES[strategy], outcome
+    outcome = case_arena.play(case_arena.CASES[name], strategy)
+    assert outcome.error < case_arena.TOLERANCES[strategy], outcome
     (plain, plain_notes), (ours, notes) = outcome.left
     assert ours == plain
     assert notes == plain_notes
@@ -78,17 +80,17 @@ def test_a_loop_is_right(name: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("name", cases_of_rejections.REJECTED)
 def test_what_cannot_be_had_is_rejected_and_nothing_changed(name: str) -> None:
-    world = hostile.World("plus")
+    world = case_arena.World("plus")
     before = [p.detach().clone() for p in world.params]
-    with pytest.raises(hostile.REJECTIONS, match=cases_of_rejections.REJECTED[name]):
-        hostile.CASES[name](world)
+    with pytest.raises(case_arena.REJECTIONS, match=cases_of_rejections.REJECTED[name]):
+        case_arena.CASES[name](world)
     for p, x in zip(world.params[:2], before, strict=False):  # the third is exchanged by a case
         assert torch.equal(p.float(), x)
 
 
 @pytest.mark.parametrize("name", sorted(cases_of_rejections.WARNED))
 def test_what_loses_bits_is_told(name: str) -> None:
-    outcome = hostile.play(hostile.CASES[name], "plus")
+    outcome = case_arena.play(case_arena.CASES[name], "plus")
     assert re.search("are written between steps", " ".join(outcome.warned))
 
 
@@ -154,10 +156,10 @@ def test_a_change_between_steps(change: Any) -> None:
 
 
 def test_it_is_said_why_parameters_of_another_class_are_not_traced() -> None:
-    world = hostile.World("plus")
+    world = case_arena.World("plus")
     with pytest.warns(RunsAsWritten, match=r": step\(\), or a function that it uses, asks for exact types"):
-        hostile.CASES["ByExactClass"](world)
-    world.optimizer = hostile.Ball([cases_of_classes.ByExactClass.Own(torch.ones(3))])
+        case_arena.CASES["ByExactClass"](world)
+    world.optimizer = case_arena.Ball([cases_of_classes.ByExactClass.Own(torch.ones(3))])
     world.params = world.optimizer.param_groups[0]["params"]
     world.compile(world.optimizer)
     with pytest.warns(RunsAsWritten, match=r"the values of a Own of torch.bfloat16 on cpu cannot wait"):
