@@ -336,6 +336,9 @@ class DeferredCalls:
     def make(self, shape: Sequence[int], value: float) -> torch.Tensor:
         """A tensor on the device of the values, which waits, with one number in all elements."""
         device = self.tensors[0].device
+        found = self.again(0, factory_tensors.FULL, (shape, value), {"dtype": torch.float32, "device": device})
+        if found is not None:
+            return found
         args, kwargs, numbers = factory_tensors.written(shape, value, device)
         call = self._course.known(factory_tensors.FULL, args, kwargs)
         if call is None:
@@ -361,7 +364,7 @@ class DeferredCalls:
         """What a call returns."""
         if call.makes is None:
             return None if call.rule.is_list else args[0]
-        if call.rule.kind == "view" or not self._spare:  # torch allows no view to be returned once more
+        if call.is_new_view or not self._spare:
             self._add(call, call.makes, (*args, *kwargs.values()))
         made = [self.tensors[i] for i in call.returns]
         return made if call.rule.is_list else made[0]
