@@ -163,8 +163,8 @@ class Presentation:
     def plan(self, seen: step_inventory.Seen | None, waiting: MakesPlaceholders | None = None) -> set[int]:
         """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words.
 
-        The step has `seen` the states, if they are usual. With `waiting`, the fp32 tensors are its placeholders, and are
-        filled when somebody asks for that (`compute`).
+        The step has `seen` the states, if they are usual. With `waiting`, the fp32 tensors are its placeholders, which
+        are filled when somebody asks for that (`compute`).
         """
         self.values, self._aliases, self._waiting = [], [], waiting
         self.has_two_names, self._copies = False, None

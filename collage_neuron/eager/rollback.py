@@ -47,17 +47,18 @@ class Held:
         inside: Iterable[Inner] = (),
         seen: step_inventory.Seen | None = None,
     ) -> None:
-        """With what the step has `seen`, states are dictionaries of plain values."""
+        """With what the step has `seen`, states are dictionaries, and it is known which of their values are tensors."""
         own = [vars(x) for x in (optimizer, *(each.optimizer for each in inside))]
         self._attributes = [(x, {k: v for k, v in x.items() if not k.startswith(OURS)}) for x in own]
         containers: dict[int, Any] = {}
         tensors: dict[int, torch.Tensor] = {}
         states: list[dict[str, Any]] = [] if seen is None else seen.states
         containers.update(zip(map(id, states), states, strict=True))  # what is there is not looked into
-        values = chain.from_iterable(map(dict.values, states))
+        values = list(chain.from_iterable(map(dict.values, states)))
         found = [] if seen is None else list(compress(values, seen.structure.are_tensors))
         if not known.issuperset(map(id, found)):
-            tensors.update((id(x), x) for x in found if id(x) not in known and type(x) in ORDINARY)
+            tensors.update((id(x), x) for x in found if id(x) not in known)
+        _collect(tuple(x for x in values if type(x) not in _LEAVES), containers, tensors)
         for _, attributes in self._attributes:
             _collect(attributes, containers, tensors)
             containers.pop(id(attributes))
@@ -112,6 +113,8 @@ def _copies(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tenso
         copies += ((x, value.view(x.shape)) for x, value in zip(same, values, strict=True))
     return copies
 
+
+_LEAVES = ATOMS | ORDINARY
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
 _CHANGING = (dict, list, set, deque)

@@ -237,7 +237,7 @@ class Context:
             self.presentation, known = earlier
         step_inventory.changed(self.optimizer)
         if self._held is None:
-            self._held = Held(self.optimizer, self.presentation.params(), known, inside, seen)
+            self._held = Held(self.optimizer, self.presentation.params(), known, inside, found)
         if trace is not None and self._held.has_large:
             trace.decide()
         self.presentation.alias(self._held.tensors)
