@@ -187,8 +187,8 @@ class Gradients:
         if parts and id(part := torch_privates.part(grad)) in parts:
             made: torch.Tensor = torch_privates.sharded_like(parts[id(part)][1], grad)
             return made
-        owner, before = memory.wide.get(id(grad), (None, None))
-        found: torch.Tensor | None = before() if owner is not None and owner() is grad else None
+        known = memory.wide.get(id(grad))
+        found = known[1]() if known is not None and known[0]() is grad else None
         return memory.empty(grad) if found is None or found.shape != grad.shape else found
 
     def _parts(self, grads: Mapping[int, torch.Tensor], held: Iterable[torch.Tensor], inside: Collection[int]) -> Parts:

@@ -336,7 +336,8 @@ class DeferredCalls:
     def make(self, shape: Sequence[int], value: float) -> torch.Tensor:
         """A tensor on the device of the values, which waits, with one number in all elements."""
         device = self.tensors[0].device
-        found = self.again(0, factory_tensors.FULL, (shape, value), {"dtype": torch.float32, "device": device})
+        asked = {"dtype": torch.float32, "device": device}
+        found: torch.Tensor | None = self.again(0, factory_tensors.FULL, (shape, value), asked)
         if found is not None:
             return found
         args, kwargs, numbers = factory_tensors.written(shape, value, device)

@@ -389,7 +389,8 @@ def made_and_written_by_another_name(o: Any, p: Any, g: Any, s: Any, lr: float, 
         y = torch.detach(torch.ones_like(p))
         y.add_(1.0)
     p.sub_(z + y, alpha=lr)
-    assert not (z is y or torch.detach(z) is z)
+    assert z is not y
+    assert torch.detach(z) is not z
 
 
 @launched
