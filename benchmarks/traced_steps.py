@@ -53,6 +53,20 @@ class Reading(Optimizer):
             p.sub_(self.scaled(self, p, state["m"] / (state["v"].sqrt() + 1e-8)), alpha=0.01)
 
 
+class Defaulted(Optimizer):
+    """Adam, which makes its first states in each step, and uses them in one: `setdefault` is common."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            m = self.state[p].setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            v = self.state[p].setdefault("v", torch.zeros_like(p)).mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            p.sub_(m / (v.sqrt() + 1e-8), alpha=0.01)
+
+
 class Listed(Optimizer):
     """Momentum in two calls, over values in lists: what is cheapest in plain torch, and runs as written."""
 
@@ -104,6 +118,7 @@ CASES: dict[str, Make] = {
     "RMSprop, foreach": partial(RMSprop, foreach=True),
     "NAdam, foreach": partial(NAdam, foreach=True),
     "loop": TransformersAdamW,
+    "setdefault": Defaulted,
     "schedule-free": ScheduleFreeAdamW,
     "LAMB": Lamb,
     "a rate for each": partial(Reading, scaled=by_place),

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
+from collage_neuron.eager.memory import Pool, are_alone, bits, is_alone, memory_of, pool
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.sharding import ORDINARY, gradient, is_sharded, local, writable_gradient
 from collage_neuron.states.shared_memory import first_shared, share
@@ -100,7 +100,8 @@ class Gradients:
         if not are_alone(grads):
             shared = {id(g): g for g in grads if type(g) in ORDINARY and _is_shared(g)}
         self.pairs, self._buffers = [], []
-        known = pool(self.optimizer).wide
+        memory = pool(self.optimizer)
+        known = memory.wide
         for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
             del known[key]
         is_met = bool(shared) and _meet(list(shared.values()), [*owners, *held])
@@ -115,7 +116,7 @@ class Gradients:
         self.of = {}
         alone: dict[int, tuple[Any, Any, torch.Tensor]] = {}
         for p, grad in zip(given, grads, strict=True):
-            wide = self._wide(grad, known, parts)
+            wide = self._wide(grad, memory, parts)
             self.of[id(p)] = Gradient(grad, wide)
             known[id(grad)] = weakref.ref(grad), weakref.ref(wide)
             if id(grad) not in parts:
@@ -179,16 +180,16 @@ class Gradients:
         inside = {id(owner): other for owner, other in self.pairs}
         return {id(g.wide): inside.get(id(g.owner), g.owner) for g in self.of.values()}
 
-    def _wide(self, grad: torch.Tensor, known: Mapping[int, Any], parts: Parts) -> torch.Tensor:
+    def _wide(self, grad: torch.Tensor, memory: Pool, parts: Parts) -> torch.Tensor:
         """The fp32 tensor of a gradient: that of the last step, if something refers to it."""
         if id(grad) in parts:
             return parts[id(grad)][1]
         if parts and id(part := torch_privates.part(grad)) in parts:
             made: torch.Tensor = torch_privates.sharded_like(parts[id(part)][1], grad)
             return made
-        owner, before = known.get(id(grad), (None, None))
-        found: torch.Tensor | None = before() if owner is not None and owner() is grad else None
-        return pool(self.optimizer).empty(grad) if found is None or found.shape != grad.shape else found
+        known = memory.wide.get(id(grad))
+        found = known[1]() if known is not None and known[0]() is grad else None
+        return memory.empty(grad) if found is None or found.shape != grad.shape else found
 
     def _parts(self, grads: Mapping[int, torch.Tensor], held: Iterable[torch.Tensor], inside: Collection[int]) -> Parts:
         """Gradients that share a buffer with one another or with what is held, and this, with their fp32 tensors.

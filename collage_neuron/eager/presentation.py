@@ -27,6 +27,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.runtime import cross_rank_check
 from collage_neuron.runtime.preconditions import is_left_alone
+from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import is_sharded, local, version
 
@@ -159,15 +160,16 @@ class Presentation:
 
     # --- before the step ------------------------------------------------------------------------------------------
 
-    def plan(self, waiting: MakesPlaceholders | None = None) -> set[int]:
+    def plan(self, seen: step_inventory.Seen | None, waiting: MakesPlaceholders | None = None) -> set[int]:
         """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words.
 
-        With `waiting`, the fp32 tensors are its placeholders, and are filled when somebody asks for that (`compute`).
+        The step has `seen` the states, if they are usual. With `waiting`, the fp32 tensors are its placeholders, which
+        are filled when somebody asks for that (`compute`).
         """
         self.values, self._aliases, self._waiting = [], [], waiting
         self.has_two_names, self._copies = False, None
         self.groups = self._found_groups()
-        self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
+        self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params(), seen), strict=True))
         self.dtypes = {key: p.dtype for key, (p, _) in self.groups.items()}
         self.has_shards = any(map(is_sharded, self.params()))
         known = {id(p.grad) for p in self.params() if p.grad is not None}

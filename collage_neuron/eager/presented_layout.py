@@ -49,9 +49,9 @@ class Outline:
         return tuple(each.name for each in self.values)
 
 
-def outlines(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[Outline]:
-    """The outline of each of `params`, which are those of all groups."""
-    seen, as_made = step_inventory.of(optimizer), bookkeeping(optimizer).as_made
+def outlines(optimizer: Optimizer, params: Sequence[torch.Tensor], seen: step_inventory.Seen | None) -> list[Outline]:
+    """The outline of each of `params`, which are those of all groups, in a step that has `seen` the states."""
+    as_made = bookkeeping(optimizer).as_made
     if seen is None:
         return [_outline(optimizer, p) for p in params]
     others = tuple((id(p), frozenset(names)) for p, names in as_made.items())

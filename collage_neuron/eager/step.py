@@ -22,7 +22,7 @@ from collage_neuron.eager.gradients import MakesPlaceholders
 from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.rollback import Held
-from collage_neuron.eager.steady import Steady
+from collage_neuron.eager.steady import Steady, found_in
 from collage_neuron.eager.step_metrics import changes_of
 from collage_neuron.errors import RunsAsWritten, StepInterrupted, StepSkipped, UnsupportedUpdate
 from collage_neuron.runtime import cross_rank_check, fallback_warning
@@ -226,21 +226,24 @@ class Context:
         """Presents the values; those of a step that is traced wait, if they can."""
         seen, inside = step_inventory.of(self.optimizer), inner_optimizers.inner_of(self.optimizer)
         inner_optimizers.check_untouched(self.optimizer, inside)
-        self._structure = seen.structure if trace is None and seen is not None and self.is_step else None
-        earlier = self._planned(seen) if trace is None else None if seen is None else trace.planned(seen)
+        found = seen
+        if seen is None and trace is None and self.is_step and self._held is None:  # no closure was called before
+            found = found_in(self.optimizer)
+        self._structure = found.structure if found is not None and trace is None and self.is_step else None
+        earlier = self._planned(found) if trace is None else None if seen is None else trace.planned(seen)
         if earlier is None:
-            known = self.presentation.plan(None if trace is None else trace.waiting)
+            known = self.presentation.plan(found, None if trace is None else trace.waiting)
         else:
             self.presentation, known = earlier
         step_inventory.changed(self.optimizer)
         if self._held is None:
-            self._held = Held(self.optimizer, self.presentation.params(), known, inside, seen)
+            self._held = Held(self.optimizer, self.presentation.params(), known, inside, found)
         if trace is not None and self._held.has_large:
             trace.decide()
         self.presentation.alias(self._held.tensors)
         if trace is not None and not self.presentation.can_wait():
             trace.check_as_written("a gradient, a parameter or a state shares its memory")
-            self.presentation.plan()
+            self.presentation.plan(seen)
             self.presentation.alias(self._held.tensors)
             trace = None
         if trace is None and self.is_step:

@@ -160,7 +160,7 @@ class Quick(NamedTuple):
                 if not (type(x) is torch.Tensor and x.is_cpu and (x.dtype, x.shape) == how and not x.requires_grad):
                     return None
                 found.append(x.item())
-            elif place(id(x)) != how if type(how) is int else (type(x), x) != how:
+            elif not _is_written(x, how, place):
                 return None
         return found
 
@@ -168,12 +168,20 @@ class Quick(NamedTuple):
 _MISSING = object()
 
 
+def _is_written(x: Any, how: Any, place: Callable[[int], int | None]) -> bool:
+    """Returns True for an argument that a call has without numbers: a tensor, a constant, or a list of these."""
+    if type(how) is int:
+        return place(id(x)) == how
+    if type(how) is list:
+        is_alike = isinstance(x, (list, tuple)) and len(x) == len(how)
+        return is_alike and all(_is_written(own, each, place) for own, each in zip(x, how, strict=True))
+    return (type(x), x) == how and (x != 0.0 or math.copysign(1.0, x) > 0.0)  # no call has -0.0 (`_number`)
+
+
 def quick(asked: Any, args: Written, kwargs: Mapping[str, Any], returns: int, calls: int = 1) -> Quick | None:
     """The first look at a call; None if it has to be compared in full."""
     others = [(i, x) for i, x in enumerate(args) if type(x) is not int] + list(kwargs.items())
-    if any(type(x) is list for _, x in others) or (calls > 1 and any(is_number(x) for _, x in others)):
-        return None
-    if any(type(x) is tuple and not _is_plain(*x) for _, x in others):
+    if not all(_is_quick(x, calls == 1) for _, x in others):
         return None
     places = [x if type(x) is int else None for x in args]
     if len(others) > 1 or any(x is not NUMBER for _, x in others):
@@ -181,9 +189,15 @@ def quick(asked: Any, args: Written, kwargs: Mapping[str, Any], returns: int, ca
     return Quick(asked, places, others[0][0] if others else None, returns, calls)
 
 
-def _is_plain(kind: type, x: Any) -> bool:
-    """Returns True for a constant that is the same argument whenever it is equal: 0.0 equals -0.0."""
-    return kind in (type(None), bool, int, str, torch.dtype, torch.device) or (kind is float and x != 0.0)
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""The types of constants that are the same argument whenever they are equal, but for -0.0."""
+
+
+def _is_quick(how: Any, has_numbers: bool) -> bool:
+    """Returns True for what can be looked at first; it may be a number of the step, or not."""
+    if type(how) is list:
+        return all(_is_quick(each, has_numbers=False) for each in how)
+    return has_numbers if is_number(how) else type(how) is int or how[0] in _CONSTANTS
 
 
 class Call(NamedTuple):
@@ -201,6 +215,15 @@ class Call(NamedTuple):
     """The method that was called, and has made this call, and as many more as it says."""
     line: Place | None = None
     """The line of the code that has made it first."""
+
+    @property
+    def is_new_view(self) -> bool:
+        """Returns True if torch does not allow what it returns to be returned once more, as a view.
+
+        What `detach` returns is none for torch, which calls it for each tensor that a function such as `torch.zeros`
+        makes of one that somebody has.
+        """
+        return self.rule.kind == "view" and self.func is not torch.ops.aten.detach.default
 
     @property
     def returns(self) -> range:
@@ -226,7 +249,7 @@ class Call(NamedTuple):
 
     def quick(self) -> Quick | None:
         """How it is looked at; of lists, and where torch has to make a view anew, in full."""
-        if self.rule.is_list or self.rule.kind == "view":
+        if self.rule.is_list or self.is_new_view:
             return None
         return quick(self.func, self.args, self.kwargs, -1 if self.rule.kind == "writes" else self.first)
 

@@ -336,6 +336,10 @@ class DeferredCalls:
     def make(self, shape: Sequence[int], value: float) -> torch.Tensor:
         """A tensor on the device of the values, which waits, with one number in all elements."""
         device = self.tensors[0].device
+        asked = {"dtype": torch.float32, "device": device}
+        found: torch.Tensor | None = self.again(0, factory_tensors.FULL, (shape, value), asked)
+        if found is not None:
+            return found
         args, kwargs, numbers = factory_tensors.written(shape, value, device)
         call = self._course.known(factory_tensors.FULL, args, kwargs)
         if call is None:
@@ -361,7 +365,7 @@ class DeferredCalls:
         """What a call returns."""
         if call.makes is None:
             return None if call.rule.is_list else args[0]
-        if call.rule.kind == "view" or not self._spare:  # torch allows no view to be returned once more
+        if call.is_new_view or not self._spare:
             self._add(call, call.makes, (*args, *kwargs.values()))
         made = [self.tensors[i] for i in call.returns]
         return made if call.rule.is_list else made[0]

@@ -16,7 +16,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.trace.calls import NUMBER, Rule, Written
-from collage_neuron.trace.placeholders import STEP, waits
+from collage_neuron.trace.placeholders import STEP, WAITING, WaitingTensor, called, waits
 
 aten = torch.ops.aten
 
@@ -24,6 +24,8 @@ FULL = aten.full.default
 """The operation that all of them are."""
 
 RULE = Rule("new", True)
+
+_WAITING = frozenset(WAITING)
 
 Made = tuple[Sequence[int], Any]
 """A shape, and the value of all elements."""
@@ -54,8 +56,11 @@ class MadeOnDevice(torch_privates.DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = self._made(func, args, kwargs or {}) if func in _MADE else None
-        return func(*args, **kwargs or {}) if made is None else made
+        if func in _MADE and (made := self._made(func, args, kwargs or {})) is not None:
+            return made
+        if types and _WAITING.issuperset(types):  # what torch would call, after 2 us
+            return called(WaitingTensor, func, types, args, kwargs)
+        return func(*args, **kwargs or {})
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The placeholder that is returned; None where torch has to make what it is asked for."""

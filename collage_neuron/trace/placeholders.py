@@ -64,7 +64,7 @@ IN_PROGRESS: list[Step] = []
 """The steps of all threads whose operations wait."""
 
 
-def _called(
+def called(
     cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """What torch calls for an operation on placeholders."""
@@ -80,7 +80,7 @@ class WaitingTensor(torch.Tensor):
     """The class of a placeholder; `isinstance` and attributes are those of a tensor."""
 
     __torch_function__: Any = torch.nn.Parameter.__torch_function__  # its results are of torch's own class
-    __torch_dispatch__: Any = classmethod(_called)
+    __torch_dispatch__: Any = classmethod(called)
 
     @property
     def data(self) -> torch.Tensor:
@@ -107,7 +107,7 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set
 class WaitingParameter(torch.nn.Parameter):
     """The same of a parameter."""
 
-    __torch_dispatch__: Any = classmethod(_called)
+    __torch_dispatch__: Any = classmethod(called)
     data = WaitingTensor.data
 
 
@@ -146,7 +146,7 @@ for _kind in (WaitingTensor, WaitingParameter):
 
 WaitingParameter.__deepcopy__ = _of_value("__deepcopy__")  # type: ignore[method-assign]
 
-_WAITING = WaitingTensor, WaitingParameter
+WAITING = WaitingTensor, WaitingParameter
 _VALUE = "_collage_value"
 """The attribute of what was inside a placeholder that has its value now: C++ may hold that still."""
 
@@ -173,7 +173,7 @@ def wait(t: torch.Tensor) -> None:
 
 def has_value(t: torch.Tensor) -> None:
     """Makes it torch's again."""
-    if isinstance(t, _WAITING):
+    if isinstance(t, WAITING):
         t.__class__ = _TORCHS[type(t)]
 
 
@@ -197,12 +197,12 @@ def withdraw(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def waits(x: object) -> bool:
     """Returns True for what has no value yet, or stands for what has one."""
-    return isinstance(x, _WAITING)
+    return isinstance(x, WAITING)
 
 
 def stands_for(x: object) -> bool:
     """Returns True for what stands for a tensor that has its value."""
-    return isinstance(x, _WAITING) and hasattr(x, _VALUE)
+    return isinstance(x, WAITING) and hasattr(x, _VALUE)
 
 
 # --- what has its value -----------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def put_off(t: torch.Tensor, other: torch.Tensor) -> None:
 
 def value_of(x: Any) -> Any:
     """The tensor that has the value of `x`; RuntimeError if it waits."""
-    if not isinstance(x, _WAITING):
+    if not isinstance(x, WAITING):
         return x
     found = getattr(x, _VALUE, None)
     if found is None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron.eager.memory import pool
+from collage_neuron.eager.rollback import tensors_in
 from collage_neuron.eager.steady import Steady
 
 
@@ -33,9 +34,25 @@ class Flipped(Optimizer):
             state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
             state["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
             p.sub_((state["m"] / (state["v"].sqrt() + 1e-8)).flip(0), alpha=0.1)
+            self.more(p, state)
         if self.also is not None:
             self.also(self, [p for group in self.param_groups for p in group["params"]])
             self.also = None
+
+    def more(self, p: Any, state: Any) -> None:
+        """What a subclass does besides."""
+
+
+class Listed(Flipped):
+    """The same with sums of gradients in a list and in a dictionary, which are no words; `p` has a part of both."""
+
+    def more(self, p: Any, state: Any) -> None:
+        (total,) = state.setdefault("list", [torch.zeros_like(p)])
+        total.add_(p.grad)
+        named = state.setdefault("named", {0: torch.zeros_like(p)})
+        for x in named.values():
+            p.sub_(x.add_(p.grad), alpha=0.001)
+        p.sub_(total, alpha=0.001)
 
 
 def in_step(also: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -109,11 +126,66 @@ EVENTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def ran(event: Callable[[Any, Any], Any], strategy: str) -> tuple[list[torch.Tensor], list[bool]]:
+def set_list(make: Callable[[Any, Any], Any], name: str = "list") -> Callable[[Any, Any], None]:
+    """Exchanges what is in the state of the first parameter under a name."""
+
+    def event(optimizer: Any, params: Any) -> None:
+        optimizer.state[params[0]][name] = make(params[0], optimizer.state[params[0]])
+
+    return event
+
+
+def shared(optimizer: Any, params: Any) -> None:
+    """Two parameters have one list."""
+    optimizer.state[params[2]]["list"] = optimizer.state[params[0]]["list"]
+
+
+def no_list(optimizer: Any, params: Any) -> None:
+    del optimizer.state[params[0]]["list"]
+
+
+def words_in_a_list(optimizer: Any, params: Any) -> None:
+    """A state in words is in the list as well, and later in the list alone."""
+    state = optimizer.state[params[0]]
+    state["list"] = [state["m"]]
+    optimizer.also = lambda optimizer, params: optimizer.state[params[0]].update(m=params[0] * 2)
+
+
+def by_a_tensor(optimizer: Any, params: Any) -> None:
+    optimizer.state[params[0]][params[1]] = [1]
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "another list": set_list(lambda p, state: [torch.ones_like(p, dtype=torch.float32)]),
+    "a list that is written": lambda optimizer, params: optimizer.state[params[0]]["list"][0].mul_(2),
+    "a list of a value that is bf16": set_list(lambda p, state: [torch.ones_like(p)]),
+    "a tuple": set_list(lambda p, state: (torch.ones_like(p, dtype=torch.float32),)),
+    "a list of the weights": set_list(lambda p, state: [p.detach().clone().float()]),
+    "no list": no_list,
+    "one list for two": shared,
+    "other numbers as names": set_list(lambda p, state: {1: state["named"][0], 0: state["named"][0] * 1}, "named"),
+    "a longer dictionary": lambda optimizer, params: optimizer.state[params[0]]["named"].update({7: params[0] * 1.0}),
+    "in the step, another list": in_step(set_list(lambda p, state: [p * 1.0])),
+    "in the step, a list of the values": in_step(set_list(lambda p, state: [p.data])),
+    "in the step, a list of a gradient": in_step(set_list(lambda p, state: [p.grad])),
+    "in the step, no list": in_step(no_list),
+    "in the step, a list becomes a tensor": in_step(set_list(lambda p, state: p * 1.0, "late")),
+    "in the step, a state becomes a list": in_step(set_list(lambda p, state: [state["n"]], "n_before")),
+    "in the step, one list for two": in_step(shared),
+    "in the step, words in a list": in_step(words_in_a_list),
+    "words in a list": words_in_a_list,
+    "in the step, a list of all states": in_step(set_list(lambda p, state: [state["list"][0]], "again")),
+    "in the step, named by a tensor": in_step(by_a_tensor),
+    "in the step, an object": in_step(set_list(lambda p, state: object(), "own")),
+}
+"""The same for what is not in words."""
+
+
+def ran(event: Callable[[Any, Any], Any], strategy: str, cls: type[Flipped]) -> tuple[list[torch.Tensor], list[bool]]:
     """What is left after 13 steps, with the event before some of them; and whether each found what the last one did."""
     torch.manual_seed(0)
     params = [Parameter(torch.randn(shape).bfloat16()) for shape in ((4, 4), (5,), (4, 4))]
-    optimizer: Any = collage_neuron.compile(Flipped(params), strategy=strategy, verbose=False)
+    optimizer: Any = collage_neuron.compile(cls(params), strategy=strategy, verbose=False)
     steady = []
     for i in range(13):
         for p in params:
@@ -122,18 +194,58 @@ def ran(event: Callable[[Any, Any], Any], strategy: str) -> tuple[list[torch.Ten
             event(optimizer, params)
         optimizer.step()
         steady.append(pool(optimizer).steady is not None)
-    words = [x for p in params for x in optimizer.state[p].values() if isinstance(x, torch.Tensor)]
+    words = [x for p in params for x in tensors_in(optimizer.state[p])]
     return [x.detach() for x in (*params, *words, *(p.grad for p in params if p.grad is not None))], steady
 
 
 @pytest.mark.filterwarnings("ignore::collage_neuron.RunsAsWritten")
 @pytest.mark.parametrize("strategy", ["plus", "split433", "stochastic"])
-@pytest.mark.parametrize("name", EVENTS)
-def test_bits_are_those_of_steps_that_look_anew(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, steady = ran(EVENTS[name], strategy)
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [*((name, cls) for name in EVENTS for cls in (Flipped, Listed)), *((name, Listed) for name in CHANGES)],
+)
+def test_bits_are_those_of_steps_that_look_anew(
+    name: str, cls: type[Flipped], strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = (EVENTS | CHANGES)[name]
+    found, steady = ran(event, strategy, cls)
     monkeypatch.setattr(Steady, "begin", lambda *_: None)
     monkeypatch.setattr(Steady, "of", lambda *_: None)
-    anew, _ = ran(EVENTS[name], strategy)
+    anew, _ = ran(event, strategy, cls)
     assert len(found) == len(anew)
     assert all(map(torch.equal, found, anew))
     assert steady[5]  # before anything has happened
+
+
+def raises(optimizer: Any, params: Any) -> None:
+    optimizer.state[params[0]]["list"].append(1)
+    optimizer.state[params[1]]["named"].clear()
+    raise ValueError("on purpose")
+
+
+@pytest.mark.filterwarnings("ignore::collage_neuron.RunsAsWritten")
+def test_a_step_that_raises_after_many_leaves_lists_as_they_were() -> None:
+    """What is in them is not presented, and was written."""
+
+    def kept(optimizer: Any) -> list[Any]:
+        states = [optimizer.state[p] for p in params]
+        tensors = [(x, x.detach().clone()) for state in states for x in tensors_in(state)]
+        return [*tensors, *((state["list"], list(state["list"]), dict(state["named"])) for state in states)]
+
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(shape).bfloat16()) for shape in ((4, 4), (5,), (4, 4))]
+    optimizer: Any = collage_neuron.compile(Listed(params), strategy="plus", verbose=False)
+    for i in range(8):
+        for p in params:
+            p.grad = torch.randn(p.shape).bfloat16()
+        if i == 6:
+            before, optimizer.also = kept(optimizer), raises
+            with pytest.raises(ValueError, match="on purpose"):
+                optimizer.step()
+            optimizer.also = None
+            for (x, value, *named), (now, is_now, *named_now) in zip(before, kept(optimizer), strict=True):
+                assert now is x
+                assert torch.equal(is_now, value) if isinstance(x, torch.Tensor) else is_now == value
+                assert named_now == named
+        optimizer.step()
+        assert i != 5 or pool(optimizer).steady is not None

@@ -340,3 +340,73 @@ def the_gradient_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) 
 def the_parameter_is_frozen(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g, alpha=lr)
     p.requires_grad_(t < 6)
+
+
+# --- what a step makes in each step -----------------------------------------------------------------------------------
+
+
+@launched
+def states_by_default(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """What is made is a state in the first step, nothing in most others, and the state again in the fifth."""
+    if t == 5:
+        del s["m"], s["v"]
+    m, v = s.setdefault("m", torch.zeros_like(p)), s.setdefault("v", torch.ones(p.shape))
+    last = s.setdefault("last", p.new_zeros(list(p.shape)))
+    p.sub_(m.mul_(0.9).add_(g) / v.mul_(0.9).addcmul_(g, g).sqrt() + 0.1 * last, alpha=lr)
+    last.copy_(g)
+
+
+@launched
+def made_of_others_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Another number, type of a number, and function, after steps that were alike."""
+    make = (torch.zeros_like, torch.ones_like)[:: -1 if t == 5 else 1]
+    z, first, second = torch.full_like(p, 2.0 if t == 5 else 0.0), make[0](p), make[1](g)
+    p.sub_(g + z + 2 * first + second + torch.full_like(p, True if t == 5 else 1), alpha=lr)
+
+
+@computed  # no number of a step is -0.0, if it belongs to an operation
+def made_of_another_zero_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    zero = torch.full_like(p, -0.0 if t == 5 else 0.0)
+    p.sub_(g + (1 / zero).clamp(-1.0, 1.0), alpha=lr)
+
+
+@launched
+def made_in_another_shape_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    size = list(p.shape)
+    z = p.new_ones(size)
+    size[0] = 1 if t == 5 else size[0]
+    p.sub_((g + z) / p.new_ones(size).numel(), alpha=lr)
+
+
+@launched
+def made_and_written_by_another_name(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    z = torch.zeros_like(p)
+    y, x = torch.detach(z), z.data
+    y.add_(g)
+    torch.detach(y).mul_(0.5)
+    x.add_(1.0)
+    if t == 5:
+        y = torch.detach(torch.ones_like(p))
+        y.add_(1.0)
+    p.sub_(z + y, alpha=lr)
+    assert z is not y
+    assert torch.detach(z) is not z
+
+
+@launched
+def what_is_made_is_used_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    z, m = torch.zeros_like(p), s.setdefault("m", torch.zeros_like(p))
+    if t == 5:
+        s["m"] = z.add_(m, alpha=0.5)
+    p.sub_(s["m"].add_(g), alpha=lr)
+
+
+@computed
+def what_is_made_is_kept_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """By two names: what torch has made, and what has the same memory."""
+    z = torch.zeros_like(p)
+    if t == 4:
+        o.kept[p] = z, torch.detach(z)
+    p.sub_(s.setdefault("m", torch.zeros_like(p)).add_(g), alpha=lr)
+    for x in o.kept.get(p, ()):
+        p.sub_(x.add_(g), alpha=lr)
