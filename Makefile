@@ -17,6 +17,7 @@ IN_PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 export PJRT_DEVICE ?= CPU
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONDONTWRITEBYTECODE  # images set it; then every process that tests start compiles all of the source again
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo study accuracy test times mutants test-newest lint docs bench tables doctor device clean

@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from running import compiled_only
 
@@ -25,12 +26,14 @@ from hypothesis import settings
 
 from collage_neuron.trace.placeholders import STEP
 from collage_neuron.validation import validate
+from collage_neuron.validation.validate import validate_job
 
 if not sampling.WHOLE:  # a third of the time in which XLA compiles: without vectorization, and each program in one part
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
     )
 
+gc.disable()  # until the first test: it took a fifth of the time in which tests are collected
 torch.set_num_threads(1)  # the tensors are small: threads cost more than they gain, the more so on a busy machine
 
 settings.register_profile("collage", deadline=None, derandomize=True)
@@ -42,6 +45,9 @@ AMPLE = 1 << 31
 """Bytes of memory from which on a process of tests gives back what it has freed."""
 
 TESTS = itertools.count(1)
+
+VALIDATED = set[Any]()
+"""What was validated in this process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,6 +84,7 @@ def _before_all() -> None:
         torch_xla.device()
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.get_freeze_count = lambda: 0
 
 
@@ -86,19 +93,29 @@ def _no_step_goes_on() -> Iterator[None]:
     """No traced step is left behind as the one that operations of later tests would belong to."""
     yield
     assert STEP.get() is None
-    if next(TESTS) % 16 == 0:  # `compile` lists all objects that are not frozen, several times: 10**5 after 100 tests
+    if next(TESTS) % 4 == 0:  # `compile` lists all objects that are not frozen, several times: 10**5 after 100 tests
         gc.collect()
         gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _validated_twice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _validated_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where tests are not about validation, an update is validated when it is new, and in the first two steps.
 
     In steps 4, 8, ... it took a tenth of the time of all tests, which have oracles of their own.
     """
     if not sampling.WHOLE and not request.node.get_closest_marker("validated"):
         monkeypatch.setattr(validate, "is_due", lambda steps: steps <= 2)
+        monkeypatch.setattr(validate, "validate_job", _validate_once)
+
+
+def _validate_once(base: Any, optimizer: Any, job: Any, take: Any, again: Any, steps: int) -> None:
+    """Validates an update beside the same calls with the same numbers once in a process, not in each test."""
+    layouts = [(p.shape, p.stride(), p.device) for p in job.params]
+    key = job.update, str((steps, job.settings, validate._key(job), layouts, again.kind.calls, again.numbers))
+    if key not in VALIDATED:
+        validate_job(base, optimizer, job, take, again, steps)
+        VALIDATED.add(key)
 
 
 @pytest.fixture(scope="module", autouse=True)

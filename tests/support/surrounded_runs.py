@@ -7,6 +7,7 @@ no constant is made, before the setting.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # any optimizer imports it, for a second
+import torch._inductor.fx_passes.post_grad  # torch_xla imports it, for three
 from sampling import part
 from torch.nn import Linear, Parameter
 from torch.optim import SGD, AdamW, Optimizer
@@ -153,6 +155,8 @@ def main(said: str) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    gc.freeze()
+    gc.get_freeze_count = lambda: 0  # `compile` would list half a million objects of torch each time
     for argument in sys.argv[1:]:
         sys.stdout.flush()
         child = os.fork()

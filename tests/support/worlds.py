@@ -39,8 +39,9 @@ TIMEOUT = 300.0
 
 PRELOAD = ["worlds", "sharded_runs", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 PRELOAD += ["collage_neuron.public", "collage_neuron.passes.backends.native.backend", "llvmlite.binding"]
+PRELOAD += ["torch._inductor.fx_passes.post_grad"]
 """What the server imports, once for all processes: `collage_neuron` is imported when the first of its names is read,
-backends and llvmlite when they are needed, and torch._dynamo when any optimizer is built."""
+backends and llvmlite when they are needed, torch._dynamo when any optimizer is built, torch._inductor by torch_xla."""
 
 Body = Callable[..., Any]
 """`body(*arguments)`, run in every process; `dist.get_rank()` tells which."""

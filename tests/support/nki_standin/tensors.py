@@ -181,10 +181,8 @@ class NkiTensor:
 
     def _strided(self, flat: Array) -> Array:
         size = flat.strides[0]
-        more = flat.shape[1:]
-        return np.lib.stride_tricks.as_strided(
-            flat[self.offset :], (*self.shape, *more), (*(s * size for s in self.strides), *flat.strides[1:])
-        )
+        shape, strides = (*self.shape, *flat.shape[1:]), (*(s * size for s in self.strides), *flat.strides[1:])
+        return np.ndarray(shape, flat.dtype, flat, self.offset * size, strides)  # as_strided takes ten times as long
 
     def _checked(self) -> Self:
         """Itself, if every element it addresses exists (on chip: within the partition it starts in)."""
