@@ -9,7 +9,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from running import compiled_only
 
@@ -26,7 +25,6 @@ from hypothesis import settings
 
 from collage_neuron.trace.placeholders import STEP
 from collage_neuron.validation import validate
-from collage_neuron.validation.validate import validate_job
 
 if not sampling.WHOLE:  # a third of the time in which XLA compiles: without vectorization, and each program in one part
     os.environ.setdefault(
@@ -45,9 +43,6 @@ AMPLE = 1 << 31
 """Bytes of memory from which on a process of tests gives back what it has freed."""
 
 TESTS = itertools.count(1)
-
-VALIDATED = set[Any]()
-"""What was validated in this process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,23 +94,13 @@ def _no_step_goes_on() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _validated_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _validated_twice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where tests are not about validation, an update is validated when it is new, and in the first two steps.
 
     In steps 4, 8, ... it took a tenth of the time of all tests, which have oracles of their own.
     """
     if not sampling.WHOLE and not request.node.get_closest_marker("validated"):
         monkeypatch.setattr(validate, "is_due", lambda steps: steps <= 2)
-        monkeypatch.setattr(validate, "validate_job", _validate_once)
-
-
-def _validate_once(base: Any, optimizer: Any, job: Any, take: Any, again: Any, steps: int) -> None:
-    """Validates an update beside the same calls with the same numbers once in a process, not in each test."""
-    layouts = [(p.shape, p.stride(), p.device) for p in job.params]
-    key = job.update, str((steps, job.settings, validate._key(job), layouts, again.kind.calls, again.numbers))
-    if key not in VALIDATED:
-        validate_job(base, optimizer, job, take, again, steps)
-        VALIDATED.add(key)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -125,7 +125,6 @@ def test_a_failure_in_the_second_backend_of_a_step_is_half_a_step_too(fragile: F
         train(params, optimizer, range(1))
 
 
-@pytest.mark.validated
 def test_a_failure_while_a_sample_is_validated_changes_nothing(fragile: Fragile) -> None:
     params, optimizer = made()
     fragile.fails_at = 0

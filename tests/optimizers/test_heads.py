@@ -158,7 +158,6 @@ def test_a_nan_reaches_its_head(backend: str) -> None:
     assert p.detach().view(4, 15).isnan().all(dim=1).tolist() == [False, False, True, False]
 
 
-@pytest.mark.validated
 def test_validation_notices_a_view_of_other_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a launch had the elements in another order, the means would be those of other heads."""
     optimizer, _ = compiled(backend="reference", shapes=((6, 10),), validate="on")

@@ -88,7 +88,6 @@ def test_a_nan_reaches_the_number() -> None:
         assert not optimizer.state[params[1]]["v"].isnan()
 
 
-@pytest.mark.validated
 @pytest.mark.parametrize("steps", [1, 2])
 def test_validation_notices_a_number_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     optimizer, _ = compiled(backend="reference")

@@ -155,7 +155,6 @@ def test_a_nan_reaches_its_row_and_its_column() -> None:
     assert all(torch.equal(found[0][k].nan_to_num(7.0), found[1][k].nan_to_num(7.0)) for k in found[0])
 
 
-@pytest.mark.validated
 @pytest.mark.parametrize("steps", [1, 2])
 def test_validation_notices_a_wrong_mean(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     optimizer, _ = compiled(backend="reference", shapes=((40, 40),), validate="on")
@@ -167,7 +166,6 @@ def test_validation_notices_a_wrong_mean(monkeypatch: pytest.MonkeyPatch, steps:
         run(optimizer, 1, first=5)
 
 
-@pytest.mark.validated
 def test_large_parameters_are_validated_in_a_corner() -> None:
     optimizer, _ = compiled(shapes=((200, 300), (5, 90, 80)), validate="on")
     run(optimizer, 3)

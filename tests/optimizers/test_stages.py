@@ -270,7 +270,6 @@ def test_bf16_arithmetic_has_no_sums(make: Any) -> None:
         compiled(make, "full", ((40, 24),), arithmetic="bf16")
 
 
-@pytest.mark.validated
 def test_validation_notices_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, _ = compiled(StableAdamW, "full", backend="reference")
     right = tensor_sums.OF_TENSOR[tensor_sums.mean_of]
