@@ -258,6 +258,16 @@ def test_a_backend_that_has_gone_is_not_used_again() -> None:
             registry.unregister("own")
 
 
+@pytest.mark.parametrize("step", [2, FIRST])
+def test_one_tensor_as_two_states_is_rejected(step: int) -> None:
+    def share(optimizer: Any) -> None:
+        _, state = first(optimizer)
+        state["exp_avg_sq"] = state["exp_avg"]
+
+    with pytest.raises(ValueError, match=r"exp_avg'\] and .* are one tensor.* nothing was updated"):
+        trained(MAKES["AdamW"], at(step, share))
+
+
 def test_two_states_that_share_a_count_are_rejected() -> None:
     def share(optimizer: Any) -> None:
         a, b = optimizer.param_groups[0]["params"][:2]
