@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from collage_neuron.runtime import cross_rank_check
+from collage_neuron.runtime import process_agreement
 from collage_neuron.states.sharding import is_sharded
 
 SAMPLED = 4096
@@ -77,6 +77,6 @@ def _is_along(x: torch.Tensor, old: torch.Tensor) -> bool:
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
     if is_sharded(x):  # all processes come to the same conclusion
-        return cross_rank_check.sample_of_dtensor(x, SAMPLED)
+        return process_agreement.sample_of_dtensor(x, SAMPLED)
     flat = x.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED)].cpu().float()

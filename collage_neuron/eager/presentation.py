@@ -25,7 +25,7 @@ from collage_neuron.eager.presented_layout import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend
-from collage_neuron.runtime import cross_rank_check
+from collage_neuron.runtime import process_agreement
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
@@ -346,7 +346,7 @@ class Presentation:
     def agreed(self, planned: int, sent: object = None) -> int:
         """What all processes do with the step that have parts of its parameters, one of which has `planned` this."""
         params = self.params()
-        return cross_rank_check.agreed(params, [id(p) in self.gradients.of for p in params], planned, sent)
+        return process_agreement.agreed(params, [id(p) in self.gradients.of for p in params], planned, sent)
 
     @torch.no_grad()
     def restore_words(self) -> None:

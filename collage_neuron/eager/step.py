@@ -25,7 +25,7 @@ from collage_neuron.eager.rollback import Held
 from collage_neuron.eager.steady import Steady, found_in
 from collage_neuron.eager.step_metrics import changes_of
 from collage_neuron.errors import RunsAsWritten, StepInterrupted, StepSkipped, UnsupportedUpdate
-from collage_neuron.runtime import cross_rank_check, fallback_warning
+from collage_neuron.runtime import fallback_warning, process_agreement
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_call import Call, Measured, Once
@@ -249,7 +249,7 @@ class Context:
         if trace is None and self.is_step:
             self.presentation.gradients.check_apart(self.presentation.params())
         if trace is None and self.is_step and not self._has_agreed and self.presentation.has_shards:
-            self.presentation.agreed(cross_rank_check.AS_WRITTEN)
+            self.presentation.agreed(process_agreement.AS_WRITTEN)
             self._has_agreed = True
         self.presentation.enter()
         self._trace = trace

@@ -199,7 +199,7 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     reduced_states.check_counts(optimizer)
-    compares = due or replayed_steps.compares(ours) or validate.is_next_due(optimizer)
+    compares = due or ours.compares or validate.is_next_due(optimizer)
     again = None if compares else steady_plan.again(ours, optimizer.param_groups)
     jobs, may_skip = (_planned(base, optimizer, due), True) if again is None else again
     external_writes.drop_stale(optimizer)
@@ -208,7 +208,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     finite = nonfinite.decision(optimizer) if may_skip else None
     written: Written = []
     try:
-        measured = take(optimizer, nonfinite.not_skipped(optimizer, jobs, finite), finite, written)
+        taken = jobs if finite is None else nonfinite.not_skipped(optimizer, jobs, finite)
+        measured = take(optimizer, taken, finite, written)
         if again is None:
             replaced_params.forget(optimizer)
         external_writes.remember_step(optimizer)
@@ -219,7 +220,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
         raise
     if first_step_report.SAID not in ours.told:
         first_step_report.report(base, optimizer, jobs)
-    if again is None and not due:
+    if again is None and not due and len(taken) == len(jobs):  # states are as the jobs want them
         steady_plan.note(ours, optimizer.param_groups, settings_of(base), jobs)
     return measured
 

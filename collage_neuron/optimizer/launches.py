@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Recording, Update
-from collage_neuron.runtime.cross_rank_check import across
+from collage_neuron.runtime.process_agreement import across
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import reduced_states, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of

@@ -5,7 +5,7 @@ not been called for it: no number advances. A device decides later. The host doe
 its numbers, and the device writes nothing. But a step that creates states, often with values that only it gives them
 (schedule-free's `z` is the parameter, SGD's momentum the gradient), would leave zeros, which every later step takes for
 those values. So there the host asks, and the next step is the first again. It asks too where the code of a traced step
-has to know a value. Processes that share parameters skip together (`cross_rank_check`).
+has to know a value. Processes that share parameters skip together (`process_agreement`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.runtime.cross_rank_check import agreed_mask
+from collage_neuron.runtime.process_agreement import agreed_mask
 from collage_neuron.settings import SKIPPED, Settings
 from collage_neuron.states.sharding import gradient
 
@@ -98,10 +98,8 @@ def skipped_steps(optimizer: Optimizer) -> int:
 # --- what the host leaves out -----------------------------------------------------------------------------------------
 
 
-def not_skipped(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> list[Job]:
+def not_skipped(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor) -> list[Job]:
     """The jobs of a step but those that are left out; on a device, waits for `finite` if one would create states."""
-    if finite is None:
-        return jobs
     skipping = [job for job in jobs if job.settings.nonfinite == "skip" and (finite.is_cpu or _creates(optimizer, job))]
     if not skipping or bool(finite):
         return jobs

@@ -244,6 +244,11 @@ class Bookkeeping:
     structure: Any = None
     """What the last step found, a `step_inventory.Structure`. A copy looks anew."""
 
+    @property
+    def compares(self) -> bool:
+        """True before steps 1, 2, 4, 8, ..., in which the code of a recorded step runs, and has to give the same."""
+        return self.steps & (self.steps + 1) == 0
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since.
 

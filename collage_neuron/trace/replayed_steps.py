@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import TranslationError
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.states import step_inventory
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.visible_states import kind_in
 from collage_neuron.trace.recorded_step import record
 from collage_neuron.trace.scalar_program import Followed, GroupNumbers, follow, is_same, settings_of
@@ -34,7 +34,7 @@ class Repeats:
         self._base, self._optimizer, self._seen = base, optimizer, seen
         self._known: dict[Any, list[Followed | None]] = seen.structure.known.setdefault("followed", {})
         """For each kind of recording those that were followed, and None where that failed."""
-        self._compares = compares(bookkeeping(optimizer))
+        self._compares = bookkeeping(optimizer).compares
         self._done: set[Any] = set()
         self._dtype = torch.get_default_dtype()
 
@@ -69,11 +69,6 @@ _KINDS = 4096
 """How many kinds are known before all are forgotten: a setting that is no float may be another one in every step."""
 _BRANCHES = 8
 """How many recordings of one kind are followed; code may take other branches in other steps."""
-
-
-def compares(book: Bookkeeping) -> bool:
-    """Returns True in steps 1, 2, 4, 8, ...: then the code runs too, once for each kind, and has to give the same."""
-    return book.steps & (book.steps + 1) == 0
 
 
 def of_step(base: type[Optimizer], optimizer: Optimizer) -> Records:

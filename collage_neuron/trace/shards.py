@@ -1,7 +1,7 @@
 """Parameters of which this process has a part: that waits, of a DTensor inside it as before.
 
 Its class takes each operation apart into those on the part and those between processes. Both wait, and are launched: so
-sums are those of all processes, if they launch the same (`cross_rank_check.agreed`).
+sums are those of all processes, if they launch the same (`process_agreement.agreed`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.tensor_sums import across
-from collage_neuron.runtime.cross_rank_check import why_not_summed
+from collage_neuron.runtime.process_agreement import why_not_summed
 from collage_neuron.runtime.wrappers import SUMS, of_part
 from collage_neuron.states.sharding import ORDINARY, is_sharded, is_sharded_like
 from collage_neuron.trace.calls import Uncompiled

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import RunsAsWritten, StepSkipped, UnsupportedUpdate
 from collage_neuron.runtime import fallback_warning, wrappers
-from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, RAISES, READS
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
+from collage_neuron.runtime.process_agreement import AS_WRITTEN, LAUNCHES, RAISES, READS
 from collage_neuron.runtime.step_call import Measured
 from collage_neuron.settings import Settings
 from collage_neuron.states import step_inventory

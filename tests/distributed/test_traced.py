@@ -11,7 +11,7 @@ import traced_shards as runs
 from torch.torch_version import TorchVersion
 from worlds import in_turn, run_world
 
-from collage_neuron.runtime.cross_rank_check import AS_WRITTEN, LAUNCHES, READS
+from collage_neuron.runtime.process_agreement import AS_WRITTEN, LAUNCHES, READS
 
 Found = list[dict[str, Any]]
 

@@ -35,7 +35,7 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from traced_cases import LAUNCHED, Stepping
 
 import collage_neuron
-from collage_neuron.runtime import cross_rank_check
+from collage_neuron.runtime import process_agreement
 from collage_neuron.states.sharding import local
 from collage_neuron.trace.recorded_classes import TRACE
 
@@ -534,14 +534,14 @@ def failed() -> list[str]:
 def of_what_is_sent() -> list[object]:
     """What processes do that would launch the same sums, others, or the same for gradients of other parameters."""
     params, rank = Runs(Lamb, (Shard(0),), None).params, dist.get_rank()
-    ask = partial(cross_rank_check.agreed, params[:2])
+    ask = partial(process_agreement.agreed, params[:2])
     return [
-        ask([True, True], cross_rank_check.LAUNCHES, "one sum"),
-        ask([True, True], cross_rank_check.LAUNCHES, rank),
-        ask([True, True], cross_rank_check.READS, "one number"),
-        ask([True, True], cross_rank_check.READS if rank else cross_rank_check.LAUNCHES),
-        ask([rank == 0, True], cross_rank_check.LAUNCHES),
-        refusal(lambda: ask([rank == 0, True], cross_rank_check.LAUNCHES, "one sum"), ValueError),
+        ask([True, True], process_agreement.LAUNCHES, "one sum"),
+        ask([True, True], process_agreement.LAUNCHES, rank),
+        ask([True, True], process_agreement.READS, "one number"),
+        ask([True, True], process_agreement.READS if rank else process_agreement.LAUNCHES),
+        ask([rank == 0, True], process_agreement.LAUNCHES),
+        refusal(lambda: ask([rank == 0, True], process_agreement.LAUNCHES, "one sum"), ValueError),
     ]
 
 
