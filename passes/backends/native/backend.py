@@ -47,7 +47,7 @@ class Engine:
         self.machine = Machine(self.team.symbols(), target)
         self.kernels = Kernels(self.machine)
         self.reductions = ReductionKernels(self.machine)
-        self._nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._nothing = torch.zeros(1, 0, self.machine.target.width, dtype=torch.float64, device="cpu")
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
 
     @cached_property
