@@ -6,6 +6,7 @@ import copyreg
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import cache, partial, wraps
 from typing import Any
 from weakref import ref
@@ -114,10 +115,8 @@ class Compiled(Optimizer):
             skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
             if skips or compiled_step.may_be_recorded(base, self, call):
                 call = call.evaluated()
-        if torch.is_inference_mode_enabled():  # states that are made in it could not be written to outside of it
-            with torch.inference_mode(False):
-                return self._take_step(base, call)
-        with torch.no_grad():
+        # States that are made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
             if not step_call.is_left_a_task(self):
                 return compiled_step.take_step(base, self, call)
             with step_call.scaler_attributes(self) as left:

@@ -359,6 +359,15 @@ def test_step_in_inference_mode() -> None:
     assert_same(one, other)
 
 
+def test_a_closure_is_evaluated_once_in_inference_mode() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = collage_neuron.compile(AdamW([p]))
+    p.grad, losses = torch.ones_like(p), iter((0.5, 0.25))
+    with torch.inference_mode():
+        assert optimizer.step(lambda: next(losses)) == 0.5
+    assert [*losses] == [0.25]
+
+
 # --- states that are empty --------------------------------------------------------------------------------------------
 
 
