@@ -32,6 +32,11 @@ class HostNumber(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
+def host_tensor(number: float, how: HostNumber) -> torch.Tensor:
+    """The tensor of a number of the step."""
+    return torch.full(how.shape, number, dtype=how.dtype, device="cpu")
+
+
 Written = list[Any]
 """Arguments: a tensor is its place, a number is `NUMBER`, a list is a list, all else a tuple of its type and itself."""
 
@@ -331,7 +336,7 @@ def arguments(
         if type(x) is int
         else next(numbers)
         if x is NUMBER or x is WHOLE
-        else torch.full(x.shape, next(numbers), dtype=x.dtype, device="cpu")
+        else host_tensor(next(numbers), x)
         if type(x) is HostNumber
         else arguments(x, tensors, numbers)
         if type(x) is list
