@@ -329,12 +329,13 @@ class Presentation:
 
     def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
         """Copies of values that wait, by the ids of their objects."""
-        lookup, filling, found = Lookup(), Conversions(pool(self.optimizer).laid_out), dict[int, torch.Tensor]()
-        for v in values:
-            words = list(map(torch_privates.part, (without_graph(v.shell), *v.further)))
-            copy = found[id(v.owner)] = torch.empty_like(words[0], dtype=torch.float32)
-            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
-            filling.decode(backend, v.fmt, words, copy, v.name)
+        asked, filling = list(values), Conversions(pool(self.optimizer).laid_out)
+        words = {id(v.owner): [*map(torch_privates.part, (without_graph(v.shell), *v.further))] for v in asked}
+        found = {key: torch.empty_like(first, dtype=torch.float32) for key, (first, *_) in words.items()}
+        for each in self._found_alike(asked):
+            keys = [id(v.owner) for v in each.values]
+            update = decoding(each.format, each.role)
+            filling.add(each.backend, update, (), [words[key] for key in keys], [[found[key]] for key in keys])
         filling.run()
         return found
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from inspect import Parameter
 from typing import Any, NamedTuple
 
@@ -105,12 +106,7 @@ def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[st
     """
     if not args and not kwargs:
         return None
-    parameters = list(inspect.signature(torch_privates.unhooked_step(base)).parameters.values())
-    if parameters and parameters[0].kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-        del parameters[0]  # `self`
-    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [p.name for p in parameters if p.kind in kinds] or ["closure"]
-    name = "closure" if any(p.name == "closure" for p in parameters) else positional[0]  # of the closure
+    positional, name = _parameters(torch_privates.unhooked_step(base))
     named = [(positional[i] if i < len(positional) else f"argument {i + 1}", x) for i, x in enumerate(args)]
     for key, value in (*named, *kwargs.items()):
         if key != name or not (value is None or callable(value)):
@@ -119,6 +115,17 @@ def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[st
                 f"param_groups (group[{key!r}] = ...) or an attribute of the optimizer, and let step() read it there"
             )
     return next((value for _, value in (*named, *kwargs.items()) if value is not None), None)
+
+
+@lru_cache(256)
+def _parameters(step: Any) -> tuple[list[str], str]:
+    """The names of the positional parameters of a `step`, and that of its closure."""
+    parameters = list(inspect.signature(step).parameters.values())
+    if parameters and parameters[0].kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+        del parameters[0]  # `self`
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p.name for p in parameters if p.kind in kinds] or ["closure"]
+    return positional, "closure" if any(p.name == "closure" for p in parameters) else positional[0]
 
 
 # --- torch.amp.GradScaler ---------------------------------------------------------------------------------------------

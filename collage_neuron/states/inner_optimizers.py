@@ -40,8 +40,8 @@ def inner_of(optimizer: Optimizer) -> list[Inner]:
 
 def _leads_to_others(optimizer: Optimizer) -> bool:
     """Returns False if an optimizer holds no other one, as most do: asked in each step, without a path to each."""
-    waiting: list[Any] = [v for k, v in vars(optimizer).items() if type(v) not in _LEAVES and k != "state"]
-    waiting.append(_unusual(vars(optimizer).get("state", {})))
+    own = {k: v for k, v in vars(optimizer).items() if type(v) not in _LEAVES and not k.startswith(_COMMON)}
+    waiting: list[Any] = [_unusual(own.pop("state", {})), *own.values()]
     known = set[int]()
     while waiting:
         x = waiting.pop()
@@ -80,7 +80,7 @@ def _inner_in(optimizer: Optimizer, held: Iterable[tuple[str, Any]]) -> list[Inn
 
 def _attributes(path: str, x: Optimizer) -> Iterator[tuple[str, Any]]:
     """What an optimizer holds, where it is: of its states only what is not one of a parameter."""
-    own = {k: v for k, v in vars(x).items() if not torch_privates.is_of_torch(k) and not k.startswith("_collage_")}
+    own = {k: v for k, v in vars(x).items() if not k.startswith(_COMMON)}
     own["state"] = _unusual(vars(x).get("state", {}))
     yield from _items(path, own)
 
@@ -105,6 +105,9 @@ def _items(path: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 _LEAVES = frozenset({type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter})
 """Types of objects that lead to no others."""
+
+_COMMON = (*torch_privates.OF_TORCH, "_collage_")
+"""How the names of attributes begin that are torch's, or ours."""
 
 
 def _prefix(path: str, taken: Collection[str]) -> str:

@@ -78,9 +78,8 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Where torch keeps the hooks of steps, which it makes in its constructor and nowhere else."""
 
 
-def is_of_torch(name: str) -> bool:
-    """Returns True for an attribute that `Optimizer` keeps hooks and profiling in."""
-    return name.startswith(("_optimizer_", "_hook_for_profile"))
+OF_TORCH = ("_optimizer_", "_hook_for_profile")
+"""How the names of attributes begin that `Optimizer` keeps hooks and profiling in."""
 
 
 def is_counted_by_scheduler(step: Any) -> bool:

@@ -270,6 +270,14 @@ class DeferredCalls:
         self._note(call, found)
         return self._result(call, args, kwargs)
 
+    def looked_at(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that goes on waiting; None if it cannot be computed alone."""
+        place = None if self.is_filled else self._place(id(x))
+        try:
+            return None if place is None else self._value(place)
+        except Uncompiled:
+            return None
+
     def _looked_at(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operation tells of values, which go on waiting."""
         with _unobserved():

@@ -256,5 +256,5 @@ def _prepared(call: Call, first: int) -> tuple[Runs, tuple[Any, ...]]:
 @lru_cache(1024)
 def _compiled(args: str) -> Runs:
     """Python's own code for the arguments of calls: to put them together costs more than the operation itself."""
-    runs: Runs = eval(f"lambda f, t, n, x: f({args})", {"tensor": host_tensor})  # noqa: S307
+    runs: Runs = eval(f"lambda f, t, n, x: f({args})", {"tensor": host_tensor})
     return runs

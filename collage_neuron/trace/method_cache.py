@@ -49,6 +49,24 @@ def _method(name: str) -> Any:
     return method
 
 
+def _reading(name: str) -> Any:
+    tensor, is_grad_enabled, torchs = torch.Tensor, torch.is_grad_enabled, getattr(torch.Tensor, name)
+
+    def method(self: torch.Tensor) -> Any:
+        step, now = STEP.get(), getattr(tensor, name)
+        if step is None or now is not torchs or dispatch_modes() or function_modes() or is_grad_enabled():
+            return now(self)
+        value = step.looked_at(self)
+        return now(self if value is None else value)
+
+    method.__name__, method.__qualname__, method.__doc__ = name, f"Tensor.{name}", torchs.__doc__
+    return method
+
+
+for _name in ("item", "__bool__", "__float__"):
+    for _kind in (WaitingTensor, WaitingParameter):
+        setattr(_kind, _name, _reading(_name))
+
 for _name in (*(f"__{name}__" for name in _OPERATORS), *filter(_is_operation, dir(torch.Tensor))):
     for _kind in (WaitingTensor, WaitingParameter):
         setattr(_kind, _name, _method(_name))

@@ -43,6 +43,9 @@ class Step(Protocol):
     def method(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a method of a placeholder."""
 
+    def looked_at(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that goes on waiting; None if it cannot be computed alone."""
+
     def original(self, returned: torch.Tensor) -> torch.Tensor | None:
         """The tensor that waits for which torch has returned another object; None if that is of another step."""
 

@@ -49,7 +49,7 @@ def is_recorded(base: type[Optimizer], optimizer: Optimizer | None = None) -> bo
         return False
     if optimizer is not None and inner_of(optimizer):
         return False
-    return all(map(is_of_library, _code_of(base).now()))
+    return _code_of(base).is_of_library()
 
 
 @lru_cache
@@ -69,13 +69,20 @@ class _Code:
         self._views = [vars(x).values() for x in (*classes, *modules)]
         """Of what is there when they are read."""
         self._last: list[Any] = []
+        self._is_of_library = True
+        """Whether the last one is."""
 
     def now(self) -> list[Any]:
         """All of it, in a list that is the same object as long as nothing has changed."""
         now = list(chain.from_iterable(self._views))
         if now != self._last:  # functions and classes are equal if they are the same
-            self._last = now
+            self._last, self._is_of_library = now, all(map(is_of_library, now))
         return self._last
+
+    def is_of_library(self) -> bool:
+        """Returns True if all of it is what Python or torch defines."""
+        self.now()
+        return self._is_of_library
 
 
 _code_of: Callable[[Any], _Code] = cache(_Code)

@@ -96,7 +96,7 @@ class Update:
         """How the words of its components lie in memory: a backend runs it only if it knows all of them."""
         return frozenset(c.layout for fmt in self.formats.values() for c in fmt.components)
 
-    @property
+    @cached_property
     def blocks(self) -> dict[str, int]:
         """The components whose words are shared by blocks of elements, by key, and the sizes of their blocks."""
         return {

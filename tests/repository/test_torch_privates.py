@@ -78,7 +78,7 @@ NOTICED_BY = {
     "passes/test_verify.py::test_explain_shows_formats_bytes_and_both_graphs": "is_operation",
     "repository/test_trainers.py::test_torch_compile_around_the_step_leaves_the_update_alone": "not_compiled",
     "runtime/test_exact_methods.py::test_numbers_groups_and_attributes_are_those_of_the_plain_optimizer":
-        "is_of_torch",
+        "OF_TORCH",
     "runtime/test_structure_guard.py::test_a_guard_notices_what_may_change_about_a_tensor": "guard",
     "runtime/test_structure_guard.py::test_counts_are_written_where_they_are": "copy_to_all",
     "trace/test_hostile.py::test_an_update_is_right": "without_modes exchange_all users inside",
