@@ -201,11 +201,12 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     reduced_states.check_counts(optimizer)
     compares = due or ours.compares or validate.is_next_due(optimizer)
     again = None if compares else steady_plan.again(ours, optimizer.param_groups)
-    jobs, may_skip = (_planned(base, optimizer, due), True) if again is None else again
+    jobs = _planned(base, optimizer, due) if again is None else again.jobs
     external_writes.drop_stale(optimizer)
-    group_settings.warn_of_changes(base, optimizer, jobs)
+    if again is None or again.has_other_settings:
+        group_settings.warn_of_changes(base, optimizer, jobs)
     validate.check(base, optimizer, jobs, take, replay_validation.of_recording)
-    finite = nonfinite.decision(optimizer) if may_skip else None
+    finite = nonfinite.decision(optimizer) if again is None or again.may_skip else None
     written: Written = []
     try:
         taken = jobs if finite is None else nonfinite.not_skipped(optimizer, jobs, finite)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.passes.backends import registry
-from collage_neuron.passes.backends.protocol import Backend
+from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.passes.backends.registry import REGISTERED
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.runtime.preconditions import LARGEST
-from collage_neuron.runtime.update_formats import named, signs_of
+from collage_neuron.runtime.update_formats import signs_of
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states.bookkeeping import Bookkeeping
 from collage_neuron.states.step_inventory import Seen, are_same
@@ -42,8 +42,6 @@ class _Part(NamedTuple):
     """The names of the numbers in its states, which all parameters of the job share."""
     signs: object
     """Of the numbers, what formats depend on (`update_formats.signs_of`)."""
-    strategy: object
-    """What the name of its strategy means."""
 
     def again(self, group: dict[str, Any], numbers: Sequence[Any], seen: Seen) -> Job | None:
         """The job with the numbers of its group in this step; None if they are such that it is another one."""
@@ -72,7 +70,7 @@ class _Plan:
     """What settings of each group are not numbers."""
     guard: Callable[..., bool]
     """Of the gradients."""
-    registered: tuple[Backend, ...]
+    meanings: list[Any]
     narrow: object
     """The set of the parameters that are in bf16 (`replaced_params`)."""
     may_skip: bool
@@ -83,40 +81,48 @@ class _Plan:
     numbers: list[list[Any]] = field(default_factory=list)
     """The numbers among them."""
 
-    def numbers_of(self, groups: Sequence[dict[str, Any]]) -> list[list[Any]] | None:
-        """The numbers of each group; None if other settings than numbers have changed."""
+    def read(self, groups: Sequence[dict[str, Any]]) -> tuple[bool, list[list[Any]] | None]:
+        """True if a setting may have changed; and the numbers of each group, None if other settings have changed."""
         now = list(chain.from_iterable((type(group), *group, *group.values()) for group in groups))
-        if not are_same(now, self.last):  # else nothing has changed
-            settings = [GroupNumbers(group, self.names) for group in groups]
-            if list(map(_told, groups, settings)) != self.settings:
-                return None
-            are_lists = any(type(group.get(name)) is list for group in groups for name in self.names)
-            self.last, self.numbers = [] if are_lists else now, [each.numbers for each in settings]
-        return self.numbers
+        if are_same(now, self.last):
+            return False, self.numbers
+        settings = [GroupNumbers(group, self.names) for group in groups]
+        if list(map(_told, groups, settings)) != self.settings:
+            return True, None
+        are_lists = any(type(group.get(name)) is list for group in groups for name in self.names)
+        self.last, self.numbers = [] if are_lists else now, [each.numbers for each in settings]
+        return True, self.numbers
 
 
-def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> tuple[list[Job], bool] | None:
-    """The jobs of the next step, if they are those of an earlier one with other numbers; None if that is not known.
+class Planned(NamedTuple):
+    """The next step, as an earlier one was planned."""
 
-    And True if a group skips steps whose gradients are not finite.
-    """
+    jobs: list[Job]
+    may_skip: bool
+    """True if a group skips steps whose gradients are not finite."""
+    has_other_settings: bool
+    """True if a setting may be another one than in the last step that was planned so."""
+
+
+def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> Planned | None:
+    """The next step, if its jobs are those of an earlier one with other numbers; None if that is not known."""
     seen: Seen | None = book.seen
     if seen is None:
         return None
     have, grads = _gradients(seen)
     plan: _Plan | None = seen.structure.table("plans").get(have)
-    if plan is None or plan.narrow is not book.narrow or plan.registered != registry.registered():
+    if plan is None or plan.narrow is not book.narrow or plan.meanings != _meanings():
         return None
-    numbers = plan.numbers_of(groups)
+    has_changed, numbers = plan.read(groups)
     if numbers is None or not plan.guard(*grads):
         return None
     jobs: list[Job] = []
     for part in plan.parts:
         job = part.again(groups[part.group], numbers[part.group], seen)
-        if job is None or part.strategy is not named(job.settings):
+        if job is None:
             return None
         jobs.append(job)
-    return jobs, plan.may_skip
+    return Planned(jobs, plan.may_skip, has_changed)
 
 
 def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], names: Sequence[str], jobs: Sequence[Job]) -> None:
@@ -134,8 +140,13 @@ def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], names: Sequence[st
         return
     parts = [_part(seen, groups, job) for job in jobs]
     may_skip = any(Settings.of(group).nonfinite == "skip" for group in groups)
-    plan = _Plan(parts, names, told, torch_privates.guard(grads), registry.registered(), book.narrow, may_skip)
+    plan = _Plan(parts, names, told, torch_privates.guard(grads), _meanings(), book.narrow, may_skip)
     seen.structure.keep(seen.structure.table("plans"), have, plan)
+
+
+def _meanings() -> list[Any]:
+    """What names in settings mean: the strategies, and the backends that other code has registered."""
+    return [*STRATEGIES.items(), *REGISTERED.values()]
 
 
 def _gradients(seen: Seen) -> tuple[tuple[bool, ...], list[Tensor]]:
@@ -162,4 +173,4 @@ def _part(seen: Seen, groups: Sequence[Any], job: Job) -> _Part:
     p, group = job.params[0], next(i for i, group in enumerate(groups) if group is job.group)
     counts = kind_in(seen, p, *seen.state_of([p])).tensors
     signs = signs_of(seen, job.recording, job.settings)
-    return _Part(replace(job, kept={}), group, counts, signs, named(job.settings))
+    return _Part(replace(job, kept={}), group, counts, signs)

@@ -32,11 +32,6 @@ class HostNumber(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-def host_tensor(number: float, how: HostNumber) -> torch.Tensor:
-    """The tensor of a number of the step."""
-    return torch.full(how.shape, number, dtype=how.dtype, device="cpu")
-
-
 Written = list[Any]
 """Arguments: a tensor is its place, a number is `NUMBER`, a list is a list, all else a tuple of its type and itself."""
 
@@ -336,7 +331,7 @@ def arguments(
         if type(x) is int
         else next(numbers)
         if x is NUMBER or x is WHOLE
-        else host_tensor(next(numbers), x)
+        else torch.full(x.shape, next(numbers), dtype=x.dtype, device="cpu")
         if type(x) is HostNumber
         else arguments(x, tensors, numbers)
         if type(x) is list

@@ -11,20 +11,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.trace.calls import MEETS, Call, HostNumber, Uncompiled, host_tensor, is_number, written_by
+from collage_neuron.trace.calls import MEETS, Call, HostNumber, Uncompiled, arguments, is_number, written_by
 from collage_neuron.trace.placeholders import set_data
 
 Read = Callable[[int], torch.Tensor]
 """A copy of the value of a tensor that a step begins with, by its place."""
-
-Runs = Callable[[Any, Mapping[int, torch.Tensor], Sequence[float], tuple[Any, ...]], Any]
-"""Calls a function with tensors by their places, the numbers of a step, and what a call has of both."""
 
 MOST = 4
 """So many times as many calls as a step has made may be in the cones of its values: then all is computed."""
@@ -47,9 +42,10 @@ class Prepared(NamedTuple):
     call: Call
     needs: tuple[int, ...]
     """The places of its arguments."""
-    run: Runs
-    given: tuple[Any, ...]
-    """Its arguments, as `run` takes them: places of tensors, positions of numbers, and all else."""
+    numbers: slice
+    """Where its numbers are."""
+    plain: list[tuple[type | None, Any]] | None
+    """Its arguments: places of tensors, positions of numbers, and all else; None if there are lists among them."""
     written: tuple[int, ...]
     """The memory that it makes or writes."""
 
@@ -93,7 +89,7 @@ class Cones:
             self._views.setdefault(memory, []).append(place)
         written = () if call.func is set_data else self.written(call)  # what a tensor is afterwards is its place
         needs = tuple(dict.fromkeys(call.places()))
-        self.prepared.append(Prepared(call, needs, *_prepared(call, first), tuple(written)))
+        self.prepared.append(Prepared(call, needs, slice(first, self._numbers), _plain(call, first), tuple(written)))
         for memory in written:
             self._writers.setdefault(memory, []).append(number)
 
@@ -171,7 +167,7 @@ class Values:
             raise Uncompiled("values are read that depend on most of the step")
         there = _There() if cone.is_anew else self._there
         for i, lets_go in cone.runs:
-            there.run(cones.prepared[i], i, numbers, read)
+            _run(cones.prepared[i], i, there, numbers, read)
             if lets_go and there.has_large:
                 there.let_go(cones, lets_go)
         found = there.tensors.get(place)
@@ -203,21 +199,6 @@ class _There:
         self.done: dict[int, int] = {}
         self.has_large = False
 
-    def run(self, prepared: Prepared, number: int, numbers: Sequence[float], read: Read) -> None:
-        """Runs the call of a `number`."""
-        call, needs, tensors = prepared.call, prepared.needs, self.tensors
-        for place in needs:
-            if place not in tensors:
-                self.put(place, read(place))
-        if call.rule is MEETS:
-            self.put(call.first, read(call.first))
-        else:
-            out = prepared.run(call.func, tensors, numbers, prepared.given)
-            for place, x in zip(call.returns, out if call.rule.is_list else (out,), strict=False):
-                self.put(place, x.detach() if any(x is tensors[y] for y in needs) else x)
-        for memory in prepared.written:
-            self.done[memory] = number + 1
-
     def put(self, place: int, t: torch.Tensor) -> torch.Tensor:
         """A tensor is at a place from now on."""
         self.tensors[place] = t
@@ -234,27 +215,46 @@ class _There:
                 self.done.pop(memory, None)
 
 
-def _prepared(call: Call, first: int) -> tuple[Runs, tuple[Any, ...]]:
-    """What runs a call whose numbers begin at a position, and what it is given."""
-    positions, given = count(first), list[Any]()
-
-    def source(x: Any) -> str:
-        if type(x) is list:
-            return f"[{', '.join(map(source, x))}]"
-        number = next(positions) if is_number(x) else None
-        given.append(x if type(x) is int else x[1] if number is None else number)
-        text = f"x[{len(given) - 1}]"
-        if type(x) is HostNumber:
-            given.append(x)
-            return f"tensor(n[{text}], x[{len(given) - 1}])"
-        return f"t[{text}]" if type(x) is int else text if number is None else f"n[{text}]"
-
-    args = [*map(source, call.args), *(f"{name}={source(x)}" for name, x in call.kwargs.items())]
-    return _compiled(", ".join(args)), tuple(given)
+def _run(prepared: Prepared, number: int, there: _There, numbers: Sequence[float], read: Read) -> None:
+    call, tensors = prepared.call, there.tensors
+    if call.rule is MEETS:
+        there.put(call.first, read(call.first))
+    else:
+        for place in prepared.needs:
+            if place not in tensors:
+                there.put(place, read(place))
+        args, named = _arguments(prepared, tensors, numbers)
+        out: Any = call.func(*args, **named)
+        for place, x in zip(call.returns, out if isinstance(out, (list, tuple)) else (out,), strict=False):
+            there.put(place, x.detach() if any(x is y for y in args) else x)
+    for memory in prepared.written:
+        there.done[memory] = number + 1
 
 
-@lru_cache(1024)
-def _compiled(args: str) -> Runs:
-    """Python's own code for the arguments of calls: to put them together costs more than the operation itself."""
-    runs: Runs = eval(f"lambda f, t, n, x: f({args})", {"tensor": host_tensor})
-    return runs
+def _arguments(prepared: Prepared, tensors: Mapping[int, torch.Tensor], numbers: Sequence[float]) -> Any:
+    call = prepared.call
+    if prepared.plain is None:
+        given = iter(numbers[prepared.numbers])
+        args = arguments(call.args, tensors, given)
+        return args, dict(zip(call.kwargs, arguments([*call.kwargs.values()], tensors, given), strict=True))
+    found = [tensors[x] if kind is int else numbers[x] if kind is float else x for kind, x in prepared.plain]
+    count = len(call.args)
+    return found[:count], dict(zip(call.kwargs, found[count:], strict=True)) if call.kwargs else _NONE
+
+
+_NONE: dict[str, Any] = {}
+
+
+def _plain(call: Call, first: int) -> list[tuple[type | None, Any]] | None:
+    found: list[tuple[type | None, Any]] = []
+    for x in (*call.args, *call.kwargs.values()):
+        if type(x) is list or type(x) is HostNumber:
+            return None
+        if type(x) is int:
+            found.append((int, x))
+        elif is_number(x):
+            found.append((float, first))
+            first += 1
+        else:
+            found.append((None, x[1]))
+    return found

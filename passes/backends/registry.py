@@ -34,22 +34,18 @@ BUILT_IN = {
 }
 """The built-in backends; `auto` prefers later ones."""
 
-_registered: dict[str, Backend] = {}
+REGISTERED: dict[str, Backend] = {}
+"""The backends beside them: which one runs an update depends on these and on its device."""
 
 
 def names() -> tuple[str, ...]:
     """The names of all backends."""
-    return (*BUILT_IN, *_registered)
-
-
-def registered() -> tuple[Backend, ...]:
-    """The backends beside the built-in ones: which one runs an update depends on them and on its device."""
-    return tuple(_registered.values())
+    return (*BUILT_IN, *REGISTERED)
 
 
 def check_name(choice: str) -> None:
     """Raises ValueError unless `choice` is "auto" or the name of a backend."""
-    if choice != "auto" and choice not in BUILT_IN and choice not in _registered:
+    if choice != "auto" and choice not in BUILT_IN and choice not in REGISTERED:
         raise ValueError(f"unknown backend {choice!r}; choose auto, {', '.join(names())}")
 
 
@@ -66,7 +62,7 @@ def register(backend: Backend) -> None:
     _check_usable(backend)
     if backend.name in ("auto", *names()):
         raise ValueError(f"there is a backend {backend.name!r} already; choose another name")
-    _registered[backend.name] = backend
+    REGISTERED[backend.name] = backend
 
 
 def _check_usable(backend: Backend) -> None:
@@ -86,23 +82,23 @@ def _check_usable(backend: Backend) -> None:
 
 def unregister(name: str) -> None:
     """Removes a registered backend. ValueError if none of that name was registered."""
-    if name not in _registered:
-        raise ValueError(f"no backend {name!r} was registered; registered are: {', '.join(_registered) or 'none'}")
-    del _registered[name]
+    if name not in REGISTERED:
+        raise ValueError(f"no backend {name!r} was registered; registered are: {', '.join(REGISTERED) or 'none'}")
+    del REGISTERED[name]
 
 
 def get(name: str) -> Backend:
     """The backend of that name; ValueError if there is none."""
     check_name(name)
-    if name in _registered:
-        return _registered[name]
+    if name in REGISTERED:
+        return REGISTERED[name]
     backend: Backend = importlib.import_module(BUILT_IN[name].module).BACKEND
     return backend
 
 
 def preferred(device: torch.device) -> Iterator[Backend]:
     """The backends that `auto` considers for parameters on `device`, in order: the latest registered one first."""
-    yield from reversed(_registered.values())
+    yield from reversed(REGISTERED.values())
     for name, entry in reversed(BUILT_IN.items()):
         if entry.asked is None or device.type in entry.asked:
             yield get(name)
