@@ -19,11 +19,16 @@ from collage_neuron.eager.step import check_sound
 from collage_neuron.errors import StrategyChanged, UnknownUpdate, UnsupportedUpdate, naming, warn_user
 from collage_neuron.numerics.formats import FORMATS, Format, format_named
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.optimizer import first_step_report, group_settings, low_word_handover
+from collage_neuron.optimizer import first_step_report, group_settings
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
 from collage_neuron.optimizer.group_settings import describe_change
-from collage_neuron.optimizer.low_word_handover import continue_from_others, leave_words
-from collage_neuron.optimizer.pending_models import models, models_of, restore_low_words, written_in_all_processes
+from collage_neuron.optimizer.pending_models import (
+    models,
+    models_of,
+    restore_low_words,
+    warn_of_rounded,
+    written_in_all_processes,
+)
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.update import Recording
@@ -37,6 +42,7 @@ from collage_neuron.settings import UNSUPPORTED, Settings, filled
 from collage_neuron.states import external_writes, inner_optimizers, reduced_states, replaced_params, strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
+from collage_neuron.states.shared_params import continue_from_others, leave_words
 from collage_neuron.states.state_keys import is_component, split_params
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 from collage_neuron.trace import dry_run
@@ -99,7 +105,7 @@ def _compile(
         for i, (group, (_, of_group)) in enumerate(zip(optimizer.param_groups, plans, strict=True)):
             loaded_before.check_not_cast(optimizer, group, of_group, i)
     for i, group in enumerate(optimizer.param_groups):
-        low_word_handover.warn_of_rounded(group["params"], i)
+        warn_of_rounded(group["params"], i)
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)

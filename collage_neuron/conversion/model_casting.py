@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.buffers import surround
 from collage_neuron.conversion.loaded_weights import is_rounded, watch
-from collage_neuron.optimizer.low_word_handover import COMPILED, rounded
+from collage_neuron.optimizer.pending_models import COMPILED, rounded
 from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param, is_left_alone
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import local, rewrite_data

@@ -22,8 +22,14 @@ from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.model_casting import check_model, note_frozen, tell_rounded, to_bf16
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.strategies import param_format
-from collage_neuron.optimizer.low_word_handover import COMPILED
-from collage_neuron.optimizer.pending_models import CompileOptimizer, Pending, high_word, models, models_of
+from collage_neuron.optimizer.pending_models import (
+    COMPILED,
+    CompileOptimizer,
+    Pending,
+    high_word,
+    models,
+    models_of,
+)
 from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import is_compiled, params_of

@@ -12,9 +12,10 @@ from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.sharding import is_sharded, local
-from collage_neuron.states.state_keys import is_component, name_of, split_params, suffixes
+from collage_neuron.states.shared_params import Left
+from collage_neuron.states.state_keys import is_component, name_of, split_words, suffixes
 from collage_neuron.states.store import is_idle, may_be_word, read_exact
 
 Saved = Mapping[str, Any]
@@ -157,13 +158,13 @@ def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
     """Forgets what was known of the last state; low words of all but `kept` belong to what the parameters will hold."""
     ours = bookkeeping(optimizer)
     ours.interrupted = ""
-    ours.marks.words.clear()
     ours.marks.states.clear()
     ours.groups.clear()  # of another strategy it was told
-    for p in split_params(optimizer.state):
-        if p in kept:  # as before, the next step looks at what was written since they were stored
-            external_writes.note_words(optimizer, p)
-        else:
+    known, split = ours.marks.params, split_words(optimizer.state)
+    for p in known:  # of those that are kept, the next step looks at what was written since they were stored
+        known[p] = known[p]._replace(words=split.get(p, {}))
+    for p in split:
+        if p not in kept:
             external_writes.remember(optimizer, p, external_writes.LOADED)
 
 
@@ -175,8 +176,8 @@ def join_again(optimizer: Optimizer) -> None:
     loaded after it, that value is replaced by the high words.
     """
     ours = bookkeeping(optimizer)
-    for p, (further, record, mark) in ours.joined.items():
-        high = p.detach().bfloat16()
-        if mark != mark_of(p) and torch.equal(local(high).float(), local(p.detach())):
-            p.copy_(read_exact(high, further, "param", record))
+    for p, found in ours.joined.items():
+        left, high = Left(*found), p.detach().bfloat16()
+        if not left.fits(p) and torch.equal(local(high).float(), local(p.detach())):
+            p.copy_(read_exact(high, left.words, "param", left.record))
     ours.joined.clear()

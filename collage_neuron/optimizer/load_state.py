@@ -36,6 +36,7 @@ from collage_neuron.states import external_writes, format_record, reduced_states
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import like
+from collage_neuron.states.shared_params import Left
 from collage_neuron.states.state_keys import is_component, split_params, split_words, words_of
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle
 from collage_neuron.states.visible_states import buckets
@@ -86,7 +87,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         raise
     finally:
         handle.remove()
-    ours.joined = {p: (w, record, mark_of(p)) for p, (w, record) in joined.items()}
+    ours.joined = {p: Left(words, record, mark_of(p)) for p, (words, record) in joined.items()}
     begin_anew(optimizer, kept)
 
 
@@ -123,8 +124,8 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
         for p in group["params"]:
             own = words_of(before.get(p, {}))
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
-            known = p in bookkeeping(optimizer).param_bits or not external_writes.is_written(optimizer, p)
-            if own and not expected and known:
+            noted = external_writes.kept_of(optimizer, p)
+            if own and not expected and (noted.bits is not None or not noted.is_written(p)):
                 optimizer.state[p].update(own)
                 kept.add(p)
     return kept

@@ -6,7 +6,7 @@ Other code may write a parameter between `compile` and the first step, between s
 * What a load after some steps brings begins anew, with low words of zero, if a bit of it differs anywhere: most weights
   of a checkpoint of some steps before have the bits of now (`_brought_others`).
 * An element whose bits changed is what was written, with a low word of zero, where the old bits are known. They are
-  from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`param_bits`); and a
+  from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`Kept.bits`); and a
   master tells them at any time, since it rounds to them.
 * Elsewhere (`p.clamp_()` after a step) an old low word stays as far as it fits: it is half an ulp of bf16 of what was
   written at most. This holds for writes through `p.data` or shared memory too, which nobody notices, since no format
@@ -43,35 +43,33 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import coarse_writes, fitting_words, format_record, step_inventory
+from collage_neuron.states import coarse_writes, fitting_words, step_inventory
+from collage_neuron.states.bookkeeping import FRESH as FRESH
+from collage_neuron.states.bookkeeping import LOADED as LOADED
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
-from collage_neuron.states.bookkeeping import Bookkeeping, Split, bookkeeping, mark_of, params_of
+from collage_neuron.states.bookkeeping import Bookkeeping, Kept, Split, bookkeeping, mark_of, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
 from collage_neuron.states.state_keys import names_in, split_words, words_of
 from collage_neuron.states.store import is_stored, kept_format, store
 
-FRESH, LOADED = "compiled", "loaded"
-"""The last event of a parameter with low words, if it is not STEPPED."""
-
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
     """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
-    book = bookkeeping(optimizer)
-    book.marks.params[p] = (what, mark_of(p))
-    book.param_bits.pop(p, None)
-    note_words(optimizer, p)
-    if what == FRESH and "param" + MASTER not in book.marks.words.get(p, {}):  # a master tells what it belongs to
-        _note_bits(book, p)
+    kept = Kept(what, mark_of(p), words_of(optimizer.state.get(p, {})))
+    if what == FRESH and "param" + MASTER not in kept.words:  # a master tells what it belongs to
+        kept = _with_bits(kept, p)
+    bookkeeping(optimizer).marks.params[p] = kept
 
 
-def _note_bits(book: Bookkeeping, p: torch.Tensor) -> None:
-    """Copies the bits of `p`, if it has low words, until the next step.
+def _with_bits(kept: Kept, p: torch.Tensor) -> Kept:
+    """The same with a copy of the bits of `p`, if it has low words, until the next step.
 
-    To the host, since before the first step no states are there yet, and a lazy device would compile the copy.
+    On the host, since before the first step no states are there yet, and a lazy device would compile the copy.
     """
-    if p in book.marks.words and p.dtype == torch.bfloat16 and not p.is_meta:
-        book.param_bits[p] = local(p.detach()).to("cpu", copy=True), version(p)
+    if not kept.words or p.dtype != torch.bfloat16 or p.is_meta:
+        return kept
+    return kept._replace(bits=(local(p.detach()).to("cpu", copy=True), version(p)))
 
 
 def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor, what: str = FRESH) -> None:
@@ -82,20 +80,19 @@ def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor,
 
 def before_load(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     """Called before `load_state_dict` of a model writes each of `params` once, if it does not raise."""
-    book = bookkeeping(optimizer)
-    for p in params:
-        what, mark = book.marks.params.get(p, (LOADED, None))
-        if what == STEPPED and p not in book.param_bits and mark == mark_of(p):
-            _note_bits(book, p)
-        if p in book.param_bits:
-            bits, expected = book.param_bits[p]
-            book.param_bits[p] = bits, expected + 1
+    known = bookkeeping(optimizer).marks.params
+    for p in (p for p in params if p in known):
+        kept = known[p]
+        if kept.event == STEPPED and kept.bits is None and kept.is_of(p):
+            kept = _with_bits(kept, p)
+        if kept.bits is not None:
+            bits, expected = kept.bits
+            known[p] = kept._replace(bits=(bits, expected + 1))
 
 
 def remember_step(optimizer: Optimizer) -> None:
     """After a step: all low words belong to their parameters."""
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
-    book.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
     if in_step is None:
         found: Mapping[Any, Any] = optimizer.state
         owners = [p for p in found if isinstance(p, torch.Tensor)]
@@ -122,25 +119,9 @@ def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Mapping
     return Split(owners, [owners[i] for i, of_state in names if of_state.words], highs, words)
 
 
-def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
-    """Returns True if `p` was written since its low words were remembered."""
-    what, mark = bookkeeping(optimizer).marks.params.get(p, (LOADED, None))
-    return what != LOADED and mark != mark_of(p)
-
-
-def are_its_own(optimizer: Optimizer, p: torch.Tensor) -> bool:
-    """Returns True if the low words of `p` are known to belong to it."""
-    what, mark = bookkeeping(optimizer).marks.params.get(p, (LOADED, None))
-    return what != LOADED and mark == mark_of(p)
-
-
-def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Notes that `new` is in the place of `old`, and holds the same."""
-    book = bookkeeping(optimizer)
-    for of_old in (book.marks.params, book.marks.words, book.param_bits):
-        of_old.pop(old, None)
-    format_record.replace(optimizer, old, new)
-    remember(optimizer, new, FRESH)
+def kept_of(optimizer: Optimizer, p: torch.Tensor) -> Kept:
+    """What is kept of `p`; of words that nobody has noted, nothing is known."""
+    return bookkeeping(optimizer).marks.params.get(p) or Kept(LOADED, None, {})
 
 
 def drop_stale(optimizer: Optimizer) -> None:
@@ -157,17 +138,18 @@ def drop_stale(optimizer: Optimizer) -> None:
     written = _written(book)
     if not written:
         return
-    marks = {p: book.marks.params[p][1] for p, what in written.items() if what == STEPPED and p not in book.param_bits}
-    coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items() if mark is not None})
-    split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(book, p, fmt)}
-    fitting = {p: fmt for p, fmt in split.items() if written[p] == STEPPED and not _is_known(book, p)}
+    stepped = {p: kept for p, kept in written.items() if kept.event == STEPPED and kept.bits is None}
+    marks = {p: kept.mark for p, kept in stepped.items() if kept.mark is not None}
+    coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items()})
+    split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(written[p], p, fmt)}
+    fitting = {p: fmt for p, fmt in split.items() if written[p].event == STEPPED and not _is_known(written[p], p)}
     left = split.keys() - fitting_words.reset_at_once(optimizer, fitting)
     stale = {p: _stale(optimizer, p) for p in left}
     for p, where in stale.items():
         if where.any():
             fitting_words.reset_where(p, optimizer.state[p], "param", split[p], where)
     mismatched = max(
-        (where.double().mean().item() for p, where in stale.items() if written[p] == LOADED and where.numel()),
+        (where.double().mean().item() for p, where in stale.items() if written[p].event == LOADED and where.numel()),
         default=0.0,
     )
     if mismatched:
@@ -183,33 +165,32 @@ def _is_replica(p: torch.Tensor) -> bool:
     return is_distributed() and not is_sharded(p)
 
 
-def _is_known(book: Bookkeeping, p: torch.Tensor) -> bool:
+def _is_known(kept: Kept, p: torch.Tensor) -> bool:
     """Returns True if it is known what `p` was when its low words were stored, in all processes alike."""
-    noted = book.param_bits.get(p)
     # Processes load alike, and each knows of it; of what one of them sent to the others, these know nothing.
-    return noted is not None and (not _is_replica(p) or version(p) == noted[1])
+    return kept.bits is not None and (not _is_replica(p) or version(p) == kept.bits[1])
 
 
-def _is_right(book: Bookkeeping, p: torch.Tensor, fmt: Format) -> bool:
+def _is_right(kept: Kept, p: torch.Tensor, fmt: Format) -> bool:
     """Returns True if all low words of `p`, which was written, count as far as they fit, and in its format all do."""
-    what, _ = book.marks.params[p]
-    starts = what == LOADED or (what == FRESH and _is_replica(p))
-    return fmt.always_fits and not starts and not _is_known(book, p)
+    starts = kept.event == LOADED or (kept.event == FRESH and _is_replica(p))
+    return fmt.always_fits and not starts and not _is_known(kept, p)
 
 
 def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     """Where the low word of `p`, which was written, does not count any more; on the CPU."""
     book = bookkeeping(optimizer)
-    what, _ = book.marks.params[p]
-    known = what != LOADED and _is_known(book, p)
-    if (what == FRESH and _is_replica(p)) or (what == STEPPED and known and _brought_others(book)):
+    kept = book.marks.params[p]
+    known = kept.event != LOADED and _is_known(kept, p)
+    if (kept.event == FRESH and _is_replica(p)) or (kept.event == STEPPED and known and _brought_others(book)):
         return torch.ones(p.shape, dtype=torch.bool, device="cpu")
-    return torch.ne(*_bits(book, p)) if known else ~belongs(optimizer, p)
+    return torch.ne(*_bits(kept, p)) if known else ~belongs(optimizer, p)
 
 
-def _bits(book: Bookkeeping, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _bits(kept: Kept, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bits of `p`, and those that were noted; on the CPU."""
-    return _on_host(p).view(torch.int16), book.param_bits[p][0].view(torch.int16)
+    assert kept.bits is not None
+    return _on_host(p).view(torch.int16), kept.bits[0].view(torch.int16)
 
 
 def _brought_others(book: Bookkeeping) -> bool:
@@ -218,17 +199,17 @@ def _brought_others(book: Bookkeeping) -> bool:
     Most weights of a checkpoint of some steps before have the bits that they have now, with other low words. Where no
     bit differs in any parameter, weights were swapped in and out, for an evaluation.
     """
-    loaded = [p for p, (what, _) in book.marks.params.items() if what == STEPPED and _is_known(book, p)]
+    loaded = {p: kept for p, kept in book.marks.params.items() if kept.event == STEPPED and _is_known(kept, p)}
     versions = [version(p) for p in loaded]
     if book.load_compared is None or book.load_compared[0] != versions:
-        differ = any(not torch.equal(*_bits(book, p)) for p in loaded)
+        differ = any(not torch.equal(*_bits(kept, p)) for p, kept in loaded.items())
         book.load_compared = versions, differ
     return book.load_compared[1]
 
 
-def _written(book: Bookkeeping) -> dict[torch.Tensor, str]:
-    """Parameters whose low words may not be theirs, and what happened last to them."""
-    return {p: what for p, (what, mark) in book.marks.params.items() if what == LOADED or mark != mark_of(p)}
+def _written(book: Bookkeeping) -> dict[torch.Tensor, Kept]:
+    """Parameters whose low words may not be theirs, with what is kept of them."""
+    return {p: kept for p, kept in book.marks.params.items() if not kept.is_of(p)}
 
 
 def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
@@ -268,9 +249,9 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
 
     Nothing is dropped yet: other weights may be there for a moment only (an average, for an evaluation).
     """
-    book = bookkeeping(optimizer)
-    split = _split_among(optimizer, [p]) if p in _written(book) else {}
-    if split and not _is_right(book, p, split[p]):
+    kept = bookkeeping(optimizer).marks.params.get(p)
+    split = {} if kept is None or kept.is_of(p) else _split_among(optimizer, [p])
+    if kept is not None and split and not _is_right(kept, p, split[p]):
         own = local(value)
         own.copy_(torch.where(_stale(optimizer, p).to(own.device), local(p.detach()).float(), own))
     return value
@@ -354,23 +335,14 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
 # --- states that user code cleared ------------------------------------------------------------------------------------
 
 
-def note_words(optimizer: Optimizer, p: torch.Tensor) -> None:
-    """Remembers the further words of `p` as they are now, or that it has none."""
-    words = words_of(optimizer.state.get(p, {}))
-    if words:
-        bookkeeping(optimizer).marks.words[p] = words
-    else:
-        bookkeeping(optimizer).marks.words.pop(p, None)
-
-
 def restore_words(optimizer: Optimizer) -> None:
     """Gives parameters back the words that were cleared away with their states."""
-    words = bookkeeping(optimizer).marks.words
     split = step_inventory.once(optimizer, "split", lambda: set(map(id, split_words(optimizer.state))))
-    cleared = [p for p in words if id(p) not in split]
+    known = bookkeeping(optimizer).marks.params.items()
+    cleared = [(p, kept.words) for p, kept in known if kept.words and id(p) not in split]
     if cleared:
         step_inventory.changed(optimizer)
         held = set(map(id, params_of(optimizer)))
-        for p in cleared:
+        for p, words in cleared:
             if id(p) in held:
-                optimizer.state.setdefault(p, {}).update(words[p])
+                optimizer.state.setdefault(p, {}).update(words)

@@ -76,13 +76,6 @@ def keep(optimizer: Optimizer, params: Collection[torch.Tensor], before: Mapping
         record_of(optimizer, p).update({name: fmt for name, fmt in before.get(p, {}).items() if name == "param"})
 
 
-def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Moves the record of `old` to `new`, which replaces it."""
-    recorded = bookkeeping(optimizer).formats
-    if old in recorded:
-        recorded[new] = recorded.pop(old)
-
-
 def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
     """The formats of the parameter and its states that are not built in, or that keys would give wrongly.
 

@@ -44,7 +44,8 @@ def _narrow(optimizer: Optimizer) -> set[torch.Tensor]:
 
 def follow(optimizer: Optimizer) -> None:
     """Moves the state of each replaced parameter to the parameter that is in its place now."""
-    for params, group in zip(bookkeeping(optimizer).compiled_with, optimizer.param_groups, strict=False):
+    book = bookkeeping(optimizer)
+    for params, group in zip(book.compiled_with, optimizer.param_groups, strict=False):
         for i, (old, new) in enumerate(zip(params, group["params"], strict=False)):
             if old is not new and old in optimizer.state and new.shape == old.shape:
                 params[i] = new
@@ -53,12 +54,15 @@ def follow(optimizer: Optimizer) -> None:
                     k: v if is_host_scalar(v, old) and not is_component(k, state) else v.to(new.device)
                     for k, v in state.items()
                 }
-                external_writes.replace(optimizer, old, new)
+                book.marks.params.pop(old, None)
+                if old in book.formats:
+                    book.formats[new] = book.formats.pop(old)
+                external_writes.remember(optimizer, new, external_writes.FRESH)
                 for each in inner_of(optimizer):
                     if old in each.optimizer.state:  # the same object if `state` is
                         each.optimizer.state[new] = each.optimizer.state.pop(old)
-                if old in bookkeeping(optimizer).narrow:
-                    bookkeeping(optimizer).narrow.add(new)
+                if old in book.narrow:
+                    book.narrow.add(new)
 
 
 def settle_moved(optimizer: Optimizer) -> None:
