@@ -101,7 +101,7 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
             kept = torch.where(high_word(original, cast) == now, original, now.float())
             fmt = param_format(Settings.of(owned[id(p)]).strategy, p.dtype)
             with torch.no_grad():
-                external_writes.put(optimizer, p, fmt, kept)
+                external_writes.put(optimizer, p, fmt, kept, external_writes.FRESH)
 
 
 # --- parameters that an optimizer gets later --------------------------------------------------------------------------

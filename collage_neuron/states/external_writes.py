@@ -51,13 +51,17 @@ from collage_neuron.states.bookkeeping import Bookkeeping, Kept, Split, bookkeep
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
 from collage_neuron.states.state_keys import names_in, split_words, words_of
-from collage_neuron.states.store import is_stored, kept_format, store
+from collage_neuron.states.store import is_idle, is_stored, kept_format, store
 
 
-def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
-    """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
-    kept = Kept(what, mark_of(p), words_of(optimizer.state.get(p, {})))
-    if what == FRESH and "param" + MASTER not in kept.words:  # a master tells what it belongs to
+def remember(optimizer: Optimizer, p: torch.Tensor, what: str = "") -> None:
+    """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED).
+
+    By default FRESH before the first step of `p`, and STEPPED after it.
+    """
+    state = optimizer.state.get(p, {})
+    kept = Kept(what or (FRESH if is_idle(state) else STEPPED), mark_of(p), words_of(state))
+    if kept.event == FRESH and "param" + MASTER not in kept.words:  # a master tells what it belongs to
         kept = _with_bits(kept, p)
     bookkeeping(optimizer).marks.params[p] = kept
 
@@ -72,8 +76,8 @@ def _with_bits(kept: Kept, p: torch.Tensor) -> Kept:
     return kept._replace(bits=(local(p.detach()).to("cpu", copy=True), version(p)))
 
 
-def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor, what: str = FRESH) -> None:
-    """Stores the exact `value` of `p`, from which training goes on; `what` is its event (FRESH, STEPPED)."""
+def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor, what: str = "") -> None:
+    """Stores the exact `value` of `p`, from which training goes on; `what` is its event, as of `remember`."""
     store(p, optimizer.state[p], "param", fmt, value, record_of(optimizer, p))
     remember(optimizer, p, what)
 
@@ -260,34 +264,43 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
 # --- states ----------------------------------------------------------------------------------------------------
 
 
-def _watched(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor, bool]]:
-    """The states with further words: parameter, name, first word, and True if this holds codes."""
+Noted = tuple[torch.Tensor, int]
+"""The first word of a state, and its version when its low words were found to be its own."""
+
+Written = tuple[torch.Tensor, str, torch.Tensor, Noted | None]
+"""A parameter, the name of a state of it, the first word, and what was noted: nothing of a new one (loaded, copied)."""
+
+
+def _written_states(optimizer: Optimizer) -> Iterator[Written]:
+    """The states with further words that were written in place or exchanged since these were noted, or are new."""
     states: Mapping[Any, Any] = optimizer.state
+    marks = bookkeeping(optimizer).marks.states
     for p, state in states.items():
-        if isinstance(p, torch.Tensor):
-            names = names_in(state)
-            highs = ((name, state[name]) for name in names.watched)
-            yield from ((p, name, x, name in names.coded) for name, x in highs if isinstance(x, torch.Tensor))
+        for name in names_in(state).watched if isinstance(p, torch.Tensor) else ():
+            high, noted = state[name], marks.get(p, {}).get(name)
+            is_same = noted is not None and noted[0] is high and noted[1] == version(high)
+            if isinstance(high, torch.Tensor) and not is_same:
+                yield p, name, high, noted
 
 
 def remember_states(optimizer: Optimizer) -> None:
     """Notes that the low words of all states belong to what the states hold now."""
     marks = bookkeeping(optimizer).marks.states
-    marks.clear()  # in place: an optimizer made by copy.copy shares them
-    for p, name, high, _ in _watched(optimizer):
+    for p, name, high, _ in _written_states(optimizer):
         marks.setdefault(p, {})[name] = high, version(high)
 
 
 @torch.no_grad()
 def _drop_stale_of_states(optimizer: Optimizer) -> None:
-    """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
+    """Resets the low words of states that were written, where they do not fit."""
     written = check_codes(optimizer)
-    for p, name, coded in written:
+    for p, name, *_ in written:
         fmt, state = _format(optimizer, p, name), optimizer.state[p]
-        if coded or any(state[key].numel() != p.numel() for key in (name, *fmt.keys(name)[1:])):
+        keys = fmt.keys(name)
+        if name in names_in(state).coded or any(state[key].numel() != p.numel() for key in keys):
             continue  # the step raises
-        for key in fmt.keys(name)[1:]:  # the first word may have been exchanged for one of another shape
-            if state[key].shape != state[name].shape and state[key].numel() == state[name].numel():
+        for key in keys[1:]:  # the first word may have been exchanged for one of another shape
+            if state[key].shape != state[name].shape:
                 state[key] = state[key].reshape(state[name].shape)
         stale = ~belongs(optimizer, p, name)
         if stale.any():
@@ -296,25 +309,16 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
         remember_states(optimizer)
 
 
-def check_codes(optimizer: Optimizer) -> list[tuple[torch.Tensor, str, bool]]:
-    """The states that were written since the last step, or are new, and True for those that hold codes.
-
-    Raises:
-        ValueError: other code wrote codes. New ones (loaded, copied) have not been noted.
-    """
-    marks, written = bookkeeping(optimizer).marks.states, []
-    for p, name, high, coded in _watched(optimizer):
-        noted = marks.get(p, {}).get(name)
-        if noted is None or noted[0] is not high or noted[1] != version(high):
-            written.append((p, name, coded))
-            if coded and noted is not None:
-                _check_unwritten(p, name, high, noted, record_of(optimizer, p))
+def check_codes(optimizer: Optimizer) -> list[Written]:
+    """Raises ValueError if other code wrote codes since the last step; returns the states that were written."""
+    written = list(_written_states(optimizer))
+    for p, name, high, noted in written:
+        if noted is not None and name in names_in(optimizer.state[p]).coded:
+            _check_unwritten(p, name, high, noted, record_of(optimizer, p))
     return written
 
 
-def _check_unwritten(
-    p: torch.Tensor, name: str, now: torch.Tensor, noted: tuple[torch.Tensor, int], record: Mapping[str, str]
-) -> None:
+def _check_unwritten(p: torch.Tensor, name: str, now: torch.Tensor, noted: Noted, record: Mapping[str, str]) -> None:
     """Raises for codes that are not those that were noted with their version; values have another type."""
     before, its_version = noted
     if now.dtype == before.dtype and (

@@ -76,7 +76,12 @@ def settle_moved(optimizer: Optimizer) -> None:
         for key in dropped:
             del state[key]
         if dropped:
-            _warn_of_moved(p, dropped)
+            warn_user(
+                f"a new parameter of shape {list(p.shape)} has the state of an earlier one, with low words that are "
+                f"not its own ({', '.join(dropped)}), which were dropped: training continues from the values that the "
+                f"parameter and its states have in {p.dtype}. To lose nothing, make new parameters in float32 of "
+                "collage_neuron.exact_value, and compile the optimizer again"
+            )
         external_writes.remember(optimizer, p, external_writes.STEPPED)
 
 
@@ -92,16 +97,6 @@ def _of_another(p: torch.Tensor, name: str, state: Mapping[str, Any]) -> list[st
     words = [key for suffix in suffixes() - shared_suffixes() if (key := name + suffix) in state]
     is_other = (name == "param" and p.dtype == torch.float32) or any(state[k].shape != first.shape for k in words)
     return words if is_other else []
-
-
-def _warn_of_moved(p: torch.Tensor, dropped: Sequence[str]) -> None:
-    warn_user(
-        f"a new parameter of shape {list(p.shape)} has the state of an earlier one, with low words that are not its "
-        f"own ({', '.join(dropped)}), which were dropped: training continues from the values that the parameter and "
-        f"its states have in {p.dtype}. To lose nothing, make new parameters in float32 of "
-        "collage_neuron.exact_value, and compile the optimizer again",
-        UserWarning,
-    )
 
 
 def forget(optimizer: Optimizer) -> None:
@@ -166,7 +161,7 @@ def _of_another_shape(where: object, key: str, value: torch.Tensor) -> ValueErro
 
 def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]) -> None:
     """Raises for a parameter in fp32 that is among the `narrow` ones: it was bf16 before."""
-    if torch.float32 not in map(_dtype, params):
+    if torch.float32 not in map(attrgetter("dtype"), params):
         return
     for p, where in zip(params, places, strict=True):
         if p.dtype == torch.float32 and p in narrow:
@@ -175,6 +170,3 @@ def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], na
                 "float32 copies of its own has converted it. Nothing was updated: convert the model back "
                 "(model.to(torch.bfloat16)), or compile the optimizer again, which splits the float32 values"
             )
-
-
-_dtype = attrgetter("dtype")
