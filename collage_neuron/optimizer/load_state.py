@@ -66,14 +66,13 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         as_written = bool(bookkeeping(optimizer).as_written)
         drop_placeholders(optimizer.state.values())
         plain = settle_settings(optimizer, before[1])
-        format_record.load(optimizer)
         if as_written:
             _put_back_as_saved(optimizer, seen[0], plain)
         else:
             _put_back(optimizer, seen[0])
         reduced_states.widen_counts(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
-        format_record.keep(optimizer, kept, formats)
+        format_record.load(optimizer, kept)
         split = split_words(optimizer.state)
         joined = {p: (w, dict(record_of(optimizer, p))) for p, w in split.items() if p.dtype == torch.float32}
         if not as_written:  # its next step reads everything as it is, and stores it in its formats

@@ -119,21 +119,18 @@ COMPILED = "_collage_compiled"
 
 def adopt_params(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> None:
     """Parameters have joined a compiled optimizer: gives them the low words that `compile(model)` kept, or warns."""
-    stay = {p for p in params if p.dtype == torch.float32 and hasattr(p, COMPILED)}
+    wide = {p for p in params if p.dtype == torch.float32}
+    stay = {p for p in wide if hasattr(p, COMPILED)}
     bookkeeping(optimizer).fp32 |= stay
-    _warn_of_fp32(p for p in params if p not in stay)
-    continue_from_others(optimizer)
-    restore_low_words(optimizer, split_params(optimizer.state) | written_in_all_processes())
-    warn_of_rounded(params, index)
-
-
-def _warn_of_fp32(params: Iterable[torch.Tensor]) -> None:
-    if any(p.dtype == torch.float32 for p in params):
+    if wide - stay:
         warn_user(
             "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
             "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
             "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo"
         )
+    continue_from_others(optimizer)
+    restore_low_words(optimizer, split_params(optimizer.state) | written_in_all_processes())
+    warn_of_rounded(params, index)
 
 
 def warn_of_rounded(params: Iterable[torch.Tensor], index: int) -> None:

@@ -47,8 +47,17 @@ from collage_neuron.states import coarse_writes, fitting_words, step_inventory
 from collage_neuron.states.bookkeeping import FRESH as FRESH
 from collage_neuron.states.bookkeeping import LOADED as LOADED
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
-from collage_neuron.states.bookkeeping import Bookkeeping, Kept, Split, bookkeeping, mark_of, params_of
+from collage_neuron.states.bookkeeping import (
+    Bookkeeping,
+    Kept,
+    Split,
+    bookkeeping,
+    compiled_optimizers,
+    mark_of,
+    params_of,
+)
 from collage_neuron.states.format_record import record_of
+from collage_neuron.states.live_objects import groups_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
 from collage_neuron.states.state_keys import names_in, split_words, words_of
 from collage_neuron.states.store import is_idle, is_stored, kept_format, store
@@ -82,16 +91,19 @@ def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor,
     remember(optimizer, p, what)
 
 
-def before_load(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+def before_load(params: Iterable[torch.Tensor]) -> None:
     """Called before `load_state_dict` of a model writes each of `params` once, if it does not raise."""
-    known = bookkeeping(optimizer).marks.params
-    for p in (p for p in params if p in known):
-        kept = known[p]
-        if kept.event == STEPPED and kept.bits is None and kept.is_of(p):
-            kept = _with_bits(kept, p)
-        if kept.bits is not None:
-            bits, expected = kept.bits
-            known[p] = kept._replace(bits=(bits, expected + 1))
+    written = {id(p): p for p in params if p.dtype == torch.bfloat16}
+    for optimizer in compiled_optimizers() if written else ():
+        own = {id(p) for group in groups_of(optimizer) for p in group["params"]}
+        known = bookkeeping(optimizer).marks.params
+        for p in (p for key, p in written.items() if key in own and p in known):
+            kept = known[p]
+            if kept.event == STEPPED and kept.bits is None and kept.is_of(p):
+                kept = _with_bits(kept, p)
+            if kept.bits is not None:
+                bits, expected = kept.bits
+                known[p] = kept._replace(bits=(bits, expected + 1))
 
 
 def remember_step(optimizer: Optimizer) -> None:
@@ -139,29 +151,42 @@ def drop_stale(optimizer: Optimizer) -> None:
         return  # states are not cleared either: the low words are where the last step left them
     _drop_stale_of_states(optimizer)
     restore_words(optimizer)
-    written = _written(book)
+    written = {p: kept for p, kept in book.marks.params.items() if not kept.is_of(p)}
     if not written:
         return
     stepped = {p: kept for p, kept in written.items() if kept.event == STEPPED and kept.bits is None}
     marks = {p: kept.mark for p, kept in stepped.items() if kept.mark is not None}
     coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items()})
-    split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(written[p], p, fmt)}
-    fitting = {p: fmt for p, fmt in split.items() if written[p].event == STEPPED and not _is_known(written[p], p)}
-    left = split.keys() - fitting_words.reset_at_once(optimizer, fitting)
-    stale = {p: _stale(optimizer, p) for p in left}
-    for p, where in stale.items():
-        if where.any():
+    split = _split_among(optimizer, written)
+    counting = {p: what for p, fmt in split.items() if (what := _what_counts(book, p, fmt)) != ALL}
+    fitting = {p: split[p] for p, what in counting.items() if what == FITTING and written[p].event == STEPPED}
+    mismatched = 0.0
+    for p in counting.keys() - fitting_words.reset_at_once(optimizer, fitting):
+        if (where := _stale(optimizer, p, counting[p])).any():
             fitting_words.reset_where(p, optimizer.state[p], "param", split[p], where)
-    mismatched = max(
-        (where.double().mean().item() for p, where in stale.items() if written[p].event == LOADED and where.numel()),
-        default=0.0,
-    )
+            if written[p].event == LOADED:
+                mismatched = max(mismatched, where.double().mean().item())
     if mismatched:
         warn_user(
             f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
             "of a parameter) and were dropped there: load the model's state from the same checkpoint as the "
             "optimizer's"
         )
+
+
+NONE, UNCHANGED, FITTING, ALL = "none", "unchanged", "fitting", "all"
+"""Which low words of a parameter that was written count: those of elements whose bits are what they were, those that
+belong to what is there, or all, as a format reads no more out of each than fits."""
+
+
+def _what_counts(book: Bookkeeping, p: torch.Tensor, fmt: Format) -> str:
+    """Says this of `p`, which was written: the one policy, as at the top of this file."""
+    kept = book.marks.params[p]
+    if kept.event == FRESH and _is_replica(p):
+        return NONE
+    if _is_known(kept, p):
+        return NONE if kept.event == STEPPED and _brought_others(book) else UNCHANGED
+    return ALL if fmt.always_fits and kept.event != LOADED else FITTING
 
 
 def _is_replica(p: torch.Tensor) -> bool:
@@ -175,20 +200,11 @@ def _is_known(kept: Kept, p: torch.Tensor) -> bool:
     return kept.bits is not None and (not _is_replica(p) or version(p) == kept.bits[1])
 
 
-def _is_right(kept: Kept, p: torch.Tensor, fmt: Format) -> bool:
-    """Returns True if all low words of `p`, which was written, count as far as they fit, and in its format all do."""
-    starts = kept.event == LOADED or (kept.event == FRESH and _is_replica(p))
-    return fmt.always_fits and not starts and not _is_known(kept, p)
-
-
-def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
-    """Where the low word of `p`, which was written, does not count any more; on the CPU."""
-    book = bookkeeping(optimizer)
-    kept = book.marks.params[p]
-    known = kept.event != LOADED and _is_known(kept, p)
-    if (kept.event == FRESH and _is_replica(p)) or (kept.event == STEPPED and known and _brought_others(book)):
-        return torch.ones(p.shape, dtype=torch.bool, device="cpu")
-    return torch.ne(*_bits(kept, p)) if known else ~belongs(optimizer, p)
+def _stale(optimizer: Optimizer, p: torch.Tensor, what: str) -> torch.Tensor:
+    """Where the low word of `p` does not count any more, if of all low words those count; on the CPU."""
+    if what == UNCHANGED:
+        return torch.ne(*_bits(bookkeeping(optimizer).marks.params[p], p))
+    return torch.ones(p.shape, dtype=torch.bool, device="cpu") if what == NONE else ~belongs(optimizer, p)
 
 
 def _bits(kept: Kept, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,14 +227,9 @@ def _brought_others(book: Bookkeeping) -> bool:
     return book.load_compared[1]
 
 
-def _written(book: Bookkeeping) -> dict[torch.Tensor, Kept]:
-    """Parameters whose low words may not be theirs, with what is kept of them."""
-    return {p: kept for p, kept in book.marks.params.items() if not kept.is_of(p)}
-
-
 def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
     """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
-    return fitting_words.belongs(p, optimizer.state[p], name, record_of(optimizer, p))
+    return fitting_words.belongs(p, optimizer.state[p], name, _format(optimizer, p, name))
 
 
 def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Format:
@@ -253,11 +264,12 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
 
     Nothing is dropped yet: other weights may be there for a moment only (an average, for an evaluation).
     """
-    kept = bookkeeping(optimizer).marks.params.get(p)
+    book = bookkeeping(optimizer)
+    kept = book.marks.params.get(p)
     split = {} if kept is None or kept.is_of(p) else _split_among(optimizer, [p])
-    if kept is not None and split and not _is_right(kept, p, split[p]):
+    if split and (what := _what_counts(book, p, split[p])) != ALL:
         own = local(value)
-        own.copy_(torch.where(_stale(optimizer, p).to(own.device), local(p.detach()).float(), own))
+        own.copy_(torch.where(_stale(optimizer, p, what).to(own.device), local(p.detach()).float(), own))
     return value
 
 

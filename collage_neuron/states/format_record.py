@@ -16,7 +16,7 @@ one rounding of the format.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,14 +46,23 @@ def save(optimizer: Optimizer) -> None:
         names = sorted({name for record in records for name in record})
         if names:
             columns = {name: [record.get(name) for record in records] for name in names}
-            group[FORMATS_KEPT] = json.dumps({name: _shared(column) or column for name, column in columns.items()})
+            # One name if all parameters have the same, which is the usual case.
+            shown = {name: column[0] if len(set(column)) == 1 else column for name, column in columns.items()}
+            group[FORMATS_KEPT] = json.dumps(shown)
         else:
             group.pop(FORMATS_KEPT, None)
 
 
-def load(optimizer: Optimizer) -> None:
-    """Reads the record from the groups, where a checkpoint has put it; empty for checkpoints that are older than it."""
+def load(optimizer: Optimizer, kept: Iterable[torch.Tensor] = ()) -> None:
+    """Reads the record from the groups, where a checkpoint has put it; empty for checkpoints that are older than it.
+
+    Those that have `kept` their own words while states were loaded keep the format of these.
+    """
+    before = bookkeeping(optimizer).formats
+    own = {p: before[p]["param"] for p in kept if "param" in before.get(p, {})}
     put_back(optimizer, _saved(optimizer))
+    for p, fmt in own.items():
+        record_of(optimizer, p)["param"] = fmt
 
 
 def check_saved(group: Mapping[str, Any], index: int) -> None:
@@ -68,12 +77,6 @@ def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> No
     kept_before = dict(records)
     recorded.clear()  # in place: an optimizer made by copy.copy shares it
     recorded.update(kept_before)
-
-
-def keep(optimizer: Optimizer, params: Collection[torch.Tensor], before: Mapping[torch.Tensor, Record]) -> None:
-    """Restores the record of `params` themselves, whose words were kept while states were loaded."""
-    for p in params:
-        record_of(optimizer, p).update({name: fmt for name, fmt in before.get(p, {}).items() if name == "param"})
 
 
 def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
@@ -101,11 +104,6 @@ def _is_known_by_keys(state: Mapping[str, Any], name: str, fmt: str) -> bool:
     if known is not None and known.is_coded:
         return True
     return known is not None and known is BUILT_IN.get(fmt) and known.decode is format_by_keys(state, name).decode
-
-
-def _shared(column: list[str | None]) -> str | None:
-    """The one name that all parameters of a group have, which is the usual case."""
-    return column[0] if len(set(column)) == 1 else None
 
 
 def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:

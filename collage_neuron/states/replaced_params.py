@@ -8,6 +8,7 @@ step, a new parameter takes over the low words of the one that it replaces.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -138,17 +139,15 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
 
 def check_words(optimizer: Optimizer) -> None:
     """Raises for a parameter that got another shape than its low words: all that is asked of a step as written."""
-    if (found := step_inventory.once(optimizer, "cut", lambda: _cut(optimizer))) is not None:
-        raise ValueError(found)
+    step_inventory.once(optimizer, "cut", partial(_check_words, optimizer))
 
 
-def _cut(optimizer: Optimizer) -> str | None:
+def _check_words(optimizer: Optimizer) -> None:
     shared = tuple(shared_suffixes())
     for p, words in split_words(optimizer.state).items():
         for key, word in words.items():
             if word.shape != p.shape and not key.endswith(shared):
-                return str(_of_another_shape(f"a parameter of shape {list(p.shape)}", key, word))
-    return None
+                raise _of_another_shape(f"a parameter of shape {list(p.shape)}", key, word)
 
 
 def _of_another_shape(where: object, key: str, value: torch.Tensor) -> ValueError:
