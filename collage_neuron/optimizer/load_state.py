@@ -33,7 +33,7 @@ from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
-from collage_neuron.states.bookkeeping import bookkeeping, mark_of, params_of
+from collage_neuron.states.bookkeeping import bookkeeping, mark_of, numbered, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import like
 from collage_neuron.states.shared_params import Left
@@ -95,8 +95,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
 
 def _put_back(optimizer: Optimizer, saved: Saved) -> None:
     """States as torch does not load them: wider ones in fp32, integers as they are, sharded as the parameter is."""
-    ids = (i for group in saved["param_groups"] for i in group["params"])
-    for index, p in zip(ids, params_of(optimizer), strict=True):
+    for index, p in numbered(optimizer, saved).items():
         for name, value in saved["state"].get(index, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -236,8 +235,7 @@ def _put_back_as_saved(optimizer: Optimizer, saved: Mapping[str, Any], plain: Se
 
     In groups that are of `plain` torch a state in bf16 is so because its parameter was, and is one in fp32 now.
     """
-    ids = [i for group in saved["param_groups"] for i in group["params"]]
-    params = dict(zip(ids, params_of(optimizer), strict=True))
+    params = numbered(optimizer, saved)
     for index, state in saved["state"].items():
         p = params.get(index)
         if p is None:

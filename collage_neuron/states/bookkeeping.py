@@ -326,6 +326,12 @@ def params_of(optimizer: Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[Any, Any]:
+    """The parameters by their numbers in what `state_dict()` returns."""
+    ids = (i for group in packed["param_groups"] for i in group["params"])
+    return dict(zip(ids, params_of(optimizer), strict=True))
+
+
 @contextmanager
 def discarded_on_error(optimizer: Optimizer) -> Iterator[None]:
     """An optimizer that `compile` rejects has no attribute of ours afterwards, unless it had it before."""

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics import formats
 from collage_neuron.numerics.formats import BUILT_IN, FORMATS
 from collage_neuron.settings import FORMATS_KEPT
-from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.bookkeeping import bookkeeping, numbered
 from collage_neuron.states.state_keys import is_shared_word, names_in
 from collage_neuron.states.store import Record, State, format_by_keys, read_fp32
 
@@ -162,9 +162,7 @@ each of them must be there.
 
 def show_values(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     """Replaces the words of coded states in what `Optimizer.state_dict` returned by their values."""
-    ids = (i for group in packed["param_groups"] for i in group["params"])
-    params = params_of(optimizer)
-    for i, p in zip(ids, params, strict=True):
+    for i, p in numbered(optimizer, packed).items():
         state = packed["state"].get(i)
         if isinstance(state, Mapping) and names_in(state).coded:
             packed["state"][i] = _with_values(optimizer, p, state)  # a new one: torch's is the live state itself
