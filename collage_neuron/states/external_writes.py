@@ -106,8 +106,8 @@ def before_load(params: Iterable[torch.Tensor]) -> None:
                 known[p] = kept._replace(bits=(bits, expected + 1))
 
 
-def remember_step(optimizer: Optimizer) -> None:
-    """After a step: all low words belong to their parameters."""
+def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
+    """After a step, or before one that has not `ended` goes on: all low words belong to their parameters."""
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     if in_step is None:
         found: Mapping[Any, Any] = optimizer.state
@@ -117,7 +117,8 @@ def remember_step(optimizer: Optimizer) -> None:
     else:
         split, states = _split(in_step), in_step.states
     book.marks.mark_all(split, states)
-    coarse_writes.sample_after_step(book, split.params)
+    if ended:
+        coarse_writes.sample_after_step(book, split.params)
 
 
 def _split(in_step: step_inventory.Seen) -> Split:
