@@ -12,9 +12,8 @@ from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
 from collage_neuron.states.sharding import is_sharded, local
-from collage_neuron.states.shared_params import Left
 from collage_neuron.states.state_keys import is_component, name_of, split_words, suffixes
 from collage_neuron.states.store import is_idle, may_be_word, read_exact
 
@@ -176,8 +175,8 @@ def join_again(optimizer: Optimizer) -> None:
     loaded after it, that value is replaced by the high words.
     """
     ours = bookkeeping(optimizer)
-    for p, found in ours.joined.items():
-        left, high = Left(*found), p.detach().bfloat16()
-        if not left.fits(p) and torch.equal(local(high).float(), local(p.detach())):
-            p.copy_(read_exact(high, left.words, "param", left.record))
+    for p, (further, record, mark) in ours.joined.items():
+        high = p.detach().bfloat16()
+        if mark != mark_of(p) and torch.equal(local(high).float(), local(p.detach())):
+            p.copy_(read_exact(high, further, "param", record))
     ours.joined.clear()

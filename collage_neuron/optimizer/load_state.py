@@ -36,7 +36,6 @@ from collage_neuron.states import external_writes, format_record, reduced_states
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of, numbered, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import like
-from collage_neuron.states.shared_params import Left
 from collage_neuron.states.state_keys import is_component, split_params, split_words, words_of
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle
 from collage_neuron.states.visible_states import buckets
@@ -86,7 +85,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         raise
     finally:
         handle.remove()
-    ours.joined = {p: Left(words, record, mark_of(p)) for p, (words, record) in joined.items()}
+    ours.joined = {p: (w, record, mark_of(p)) for p, (w, record) in joined.items()}
     begin_anew(optimizer, kept)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -26,7 +26,6 @@ from collage_neuron.states.bookkeeping import (
     FRESH,
     STEPPED,
     Bookkeeping,
-    Mark,
     Marks,
     bookkeeping,
     compiled_optimizers,
@@ -105,21 +104,7 @@ def formats_of(optimizer: Optimizer) -> dict[torch.Tensor, Format]:
 
 
 LEFT = "_collage_left"
-"""An attribute of parameters whose compiled optimizer is gone: a `Left`."""
-
-
-class Left(NamedTuple):
-    """Further words of a parameter that no optimizer has."""
-
-    words: Mapping[str, torch.Tensor]
-    record: Mapping[str, str]
-    """Their format, as in the record of an optimizer."""
-    mark: Mark
-    """The mark of the parameter when they were its own."""
-
-    def fits(self, p: torch.Tensor) -> bool:
-        """Returns True if the parameter was not written since."""
-        return self.mark == mark_of(p)
+"""An attribute of parameters whose compiled optimizer is gone: what it kept of them, and its record of their format."""
 
 
 def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
@@ -132,7 +117,7 @@ def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> N
     for p, kept in marks.params.items():
         if kept.words and kept.mark is not None:
             record = {name: fmt for name, fmt in formats.get(p, {}).items() if name == "param"}
-            setattr(p, LEFT, Left(dict(kept.words), record, kept.mark))
+            setattr(p, LEFT, (kept._replace(bits=None), record))
 
 
 @torch.no_grad()
@@ -151,7 +136,7 @@ def continue_from_others(optimizer: Optimizer) -> None:
                 store_beside(p, optimizer.state[p], fmt, exact, record_of(optimizer, p))
             external_writes.remember(optimizer, p, FRESH)
     for p, fmt in wanted.items():
-        left: Left | None = vars(p).pop(LEFT, None)
-        if left is not None and left.fits(p):
-            _give_words(optimizer, p, fmt, left.words, left.record)
+        kept, record = vars(p).pop(LEFT, (None, {}))
+        if kept is not None and kept.mark == mark_of(p):
+            _give_words(optimizer, p, fmt, kept.words, record)
             external_writes.remember(optimizer, p, FRESH)
