@@ -121,7 +121,7 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
         for p in group["params"]:
             own = words_of(before.get(p, {}))
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
-            noted = external_writes.kept_of(optimizer, p)
+            noted = external_writes.low_words_of(optimizer, p)
             if own and not expected and (noted.bits is not None or not noted.is_written(p)):
                 optimizer.state[p].update(own)
                 kept.add(p)

@@ -6,9 +6,9 @@ that drew random bits (`settings.DRAWN`) and of skipped steps (`settings.SKIPPED
 where their keys do not determine them (`settings.FORMATS_KEPT`).
 
 Its marks say how parameters with low words, and states with such words, were when those words were found to be theirs.
-The further words of parameters are noted with them (`Kept`): code may clear the states in which they are. After a step
-the marks are lists, one for all parameters, which the next step compares as a whole if its structure is that of the
-last one (`step_inventory`). They become dictionaries, by parameter, where something asks for those or has changed.
+The further words of parameters are noted with them (`LowWords`): code may clear the states in which they are. After a
+step the marks are lists, one for all parameters, which the next step compares as a whole if its structure is that of
+the last one (`step_inventory`). They become dictionaries, by parameter, where something asks for those or has changed.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def mark_of(p: torch.Tensor) -> Mark:
     return torch_privates.version(shard), shard.data_ptr() if type(shard) in ORDINARY else 0
 
 
-class Kept(NamedTuple):
-    """What belongs to the first word of a parameter, the parameter itself, and how that was then."""
+class LowWords(NamedTuple):
+    """The further words of a parameter, and how the parameter, their first word, was when they were stored."""
 
     event: str
     """FRESH or STEPPED; LOADED if the parameter may still be written with what the words belong to."""
     mark: Mark | None
     """The parameter's; None in a copy of an optimizer if the parameter was written before."""
     words: Mapping[str, torch.Tensor]
-    """Its further words, the tensors that its state holds too, by key."""
+    """The tensors, which its state holds too, by key."""
     bits: tuple[torch.Tensor, int] | None = None
     """What the parameter held, on the host, and the version that loads of the model leave it with; None unless other
     code is expected to write it before the next step (`external_writes`)."""
@@ -103,13 +103,13 @@ class Marks:
     """The marks of an optimizer's parameters and states; those made by copy.copy share them."""
 
     def __init__(self) -> None:
-        self._params: dict[torch.Tensor, Kept] = {}
+        self._params: dict[torch.Tensor, LowWords] = {}
         self._states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = {}
         self._all: _Columns | None = None
 
     @property
-    def params(self) -> dict[torch.Tensor, Kept]:
-        """What is kept of each parameter with low words."""
+    def params(self) -> dict[torch.Tensor, LowWords]:
+        """The low words of each parameter that has some, or had."""
         self._spread()
         return self._params
 
@@ -149,7 +149,7 @@ class Marks:
         for (i, key), word in zip(noted.split.words, noted.words, strict=True):
             words.setdefault(i, {})[key] = word
         params = zip(noted.split.params, noted.params, words.values(), strict=True)
-        self._params.update((p, Kept(STEPPED, mark, of_param)) for p, mark, of_param in params)
+        self._params.update((p, LowWords(STEPPED, mark, of_param)) for p, mark, of_param in params)
         for (i, name), high, its_version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
             self._states.setdefault(owners[i], {})[name] = high, its_version
 
@@ -268,8 +268,8 @@ class Bookkeeping:
         """
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OF_ONE}
         known = self.marks.params.items()
-        marks = [(p, kept.event, kept.mark == mark_of(p)) for p, kept in known]
-        words, bits = {p: kept.words for p, kept in known}, {p: kept.bits for p, kept in known}
+        marks = [(p, low.event, low.mark == mark_of(p)) for p, low in known]
+        words, bits = {p: low.words for p, low in known}, {p: low.bits for p, low in known}
         return own | {"marks": marks, "words": words, "param_bits": bits}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -280,7 +280,7 @@ class Bookkeeping:
         words, bits = own.pop("words", {}), own.pop("param_bits", {})
         vars(self).update(vars(Bookkeeping()) | own | {"marks": Marks()})
         for p, event, belongs in state["marks"]:
-            self.marks.params[p] = Kept(event, mark_of(p) if belongs else None, words.get(p, {}), bits.get(p))
+            self.marks.params[p] = LowWords(event, mark_of(p) if belongs else None, words.get(p, {}), bits.get(p))
 
     def of_copy(self) -> Bookkeeping:
         """Returns the bookkeeping of a `copy.copy`, which has the same parameters: shared, but for OF_ONE."""

@@ -6,7 +6,7 @@ Other code may write a parameter between `compile` and the first step, between s
 * What a load after some steps brings begins anew, with low words of zero, if a bit of it differs anywhere: most weights
   of a checkpoint of some steps before have the bits of now (`_brought_others`).
 * An element whose bits changed is what was written, with a low word of zero, where the old bits are known. They are
-  from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`Kept.bits`); and a
+  from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`LowWords.bits`); and a
   master tells them at any time, since it rounds to them.
 * Elsewhere (`p.clamp_()` after a step) an old low word stays as far as it fits: it is half an ulp of bf16 of what was
   written at most. This holds for writes through `p.data` or shared memory too, which nobody notices, since no format
@@ -49,7 +49,7 @@ from collage_neuron.states.bookkeeping import LOADED as LOADED
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
 from collage_neuron.states.bookkeeping import (
     Bookkeeping,
-    Kept,
+    LowWords,
     Split,
     bookkeeping,
     compiled_optimizers,
@@ -69,20 +69,20 @@ def remember(optimizer: Optimizer, p: torch.Tensor, what: str = "") -> None:
     By default FRESH before the first step of `p`, and STEPPED after it.
     """
     state = optimizer.state.get(p, {})
-    kept = Kept(what or (FRESH if is_idle(state) else STEPPED), mark_of(p), words_of(state))
-    if kept.event == FRESH and "param" + MASTER not in kept.words:  # a master tells what it belongs to
-        kept = _with_bits(kept, p)
-    bookkeeping(optimizer).marks.params[p] = kept
+    low = LowWords(what or (FRESH if is_idle(state) else STEPPED), mark_of(p), words_of(state))
+    if low.event == FRESH and "param" + MASTER not in low.words:  # a master tells what it belongs to
+        low = _with_bits(low, p)
+    bookkeeping(optimizer).marks.params[p] = low
 
 
-def _with_bits(kept: Kept, p: torch.Tensor) -> Kept:
+def _with_bits(low: LowWords, p: torch.Tensor) -> LowWords:
     """The same with a copy of the bits of `p`, if it has low words, until the next step.
 
     On the host, since before the first step no states are there yet, and a lazy device would compile the copy.
     """
-    if not kept.words or p.dtype != torch.bfloat16 or p.is_meta:
-        return kept
-    return kept._replace(bits=(local(p.detach()).to("cpu", copy=True), version(p)))
+    if not low.words or p.dtype != torch.bfloat16 or p.is_meta:
+        return low
+    return low._replace(bits=(local(p.detach()).to("cpu", copy=True), version(p)))
 
 
 def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor, what: str = "") -> None:
@@ -98,12 +98,12 @@ def before_load(params: Iterable[torch.Tensor]) -> None:
         own = {id(p) for group in groups_of(optimizer) for p in group["params"]}
         known = bookkeeping(optimizer).marks.params
         for p in (p for key, p in written.items() if key in own and p in known):
-            kept = known[p]
-            if kept.event == STEPPED and kept.bits is None and kept.is_of(p):
-                kept = _with_bits(kept, p)
-            if kept.bits is not None:
-                bits, expected = kept.bits
-                known[p] = kept._replace(bits=(bits, expected + 1))
+            low = known[p]
+            if low.event == STEPPED and low.bits is None and low.is_of(p):
+                low = _with_bits(low, p)
+            if low.bits is not None:
+                bits, expected = low.bits
+                known[p] = low._replace(bits=(bits, expected + 1))
 
 
 def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
@@ -136,9 +136,9 @@ def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Mapping
     return Split(owners, [owners[i] for i, of_state in names if of_state.words], highs, words)
 
 
-def kept_of(optimizer: Optimizer, p: torch.Tensor) -> Kept:
-    """What is kept of `p`; of words that nobody has noted, nothing is known."""
-    return bookkeeping(optimizer).marks.params.get(p) or Kept(LOADED, None, {})
+def low_words_of(optimizer: Optimizer, p: torch.Tensor) -> LowWords:
+    """The low words of `p` as they were noted; if nobody has, nothing is known of them."""
+    return bookkeeping(optimizer).marks.params.get(p) or LowWords(LOADED, None, {})
 
 
 def drop_stale(optimizer: Optimizer) -> None:
@@ -152,11 +152,11 @@ def drop_stale(optimizer: Optimizer) -> None:
         return  # states are not cleared either: the low words are where the last step left them
     _drop_stale_of_states(optimizer)
     restore_words(optimizer)
-    written = {p: kept for p, kept in book.marks.params.items() if not kept.is_of(p)}
+    written = {p: low for p, low in book.marks.params.items() if not low.is_of(p)}
     if not written:
         return
-    stepped = {p: kept for p, kept in written.items() if kept.event == STEPPED and kept.bits is None}
-    marks = {p: kept.mark for p, kept in stepped.items() if kept.mark is not None}
+    stepped = {p: low for p, low in written.items() if low.event == STEPPED and low.bits is None}
+    marks = {p: low.mark for p, low in stepped.items() if low.mark is not None}
     coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items()})
     split = _split_among(optimizer, written)
     counting = {p: what for p, fmt in split.items() if (what := _what_counts(book, p, fmt)) != ALL}
@@ -182,12 +182,12 @@ belong to what is there, or all, as a format reads no more out of each than fits
 
 def _what_counts(book: Bookkeeping, p: torch.Tensor, fmt: Format) -> str:
     """Says this of `p`, which was written: the one policy, as at the top of this file."""
-    kept = book.marks.params[p]
-    if kept.event == FRESH and _is_replica(p):
+    low = book.marks.params[p]
+    if low.event == FRESH and _is_replica(p):
         return NONE
-    if _is_known(kept, p):
-        return NONE if kept.event == STEPPED and _brought_others(book) else UNCHANGED
-    return ALL if fmt.always_fits and kept.event != LOADED else FITTING
+    if _is_known(low, p):
+        return NONE if low.event == STEPPED and _brought_others(book) else UNCHANGED
+    return ALL if fmt.always_fits and low.event != LOADED else FITTING
 
 
 def _is_replica(p: torch.Tensor) -> bool:
@@ -195,10 +195,10 @@ def _is_replica(p: torch.Tensor) -> bool:
     return is_distributed() and not is_sharded(p)
 
 
-def _is_known(kept: Kept, p: torch.Tensor) -> bool:
+def _is_known(low: LowWords, p: torch.Tensor) -> bool:
     """Returns True if it is known what `p` was when its low words were stored, in all processes alike."""
     # Processes load alike, and each knows of it; of what one of them sent to the others, these know nothing.
-    return kept.bits is not None and (not _is_replica(p) or version(p) == kept.bits[1])
+    return low.bits is not None and (not _is_replica(p) or version(p) == low.bits[1])
 
 
 def _stale(optimizer: Optimizer, p: torch.Tensor, what: str) -> torch.Tensor:
@@ -208,10 +208,10 @@ def _stale(optimizer: Optimizer, p: torch.Tensor, what: str) -> torch.Tensor:
     return torch.ones(p.shape, dtype=torch.bool, device="cpu") if what == NONE else ~belongs(optimizer, p)
 
 
-def _bits(kept: Kept, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _bits(low: LowWords, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bits of `p`, and those that were noted; on the CPU."""
-    assert kept.bits is not None
-    return _on_host(p).view(torch.int16), kept.bits[0].view(torch.int16)
+    assert low.bits is not None
+    return _on_host(p).view(torch.int16), low.bits[0].view(torch.int16)
 
 
 def _brought_others(book: Bookkeeping) -> bool:
@@ -220,10 +220,10 @@ def _brought_others(book: Bookkeeping) -> bool:
     Most weights of a checkpoint of some steps before have the bits that they have now, with other low words. Where no
     bit differs in any parameter, weights were swapped in and out, for an evaluation.
     """
-    loaded = {p: kept for p, kept in book.marks.params.items() if kept.event == STEPPED and _is_known(kept, p)}
+    loaded = {p: low for p, low in book.marks.params.items() if low.event == STEPPED and _is_known(low, p)}
     versions = [version(p) for p in loaded]
     if book.load_compared is None or book.load_compared[0] != versions:
-        differ = any(not torch.equal(*_bits(kept, p)) for p, kept in loaded.items())
+        differ = any(not torch.equal(*_bits(low, p)) for p, low in loaded.items())
         book.load_compared = versions, differ
     return book.load_compared[1]
 
@@ -266,8 +266,8 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
     Nothing is dropped yet: other weights may be there for a moment only (an average, for an evaluation).
     """
     book = bookkeeping(optimizer)
-    kept = book.marks.params.get(p)
-    split = {} if kept is None or kept.is_of(p) else _split_among(optimizer, [p])
+    low = book.marks.params.get(p)
+    split = {} if low is None or low.is_of(p) else _split_among(optimizer, [p])
     if split and (what := _what_counts(book, p, split[p])) != ALL:
         own = local(value)
         own.copy_(torch.where(_stale(optimizer, p, what).to(own.device), local(p.detach()).float(), own))
@@ -356,7 +356,7 @@ def restore_words(optimizer: Optimizer) -> None:
     """Gives parameters back the words that were cleared away with their states."""
     split = step_inventory.once(optimizer, "split", lambda: set(map(id, split_words(optimizer.state))))
     known = bookkeeping(optimizer).marks.params.items()
-    cleared = [(p, kept.words) for p, kept in known if kept.words and id(p) not in split]
+    cleared = [(p, low.words) for p, low in known if low.words and id(p) not in split]
     if cleared:
         step_inventory.changed(optimizer)
         held = set(map(id, params_of(optimizer)))

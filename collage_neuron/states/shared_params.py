@@ -69,8 +69,8 @@ def hand_on(optimizer: Optimizer) -> None:
             continue  # its step, or its method, stores what it has at its end
         external_writes.restore_words(other)
         for p, fmt in formats_of(other).items():
-            kept = external_writes.kept_of(other, p)
-            if id(p) in own and not (kept.event == STEPPED and kept.is_of(p)):
+            low = external_writes.low_words_of(other, p)
+            if id(p) in own and not (low.event == STEPPED and low.is_of(p)):
                 _give_words(other, p, fmt, optimizer.state.get(p, {}), record_of(optimizer, p))
                 external_writes.remember(other, p, STEPPED)
 
@@ -104,7 +104,7 @@ def formats_of(optimizer: Optimizer) -> dict[torch.Tensor, Format]:
 
 
 LEFT = "_collage_left"
-"""An attribute of parameters whose compiled optimizer is gone: what it kept of them, and its record of their format."""
+"""An attribute of parameters whose compiled optimizer is gone: its `LowWords`, and its record of their format."""
 
 
 def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
@@ -114,10 +114,10 @@ def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
 
 
 def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> None:
-    for p, kept in marks.params.items():
-        if kept.words and kept.mark is not None:
+    for p, low in marks.params.items():
+        if low.words and low.mark is not None:
             record = {name: fmt for name, fmt in formats.get(p, {}).items() if name == "param"}
-            setattr(p, LEFT, (kept._replace(bits=None), record))
+            setattr(p, LEFT, (low._replace(bits=None), record))
 
 
 @torch.no_grad()
@@ -129,14 +129,14 @@ def continue_from_others(optimizer: Optimizer) -> None:
         external_writes.restore_words(other)
         for p in split_params(other.state) & wanted.keys():
             fmt, words, record = wanted.pop(p), other.state[p], record_of(other, p)
-            if external_writes.kept_of(other, p).is_of(p):
+            if external_writes.low_words_of(other, p).is_of(p):
                 _give_words(optimizer, p, fmt, words, record)
             else:
                 exact = external_writes.without_stale(other, p, read_exact(p, words, "param", record))
                 store_beside(p, optimizer.state[p], fmt, exact, record_of(optimizer, p))
             external_writes.remember(optimizer, p, FRESH)
     for p, fmt in wanted.items():
-        kept, record = vars(p).pop(LEFT, (None, {}))
-        if kept is not None and kept.mark == mark_of(p):
-            _give_words(optimizer, p, fmt, kept.words, record)
+        low, record = vars(p).pop(LEFT, (None, {}))
+        if low is not None and low.mark == mark_of(p):
+            _give_words(optimizer, p, fmt, low.words, record)
             external_writes.remember(optimizer, p, FRESH)
