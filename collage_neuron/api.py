@@ -13,8 +13,7 @@ from collage_neuron.conversion.budget import check_budget, overridden
 from collage_neuron.conversion.buffers import Choice, check_buffers, check_choice, chosen, kept
 from collage_neuron.conversion.convert import check_class, compile_optimizer
 from collage_neuron.conversion.loaded_weights import watch_models_of
-from collage_neuron.conversion.model_casting import check_model, check_together
-from collage_neuron.conversion.pending_optimizer import cast_beside, compile_model
+from collage_neuron.conversion.model_casting import cast_beside, check_model, check_together, compile_model
 from collage_neuron.errors import warn_user
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
 from collage_neuron.numerics.strategies import StrategyLike, default_strategy

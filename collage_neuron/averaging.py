@@ -209,7 +209,7 @@ def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tens
         return p
     if "param_master" in state and p.device.type == "xla":
         # Comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
-        if external_writes.is_written(owners[p], p):
+        if external_writes.low_words_of(owners[p], p).is_written(p):
             return read_fp32(p, state, "param", record_of(owners[p], p)).to(p.device)
         return like(local(state["param_master"]), p)
     return read_exact(p, state, "param", record_of(owners[p], p)) if p in owners else p.detach().float()

@@ -16,7 +16,7 @@ from collage_neuron.states import external_writes, shared_params
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local
-from collage_neuron.states.store import is_idle, read_exact
+from collage_neuron.states.store import read_exact
 
 
 def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor | float) -> None:
@@ -47,9 +47,7 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     fmt = format_of_param(group, p)
     check_range(fmt, p, value)
     with torch.no_grad():
-        is_fresh = is_idle(optimizer.state.get(p, {}))
-        event = external_writes.FRESH if is_fresh else external_writes.STEPPED
-        external_writes.put(optimizer, p, fmt, value.detach().float(), event)
+        external_writes.put(optimizer, p, fmt, value.detach().float())
         shared_params.hand_on(optimizer)
 
 

@@ -17,7 +17,7 @@ from collage_neuron.optimizer import load_inner
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import OURS
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.bookkeeping import numbered, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.state_keys import is_component, may_be_read
@@ -55,9 +55,7 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     packed = optimizer.state_dict()
     if load_inner.KEY in packed:
         return load_inner.plain(packed)
-    ids = (i for group in packed["param_groups"] for i in group["params"])
-    params = params_of(optimizer)
-    states = {i: (p, packed["state"].get(i, {})) for i, p in zip(ids, params, strict=True)}
+    states = {i: (p, packed["state"].get(i, {})) for i, p in numbered(optimizer, packed).items()}
     return {
         "state": {
             i: _fp32_state(p, state, record_of(optimizer, p)) for i, (p, state) in states.items() if not is_idle(state)

@@ -6,7 +6,7 @@ writes there would not be seen in the parameter, and what it reads there would s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -66,27 +66,20 @@ def _memory(x: Any) -> list[int]:
 
 def check_distinct(optimizer: Optimizer) -> None:
     """Raises UnsupportedUpdate for a duplicate parameter, and for a state that is another state or a parameter."""
-    for other, where in _again({}, _parameters(optimizer), id):
-        raise UnsupportedUpdate(
-            f"{other} and {where} are the same parameter, which a step would update twice; hand over each "
-            "parameter once: list(dict.fromkeys(params)) drops those that are there again"
-        )
+    known: dict[int, str] = {}
+    for where, p in _parameters(optimizer):
+        if (other := known.setdefault(id(p), where)) != where:
+            raise UnsupportedUpdate(
+                f"{other} and {where} are the same parameter, which a step would update twice; hand over each "
+                "parameter once: list(dict.fromkeys(params)) drops those that are there again"
+            )
     held = {_address(tensor): where for where, tensor in _parameters(optimizer)}
-    for other, where in _again(held, _states(optimizer), _address):
-        raise UnsupportedUpdate(
-            f"{other} and {where} are one tensor, and a compiled optimizer keeps each in memory of its own: what "
-            "is written to the one would not be seen in the other; keep it under one name, or clone() it"
-        )
-
-
-def _again(
-    held: dict[Hashable, str], tensors: Iterable[tuple[str, torch.Tensor]], key: Callable[[torch.Tensor], Hashable]
-) -> Iterator[tuple[str, str]]:
-    """Where a tensor was, and where it is again."""
-    for where, tensor in tensors:
-        other = held.setdefault(key(tensor), where)
-        if other != where:
-            yield other, where
+    for where, x in _states(optimizer):
+        if (other := held.setdefault(_address(x), where)) != where:
+            raise UnsupportedUpdate(
+                f"{other} and {where} are one tensor, and a compiled optimizer keeps each in memory of its own: what "
+                "is written to the one would not be seen in the other; keep it under one name, or clone() it"
+            )
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -61,7 +61,8 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
             f"{refusal}. bytes={budget} needs an update that is captured, which says what states there will be: name a "
             "strategy instead"
         ) from refusal
-    sizes = {name: _most(found, replace(settings, strategy=name)) for name in _candidates(settings)}
+    under = {name: replace(settings, strategy=name) for name in BY_ACCURACY if possible(name, settings.arithmetic)}
+    sizes = {name: max((_size(*each, own) for each in found), default=0) for name, own in under.items()}
     fitting = [name for name, size in sizes.items() if size <= budget]
     if not fitting:
         least = min(sizes, key=lambda name: sizes[name])
@@ -74,16 +75,8 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
     return replace(settings, strategy=chosen)
 
 
-def _candidates(settings: Settings) -> Iterable[str]:
-    return [name for name in BY_ACCURACY if possible(name, settings.arithmetic)]
-
-
-def _most(found: Iterable[tuple[Recording, Sequence[torch.Tensor]]], settings: Settings) -> float:
-    """Bytes per parameter under a strategy, of the group that needs the most; from updates and parameters."""
-    return max((_size(update, params, settings) for update, params in found), default=0)
-
-
 def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:
+    """Bytes per parameter of a group with this update."""
     formats = formats_of(update, settings, torch.bfloat16)
     shared = [_shared(fmt, params) for fmt in formats.values()]
     elements = max(1, sum(p.numel() for p in params))
@@ -110,8 +103,6 @@ def _gradient(p: torch.Tensor) -> int:
 
 VARIABLE = "COLLAGE_STRATEGY"
 """Its value is the name of a strategy; unset or empty, `compile` does what it is told."""
-
-log = logging.getLogger("collage_neuron")
 
 
 def overridden(strategy: StrategyLike | None, budget: int | None) -> tuple[StrategyLike | None, int | None]:

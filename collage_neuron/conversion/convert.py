@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion import aliased_memory, loaded_before
+from collage_neuron.conversion import aliased_memory
 from collage_neuron.conversion.budget import within
 from collage_neuron.eager import rejections
 from collage_neuron.eager.commit import formats_as_written
@@ -19,11 +19,17 @@ from collage_neuron.eager.step import check_sound
 from collage_neuron.errors import StrategyChanged, UnknownUpdate, UnsupportedUpdate, naming, warn_user
 from collage_neuron.numerics.formats import FORMATS, Format, format_named
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.optimizer import first_step_report, group_settings, low_word_handover
+from collage_neuron.optimizer import first_step_report, group_settings
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
 from collage_neuron.optimizer.group_settings import describe_change
-from collage_neuron.optimizer.low_word_handover import continue_from_others, leave_words
-from collage_neuron.optimizer.pending_models import models, models_of, restore_low_words, written_in_all_processes
+from collage_neuron.optimizer.load_checks import warn_of_settings
+from collage_neuron.optimizer.pending_models import (
+    models,
+    models_of,
+    restore_low_words,
+    warn_of_rounded,
+    written_in_all_processes,
+)
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.update import Recording
@@ -37,8 +43,18 @@ from collage_neuron.settings import UNSUPPORTED, Settings, filled
 from collage_neuron.states import external_writes, inner_optimizers, reduced_states, replaced_params, strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
-from collage_neuron.states.state_keys import is_component, split_params
-from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
+from collage_neuron.states.sharding import local
+from collage_neuron.states.shared_params import continue_from_others, leave_words
+from collage_neuron.states.state_keys import is_component, split_params, suffixes
+from collage_neuron.states.store import (
+    ensure_stored,
+    is_host_scalar,
+    kept_format,
+    read_exact,
+    read_fp32,
+    settle,
+    store,
+)
 from collage_neuron.trace import dry_run
 from collage_neuron.trace.side_effects import undone
 
@@ -97,9 +113,9 @@ def _compile(
         external_writes.drop_stale(optimizer)
     else:
         for i, (group, (_, of_group)) in enumerate(zip(optimizer.param_groups, plans, strict=True)):
-            loaded_before.check_not_cast(optimizer, group, of_group, i)
+            _check_not_cast(optimizer, group, of_group, i)
     for i, group in enumerate(optimizer.param_groups):
-        low_word_handover.warn_of_rounded(group["params"], i)
+        warn_of_rounded(group["params"], i)
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)
@@ -138,7 +154,7 @@ def _tell(
         if not bookkeeping(optimizer).as_written:
             _tell_of_change(base, optimizer, [of_group for _, of_group in plans], records)
     else:
-        loaded_before.tell(optimizer, settings, chosen)
+        _tell_of_loaded(optimizer, settings, chosen)
     for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
         if recording is not None and not all(map(stays.get, group["params"])):
             strategy_checks.warn_imprecise(base, optimizer, recording.captured.graph, own, of_group)
@@ -219,9 +235,7 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
     p.grad = None
     settle(p, state)
     for name in [*names, "param"]:
-        value, words = loaded_before.value_and_words(optimizer, p, name, formats[name])
-        store(p, state, name, formats[name], value, record_of(optimizer, p))
-        loaded_before.restore(p, state, words)
+        _split(optimizer, p, name, formats[name])
     external_writes.remember(optimizer, p, external_writes.FRESH)
     if not state and p not in getattr(optimizer.state, "empty", ()):
         del optimizer.state[p]
@@ -238,8 +252,80 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
         loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
         for name in [*(name for name in formats if name in state), "param"]:
             ensure_stored(p, state, name, formats[name], record_of(optimizer, p))
-        of_ours = external_writes.FRESH if is_idle(state) else external_writes.STEPPED
-        external_writes.remember(optimizer, p, external_writes.LOADED if loaded else of_ours)
+        external_writes.remember(optimizer, p, external_writes.LOADED if loaded else "")
+
+
+# --- a compiled run's checkpoint that torch has loaded into an ordinary optimizer -------------------------------------
+#
+# torch keeps keys that it does not know, without a warning, and casts their tensors to the dtype of the parameter.
+# Compiling afterwards gives the same bits as loading into the compiled optimizer, or an error that says why not.
+
+
+def _check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping[str, Format], index: int) -> None:
+    """Raises if torch cast wider states of a compiled run to bf16 as it loaded them into an ordinary optimizer."""
+    if not all(key in group for key in ("collage_strategy", "collage_arithmetic")):
+        return
+    for p in group["params"]:
+        state = optimizer.state.get(p, {})
+        wide = {key: saved for name, fmt in formats.items() for key, saved in _saved_wide(name, fmt)}
+        cast = [key for key in wide if key in state and state[key].dtype == p.dtype == torch.bfloat16]
+        if cast:
+            raise ValueError(
+                f"{cast[0]!r} of a parameter of param_groups[{index}] was saved in {wide[cast[0]]}, and torch "
+                f"cast it to bf16 as it was loaded into a {type(optimizer).__name__} that was not compiled yet; "
+                "nothing was updated: compile first, with collage_neuron.compile(model, optimizer, ...), and load after"
+                " that"
+            )
+
+
+def _saved_wide(name: str, fmt: Format) -> list[tuple[str, str]]:
+    """The keys of a value that a checkpoint has in a wider type than bf16, and that type."""
+    if fmt.is_coded:
+        return [(name, "fp32")]
+    return [(name + c.suffix, c.storage) for c in fmt.components if c.type.digits > 8]
+
+
+def _tell_of_loaded(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> None:
+    """Warns of settings that a checkpoint brought instead of the requested ones, and of words that are out of date.
+
+    A user's group may name a strategy; only a checkpoint names all the settings at once.
+    """
+    for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
+        if all(key in group for key in asked.as_group()):
+            warn_of_settings(i, asked, own)
+    wide = [p for p in split_params(optimizer.state) if p.dtype == torch.float32 and p.numel()]
+    shares = [1 - external_writes.belongs(optimizer, p).double().mean().item() for p in wide]
+    if any(shares):
+        warn_user(
+            f"this {type(optimizer).__name__} loaded the checkpoint of a compiled run and was not compiled: torch "
+            "trained on with the high words of weights and states alone (weights have changed in "
+            f"{100 * max(shares):.2g} % of the elements of a parameter). Training continues from these weights; to "
+            "resume from the checkpoint, compile first, and load after that"
+        )
+
+
+@torch.no_grad()
+def _split(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Format) -> None:
+    """Splits an fp32 parameter, or a state of it, into the words of `fmt`, or those that a checkpoint brought for it.
+
+    Where the first word is still the one that these were saved with, they are stored as they are: splitting their sum
+    again might move half an ulp from one to the other. Elsewhere torch has trained without knowing the further words.
+    """
+    state, record, saved = optimizer.state[p], record_of(optimizer, p), dict[str, torch.Tensor]()
+    if any(name + suffix in state for suffix in suffixes()):
+        belongs, there = external_writes.belongs(optimizer, p, name), {**state, "param": p.detach()}
+        words = {key: local(there[key]).cpu() for key in fmt.keys(name) if key in there}
+        value = torch.where(belongs, local(read_fp32(p, state, name, record)).cpu(), words[name].float())
+        if len(words) == len(fmt.components) and fmt.reads_as(kept_format(p, state, name, record)):
+            saved = {key: words[key].to(c.type.dtype) for key, c in zip(words, fmt.components, strict=True)}
+        for key, word in saved.items():
+            belongs = belongs & (word.float() == words[key])
+    else:
+        value = read_exact(p, state, name, record)
+    store(p, state, name, fmt, value, record)
+    for key, word in saved.items():
+        target = local(p.detach() if key == "param" else state[key])
+        target.copy_(torch.where(belongs, word, target.cpu()))
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------

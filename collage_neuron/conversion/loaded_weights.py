@@ -14,7 +14,7 @@ this module alone is loaded. Hooks are functions of this file, so that models ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import RoundedWeights
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import compiled_optimizers, params_of
-from collage_neuron.states.live_objects import groups_of, outermost, smallest
+from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.live_objects import outermost, smallest
 from collage_neuron.states.sharding import local
 
 
@@ -67,7 +67,7 @@ def _tell(
     """The hook of the whole model; with `assign=True` nothing is written, and the next step rejects the weights."""
     if about.get("assign_to_params_buffers"):
         return
-    _note_bits(p for name, p in module.named_parameters() if prefix + name in state_dict)
+    external_writes.before_load(p for name, p in module.named_parameters() if prefix + name in state_dict)
     found = list(_rounded(module, state_dict, prefix))
     if found:
         warnings.warn(
@@ -78,14 +78,6 @@ def _tell(
             RoundedWeights,
             stacklevel=6,  # hook, torch's wrapper of it, and its three functions that load
         )
-
-
-def _note_bits(params: Iterable[torch.Tensor]) -> None:
-    """Notes, for the optimizers that keep low words of these parameters, what these are before they are written."""
-    written = {id(p): p for p in params if p.dtype == torch.bfloat16}
-    for optimizer in compiled_optimizers() if written else ():
-        own = (p for group in groups_of(optimizer) for p in group["params"] if id(p) in written)
-        external_writes.before_load(optimizer, own)
 
 
 def _tell_if_alone(

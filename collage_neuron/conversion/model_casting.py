@@ -1,22 +1,50 @@
-"""Models: what is checked of one before it becomes bf16, and how it does."""
+"""Casts models to bf16: what is checked before, and what becomes of their optimizers.
+
+`compile(model)` without an optimizer casts the model now, and compiles its optimizer when it first loads or steps.
+torch runs global hooks before every step of every optimizer. Our hook looks for an ordinary optimizer over the
+parameters of a model that was given to `compile`, compiles it, and makes this first step a compensated one already. Of
+a model that was compiled with its optimizer it warns instead: only that one is asked for.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Set as AbstractSet
+from functools import cache, wraps
 from itertools import chain
+from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from collage_neuron.conversion.buffers import surround
+from collage_neuron import torch_privates
+from collage_neuron.conversion.buffers import kept, surround
 from collage_neuron.conversion.loaded_weights import is_rounded, watch
-from collage_neuron.optimizer.low_word_handover import COMPILED, rounded
+from collage_neuron.errors import RoundedWeights, warn_user
+from collage_neuron.numerics.strategies import param_format
+from collage_neuron.optimizer.pending_models import (
+    COMPILED,
+    CompileOptimizer,
+    Pending,
+    high_word,
+    models,
+    models_of,
+    rounded,
+)
+from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param, is_left_alone
-from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import is_compiled, params_of
 from collage_neuron.states.sharding import local, rewrite_data
+from collage_neuron.states.shared_memory import check_unshared
 
 log = logging.getLogger("collage_neuron")
+
+_seen: WeakSet[Optimizer] = WeakSet()
+"""A cache of optimizers that do not belong to such a model, so that their later steps are not checked again."""
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -38,7 +66,52 @@ def check_together(model: torch.nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
+def compile_model(
+    model: torch.nn.Module,
+    settings: Settings,
+    buffers: str,
+    compile_optimizer: CompileOptimizer,
+    named: frozenset[torch.Tensor] = frozenset(),
+) -> torch.nn.Module:
+    """Casts the model to bf16, but what the user has `named`, and keeps the fp32 values until an optimizer steps.
+
+    One over its parameters is given to `compile_optimizer` then.
+    """
+    check_model(model)
+    stay = kept(model, buffers, named)
+    waiting = Pending(settings, frozenset(n for n, p in model.named_parameters() if p in stay), compile_optimizer)
+    fmt = param_format(settings.strategy, torch.bfloat16)
+    with wrappers.followed(model):
+        check_unshared((), model.parameters())
+        for name, p in model.named_parameters():
+            if p.dtype == torch.float32 and p not in stay:
+                original = p.detach().clone()
+                waiting.memories.append(StorageWeakRef(p.untyped_storage()))
+                rewrite_data(p, high_word(p.detach(), fmt))
+                waiting.originals[name] = original, p, torch_privates.version(p)
+        _to_bf16(model, stay, named)
+    models[model] = waiting
+    _seen.clear()  # an optimizer that was none of ours may be this model's
+    _look_at_steps()
+    _look_at_loads()
+    return model
+
+
+def cast_beside(
+    model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor], named: AbstractSet[torch.Tensor]
+) -> None:
+    """Casts the rest of a model whose `optimizer` has just been compiled; warns of what is lost, and what may be later.
+
+    Another optimizer over its parameters, which is not compiled, will be told that it trains in pure bf16.
+    """
+    _tell_rounded(model, optimizer, stay)
+    _note_frozen(model, optimizer, stay)
+    _to_bf16(model, stay, named)
+    _seen.clear()
+    _look_at_steps()
+
+
+def _tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
     """Warns in the log `collage_neuron` of trained fp32 parameters outside the optimizer that bf16 cannot hold.
 
     A second optimizer would begin with rounded weights and without their low words. Frozen weights are cast as by
@@ -61,7 +134,7 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
         )
 
 
-def note_frozen(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
+def _note_frozen(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
     """Notes the frozen fp32 parameters outside the optimizer that bf16 cannot hold: they may be trained later."""
     held = set(params_of(optimizer)) | stay
     lost = {name for name, p in model.named_parameters() if not p.requires_grad and p not in held and _is_lost(p)}
@@ -73,7 +146,7 @@ def _is_lost(p: torch.Tensor) -> bool:
     return p.dtype == torch.float32 and is_rounded(p)
 
 
-def to_bf16(
+def _to_bf16(
     model: torch.nn.Module, stay: AbstractSet[torch.Tensor], named: AbstractSet[torch.Tensor] = frozenset()
 ) -> None:
     """Casts remaining fp32 tensors (parameters outside the optimizer, buffers) as `model.to` does, except `stay`.
@@ -88,3 +161,72 @@ def to_bf16(
         setattr(p, COMPILED, True)
     surround(model, named)
     watch(model)
+
+
+# --- optimizers that are not compiled yet -----------------------------------------------------------------------------
+
+
+@cache
+def _look_at_steps() -> None:
+    """Once in a process: this and the next are all that changes in it."""
+    register_optimizer_step_pre_hook(_before_any_step)
+
+
+@cache
+def _look_at_loads() -> None:
+    """The same for `load_state_dict`, only for models that are compiled alone."""
+    Optimizer.load_state_dict = _compiling(Optimizer.load_state_dict)  # type: ignore[method-assign]  # no hook for all
+
+
+@torch_privates.not_compiled  # not for a compiler that compiles the step
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The global hook: compiles an optimizer over such a model before the optimizer's own hooks and step run.
+
+    The step in progress is still the method of the original class: `optimizer/bypass.py` takes it over.
+    """
+    if is_compiled(optimizer) or optimizer in _seen:
+        return
+    if not _compile_waiting(optimizer):
+        _seen.add(optimizer)
+        _tell_of_plain(optimizer)
+
+
+def _tell_of_plain(optimizer: Optimizer) -> None:
+    """Warns of an optimizer over bf16 parameters of a compiled model, unless it wraps a compiled one."""
+    parts = [x for value in vars(optimizer).values() for x in (value if isinstance(value, (list, tuple)) else [value])]
+    own = [p for p in params_of(optimizer) if p.dtype == torch.bfloat16]
+    if any(hasattr(p, COMPILED) for p in own) and not any(map(is_compiled, parts)):
+        warn_user(
+            f"this {type(optimizer).__name__} is not compiled and trains bf16 parameters of a model that "
+            "collage_neuron.compile(model, optimizer) has rounded: in pure bf16, where small steps are lost, and "
+            "without the low words that the compiled optimizer may have of them. Compile it too, once it is made: "
+            "optimizer = collage_neuron.compile(optimizer). If this is intended, filter this warning "
+            "(collage_neuron.RoundedWeights)",
+            RoundedWeights,
+        )
+
+
+def _compile_waiting(optimizer: Optimizer) -> bool:
+    """Compiles an optimizer over such a model; returns True if it is one."""
+    waiting = next((models[model] for model in models_of(optimizer)), None)
+    if waiting is not None:
+        with wrappers.followed(optimizer=optimizer), step_call.scaler_attributes(optimizer):
+            waiting.compile_optimizer(optimizer, waiting.settings)
+    return waiting is not None
+
+
+def _compiling(load_state_dict: Any) -> Any:
+    """torch's method, but of an optimizer over such a model, which it compiles first.
+
+    torch has no hook for every optimizer here, as it has for steps. It casts what it loads to bf16, integers and fp32
+    words too, so that compiling at the first step would be too late: trainers load before it.
+    """
+
+    @wraps(load_state_dict)
+    def load(self: Optimizer, state_dict: Any) -> None:
+        if not is_compiled(self) and _compile_waiting(self):
+            self.load_state_dict(state_dict)
+        else:
+            load_state_dict(self, state_dict)
+
+    return load

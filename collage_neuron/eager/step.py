@@ -384,7 +384,7 @@ class Context:
             self._leave_mode()
         self.store()
         self.presentation.gradients.let_go()  # what is held by nobody else is not the code's
-        _remember(self.optimizer)
+        external_writes.remember_step(self.optimizer, ended=False)
         shared_params.hand_on(self.optimizer)
         with self._not_presented():
             yield
@@ -471,14 +471,6 @@ def presented(
         if not context.is_kept:
             context.presentation.clear()
         pool(optimizer).end()
-
-
-def _remember(optimizer: Optimizer) -> None:
-    """Notes that the words are those of the values, in the middle of a step."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            external_writes.remember(optimizer, p, external_writes.STEPPED)
-    external_writes.remember_states(optimizer)
 
 
 def _interrupted(error: BaseException) -> str:

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate, warn_user
-from collage_neuron.optimizer import bypass, compiled_step, exact_methods, load_inner, load_state, low_word_handover
+from collage_neuron.optimizer import bypass, compiled_step, exact_methods, load_inner, load_state
+from collage_neuron.optimizer.pending_models import adopt_params
 from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
@@ -91,7 +92,7 @@ class Compiled(Optimizer):
         for i, group in enumerate(self.param_groups if held else ()):
             if not set(KEYS).issubset(group):  # one that an optimizer inside has made
                 group.update(filled(group, self._collage_defaults))
-                low_word_handover.adopt_params(self, group["params"], i)
+                adopt_params(self, group["params"], i)
         bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 
@@ -138,7 +139,7 @@ class Compiled(Optimizer):
         if bookkeeping(self).presented is None:
             inner_optimizers.collect(self, inner_optimizers.inner_of(self))  # some make states for it
         params = self.param_groups[-1]["params"]
-        low_word_handover.adopt_params(self, params, len(self.param_groups) - 1)
+        adopt_params(self, params, len(self.param_groups) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's dictionary, with our settings in the groups and further words beside the states.

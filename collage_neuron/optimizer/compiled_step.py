@@ -19,7 +19,6 @@ from collage_neuron.optimizer import (
     first_step_report,
     group_settings,
     load_checks,
-    low_word_handover,
     steady_plan,
 )
 from collage_neuron.optimizer.launches import finish, launches_of
@@ -80,7 +79,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
         first_step_report.hint_at_source(base, optimizer)
     coarse_writes.look(optimizer, ours)
     if ours.leaving is None:
-        low_word_handover.leave_words(optimizer, ours)
+        shared_params.leave_words(optimizer, ours)
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)

@@ -27,7 +27,7 @@ from collage_neuron.eager.step import Context
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states import external_writes, inner_optimizers, replaced_params, shared_params
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.store import States, is_idle
+from collage_neuron.states.store import States
 
 KEYED = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "get", "pop", "setdefault")
 WHOLE = ("__iter__", "__len__", "__eq__", "__ne__", "__or__", "__ror__", "__ior__", "__repr__", "__reversed__",
@@ -181,8 +181,7 @@ class MethodContext(Context):
         stored = self.store(new=False)
         self.end()
         for p in stored.params_written():
-            fresh = is_idle(self.optimizer.state.get(p, {}))
-            external_writes.remember(self.optimizer, p, external_writes.FRESH if fresh else external_writes.STEPPED)
+            external_writes.remember(self.optimizer, p)
         external_writes.remember_states(self.optimizer)
         shared_params.hand_on(self.optimizer)
 

@@ -14,7 +14,7 @@ from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
 from collage_neuron.states.sharding import is_sharded, local
-from collage_neuron.states.state_keys import is_component, name_of, split_params, suffixes
+from collage_neuron.states.state_keys import is_component, name_of, split_words, suffixes
 from collage_neuron.states.store import is_idle, may_be_word, read_exact
 
 Saved = Mapping[str, Any]
@@ -157,13 +157,13 @@ def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
     """Forgets what was known of the last state; low words of all but `kept` belong to what the parameters will hold."""
     ours = bookkeeping(optimizer)
     ours.interrupted = ""
-    ours.marks.words.clear()
     ours.marks.states.clear()
     ours.groups.clear()  # of another strategy it was told
-    for p in split_params(optimizer.state):
-        if p in kept:  # as before, the next step looks at what was written since they were stored
-            external_writes.note_words(optimizer, p)
-        else:
+    known, split = ours.marks.params, split_words(optimizer.state)
+    for p in known:  # of those that are kept, the next step looks at what was written since they were stored
+        known[p] = known[p]._replace(words=split.get(p, {}))
+    for p in split:
+        if p not in kept:
             external_writes.remember(optimizer, p, external_writes.LOADED)
 
 

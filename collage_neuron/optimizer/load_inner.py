@@ -23,8 +23,8 @@ from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
-from collage_neuron.states.state_keys import names_in, split_params, suffixes, words_of
-from collage_neuron.states.store import ensure_stored
+from collage_neuron.states.state_keys import names_in, split_params, words_of
+from collage_neuron.states.store import drop_words, ensure_stored
 
 KEY = "collage_neuron"
 """Where our part is in what `state_dict()` returns."""
@@ -142,21 +142,15 @@ def _put(optimizer: Optimizer, p: Any, found: Mapping[str, Any]) -> None:
     """Our part of a checkpoint for one parameter."""
     state, record = optimizer.state.get(p, {}), record_of(optimizer, p)
     for name, x in found["states"].items():
-        _drop(state, name)
+        drop_words(state, str(name))
         state[name] = x.detach().to(p.device if x.dim() else x.device, copy=True) if isinstance(x, torch.Tensor) else x
         record.pop(name, None)
     for name, fmt in found["formats"].items():
         if name == "param":
-            _drop(state, name)
+            drop_words(state, name)
             state.update({k: x.detach().to(p.device, copy=True) for k, x in found["words"].items()})
             record[name] = fmt
         elif isinstance(state.get(name), torch.Tensor):
             ensure_stored(p, state, name, FORMATS[fmt], record)
     if state:
         optimizer.state[p] = state
-
-
-def _drop(state: dict[str, Any], name: Any) -> None:
-    """Removes the further words of a value."""
-    for suffix in suffixes() if isinstance(name, str) else ():
-        state.pop(name + suffix, None)

@@ -33,7 +33,7 @@ from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
-from collage_neuron.states.bookkeeping import bookkeeping, mark_of, params_of
+from collage_neuron.states.bookkeeping import bookkeeping, mark_of, numbered, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import like
 from collage_neuron.states.state_keys import is_component, split_params, split_words, words_of
@@ -65,14 +65,13 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         as_written = bool(bookkeeping(optimizer).as_written)
         drop_placeholders(optimizer.state.values())
         plain = settle_settings(optimizer, before[1])
-        format_record.load(optimizer)
         if as_written:
             _put_back_as_saved(optimizer, seen[0], plain)
         else:
             _put_back(optimizer, seen[0])
         reduced_states.widen_counts(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
-        format_record.keep(optimizer, kept, formats)
+        format_record.load(optimizer, kept)
         split = split_words(optimizer.state)
         joined = {p: (w, dict(record_of(optimizer, p))) for p, w in split.items() if p.dtype == torch.float32}
         if not as_written:  # its next step reads everything as it is, and stores it in its formats
@@ -95,8 +94,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
 
 def _put_back(optimizer: Optimizer, saved: Saved) -> None:
     """States as torch does not load them: wider ones in fp32, integers as they are, sharded as the parameter is."""
-    ids = (i for group in saved["param_groups"] for i in group["params"])
-    for index, p in zip(ids, params_of(optimizer), strict=True):
+    for index, p in numbered(optimizer, saved).items():
         for name, value in saved["state"].get(index, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -123,8 +121,8 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
         for p in group["params"]:
             own = words_of(before.get(p, {}))
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
-            known = p in bookkeeping(optimizer).param_bits or not external_writes.is_written(optimizer, p)
-            if own and not expected and known:
+            noted = external_writes.low_words_of(optimizer, p)
+            if own and not expected and (noted.bits is not None or not noted.is_written(p)):
                 optimizer.state[p].update(own)
                 kept.add(p)
     return kept
@@ -236,8 +234,7 @@ def _put_back_as_saved(optimizer: Optimizer, saved: Mapping[str, Any], plain: Se
 
     In groups that are of `plain` torch a state in bf16 is so because its parameter was, and is one in fp32 now.
     """
-    ids = [i for group in saved["param_groups"] for i in group["params"]]
-    params = dict(zip(ids, params_of(optimizer), strict=True))
+    params = numbered(optimizer, saved)
     for index, state in saved["state"].items():
         p = params.get(index)
         if p is None:

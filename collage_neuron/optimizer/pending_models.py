@@ -1,11 +1,12 @@
 """The models that were given to `compile` without an optimizer, and wait for one over their parameters.
 
-The fp32 values that `compile(model)` keeps become low words once the model's optimizer is compiled.
+The fp32 values that `compile(model)` keeps become low words once the model's optimizer is compiled. Parameters that
+were frozen when `compile` rounded their model have lost theirs, and others were left in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -14,12 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import is_compiled, params_of
+from collage_neuron.states.bookkeeping import bookkeeping, is_compiled, params_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
+from collage_neuron.states.shared_params import continue_from_others
+from collage_neuron.states.state_keys import split_params
 
 CompileOptimizer = Callable[[Optimizer, Settings], None]
 
@@ -97,4 +101,52 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
             kept = torch.where(high_word(original, cast) == now, original, now.float())
             fmt = param_format(Settings.of(owned[id(p)]).strategy, p.dtype)
             with torch.no_grad():
-                external_writes.put(optimizer, p, fmt, kept)
+                external_writes.put(optimizer, p, fmt, kept, external_writes.FRESH)
+
+
+# --- parameters that an optimizer gets later --------------------------------------------------------------------------
+
+
+rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+"""By model that was compiled with an optimizer: the names of frozen parameters that bf16 could not hold.
+
+No optimizer has these, so that its bookkeeping is no place for them: a copy of it would copy the frozen parameters. A
+name says which parameter it is after a move to another device, which may make new ones."""
+
+COMPILED = "_collage_compiled"
+"""An attribute of the parameters of models that `compile` has cast: what is fp32 is so because it was to stay."""
+
+
+def adopt_params(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> None:
+    """Parameters have joined a compiled optimizer: gives them the low words that `compile(model)` kept, or warns."""
+    wide = {p for p in params if p.dtype == torch.float32}
+    stay = {p for p in wide if hasattr(p, COMPILED)}
+    bookkeeping(optimizer).fp32 |= stay
+    if wide - stay:
+        warn_user(
+            "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
+            "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
+            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo"
+        )
+    continue_from_others(optimizer)
+    restore_low_words(optimizer, split_params(optimizer.state) | written_in_all_processes())
+    warn_of_rounded(params, index)
+
+
+def warn_of_rounded(params: Iterable[torch.Tensor], index: int) -> None:
+    """Warns, once of each, of parameters that a group gets and whose fp32 values are gone."""
+    own = {id(p) for p in params}
+    for model, names in rounded.items() if own else ():
+        gone = [name for name, p in model.named_parameters() if name in names and id(p) in own]
+        names.difference_update(gone)
+        if gone:
+            others = f" and {len(gone) - 1} other parameters" if len(gone) > 1 else ""
+            warn_user(
+                f"param_groups[{index}] has {gone[0]!r}{others} of a {type(model).__name__}, which were frozen when "
+                "collage_neuron.compile rounded them to bf16: they are trained from the rounded values, and their low "
+                "words start at zero. To start from the fp32 values, write them from the fp32 checkpoint, by "
+                "collage_neuron.set_exact_value(optimizer, p, value); or give compile the model alone, which keeps "
+                "the fp32 values of frozen parameters (4 bytes each) until an optimizer has them; or name the "
+                "parameters in keep_fp32",
+                RoundedWeights,
+            )

@@ -6,10 +6,9 @@ that drew random bits (`settings.DRAWN`) and of skipped steps (`settings.SKIPPED
 where their keys do not determine them (`settings.FORMATS_KEPT`).
 
 Its marks say how parameters with low words, and states with such words, were when those words were found to be theirs.
-The further words of parameters are noted with them: code may clear the states in which they are (`restore_words`).
-After a step the marks are lists, one for all parameters, which the next step compares as a whole if its structure is
-that of the last one (`step_inventory`). They become dictionaries, by parameter, where something asks for those or has
-changed.
+The further words of parameters are noted with them (`LowWords`): code may clear the states in which they are. After a
+step the marks are lists, one for all parameters, which the next step compares as a whole if its structure is that of
+the last one (`step_inventory`). They become dictionaries, by parameter, where something asks for those or has changed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from collage_neuron.states.sharding import ORDINARY, local, version
 
 Mark = tuple[int, int]
 
-STEPPED = "stepped"
+FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
+"""What happened last to a parameter with low words."""
 
 
 def mark_of(p: torch.Tensor) -> Mark:
@@ -37,6 +37,28 @@ def mark_of(p: torch.Tensor) -> Mark:
     shard = p if type(p) in ORDINARY else local(p)
     # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
     return torch_privates.version(shard), shard.data_ptr() if type(shard) in ORDINARY else 0
+
+
+class LowWords(NamedTuple):
+    """The further words of a parameter, and how the parameter, their first word, was when they were stored."""
+
+    event: str
+    """FRESH or STEPPED; LOADED if the parameter may still be written with what the words belong to."""
+    mark: Mark | None
+    """The parameter's; None in a copy of an optimizer if the parameter was written before."""
+    words: Mapping[str, torch.Tensor]
+    """The tensors, which its state holds too, by key."""
+    bits: tuple[torch.Tensor, int] | None = None
+    """What the parameter held, on the host, and the version that loads of the model leave it with; None unless other
+    code is expected to write it before the next step (`external_writes`)."""
+
+    def is_of(self, p: torch.Tensor) -> bool:
+        """Returns True if the words are known to belong to what `p` is now."""
+        return self.event != LOADED and self.mark == mark_of(p)
+
+    def is_written(self, p: torch.Tensor) -> bool:
+        """Returns True if `p` was written since."""
+        return self.event != LOADED and self.mark != mark_of(p)
 
 
 class Split(NamedTuple):
@@ -81,14 +103,13 @@ class Marks:
     """The marks of an optimizer's parameters and states; those made by copy.copy share them."""
 
     def __init__(self) -> None:
-        self._params: dict[torch.Tensor, tuple[str, Mark | None]] = {}
+        self._params: dict[torch.Tensor, LowWords] = {}
         self._states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = {}
-        self._words: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._all: _Columns | None = None
 
     @property
-    def params(self) -> dict[torch.Tensor, tuple[str, Mark | None]]:
-        """Parameters with low words: what happened to them last, and their mark then."""
+    def params(self) -> dict[torch.Tensor, LowWords]:
+        """The low words of each parameter that has some, or had."""
         self._spread()
         return self._params
 
@@ -98,12 +119,6 @@ class Marks:
         self._spread()
         return self._states
 
-    @property
-    def words(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """The further words of each parameter, the tensors that its state holds too, by key."""
-        self._spread()
-        return self._words
-
     def held(self) -> set[int]:
         """The ids of the states that this refers to."""
         found = [high for names in self._states.values() for high, _ in names.values()]
@@ -111,8 +126,8 @@ class Marks:
 
     def mark_all(self, split: Split, states: Sequence[Mapping[str, Any]]) -> None:
         """Marks everything in `split`, which is of these states, and nothing else, after a step."""
-        for of_param in (self._params, self._states, self._words):
-            of_param.clear()
+        self._params.clear()
+        self._states.clear()
         self._all = _columns(split, states, split.words)
 
     def are_those_of(self, split: Split, states: Sequence[Mapping[str, Any]]) -> bool:
@@ -130,12 +145,13 @@ class Marks:
         if self._all is None:
             return
         noted, self._all = self._all, None
-        self._params.update({p: (STEPPED, mark) for p, mark in zip(noted.split.params, noted.params, strict=True)})
-        owners = noted.split.owners
+        owners, words = noted.split.owners, dict[int, dict[str, torch.Tensor]]()
+        for (i, key), word in zip(noted.split.words, noted.words, strict=True):
+            words.setdefault(i, {})[key] = word
+        params = zip(noted.split.params, noted.params, words.values(), strict=True)
+        self._params.update((p, LowWords(STEPPED, mark, of_param)) for p, mark, of_param in params)
         for (i, name), high, its_version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
             self._states.setdefault(owners[i], {})[name] = high, its_version
-        for (i, key), word in zip(noted.split.words, noted.words, strict=True):
-            self._words.setdefault(owners[i], {})[key] = word
 
 
 # --- the bookkeeping --------------------------------------------------------------------------------------------------
@@ -163,13 +179,9 @@ class Bookkeeping:
     """Everything that lasts between the steps of one optimizer, outside `state` and `param_groups`."""
 
     marks: Marks = field(default_factory=Marks)
-    """How parameters and states with low words were when those were found to be theirs (`external_writes`), and the
-    further words of parameters."""
+    """How parameters and states with low words were when those were found to be theirs (`external_writes`)."""
     formats: dict[torch.Tensor, dict[str, str]] = field(default_factory=dict)
     """The names of the formats that each parameter (`param`) and its states are kept in (`format_record`)."""
-    param_bits: dict[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """What parameters held when their low words were stored, on the host, and the version that loads of the model leave
-    them with; where other code is expected to write them before the next step (`external_writes`)."""
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
     """Until the first step, the parameters of each group when the optimizer was compiled (`replaced_params`)."""
     small: set[str] = field(default_factory=set)
@@ -254,19 +266,21 @@ class Bookkeeping:
 
         A copy looks at states anew.
         """
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OF_ONE}
-        params = [(p, what, mark == mark_of(p)) for p, (what, mark) in self.marks.params.items()]
-        return kept | {"marks": params, "words": self.marks.words}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OF_ONE}
+        known = self.marks.params.items()
+        marks = [(p, low.event, low.mark == mark_of(p)) for p, low in known]
+        words, bits = {p: low.words for p, low in known}, {p: low.bits for p, low in known}
+        return own | {"marks": marks, "words": words, "param_bits": bits}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Marks the copies of parameters anew; one that was written in the original still counts as written."""
         own = dict(state)
         if "twin" in own:  # as version 0.3.0 called it
             own["as_written"] = own.pop("twin")
-        words = own.pop("words", {})
+        words, bits = own.pop("words", {}), own.pop("param_bits", {})
         vars(self).update(vars(Bookkeeping()) | own | {"marks": Marks()})
-        self.marks.words.update(words)
-        self.marks.params.update({p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]})
+        for p, event, belongs in state["marks"]:
+            self.marks.params[p] = LowWords(event, mark_of(p) if belongs else None, words.get(p, {}), bits.get(p))
 
     def of_copy(self) -> Bookkeeping:
         """Returns the bookkeeping of a `copy.copy`, which has the same parameters: shared, but for OF_ONE."""
@@ -310,6 +324,12 @@ def compiled_optimizers() -> list[Optimizer]:
 def params_of(optimizer: Optimizer) -> list[Any]:
     """The parameters of all groups, in their order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[Any, Any]:
+    """The parameters by their numbers in what `state_dict()` returns."""
+    ids = (i for group in packed["param_groups"] for i in group["params"])
+    return dict(zip(ids, params_of(optimizer), strict=True))
 
 
 @contextmanager

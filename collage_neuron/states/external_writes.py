@@ -6,7 +6,7 @@ Other code may write a parameter between `compile` and the first step, between s
 * What a load after some steps brings begins anew, with low words of zero, if a bit of it differs anywhere: most weights
   of a checkpoint of some steps before have the bits of now (`_brought_others`).
 * An element whose bits changed is what was written, with a low word of zero, where the old bits are known. They are
-  from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`param_bits`); and a
+  from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`LowWords.bits`); and a
   master tells them at any time, since it rounds to them.
 * Elsewhere (`p.clamp_()` after a step) an old low word stays as far as it fits: it is half an ulp of bf16 of what was
   written at most. This holds for writes through `p.data` or shared memory too, which nobody notices, since no format
@@ -43,59 +43,72 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import coarse_writes, fitting_words, format_record, step_inventory
+from collage_neuron.states import coarse_writes, fitting_words, step_inventory
+from collage_neuron.states.bookkeeping import FRESH as FRESH
+from collage_neuron.states.bookkeeping import LOADED as LOADED
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
-from collage_neuron.states.bookkeeping import Bookkeeping, Split, bookkeeping, mark_of, params_of
+from collage_neuron.states.bookkeeping import (
+    Bookkeeping,
+    LowWords,
+    Split,
+    bookkeeping,
+    compiled_optimizers,
+    mark_of,
+    params_of,
+)
 from collage_neuron.states.format_record import record_of
+from collage_neuron.states.live_objects import groups_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
 from collage_neuron.states.state_keys import names_in, split_words, words_of
-from collage_neuron.states.store import is_stored, kept_format, store
-
-FRESH, LOADED = "compiled", "loaded"
-"""The last event of a parameter with low words, if it is not STEPPED."""
+from collage_neuron.states.store import is_idle, is_stored, kept_format, store
 
 
-def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
-    """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
-    book = bookkeeping(optimizer)
-    book.marks.params[p] = (what, mark_of(p))
-    book.param_bits.pop(p, None)
-    note_words(optimizer, p)
-    if what == FRESH and "param" + MASTER not in book.marks.words.get(p, {}):  # a master tells what it belongs to
-        _note_bits(book, p)
+def remember(optimizer: Optimizer, p: torch.Tensor, what: str = "") -> None:
+    """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED).
 
-
-def _note_bits(book: Bookkeeping, p: torch.Tensor) -> None:
-    """Copies the bits of `p`, if it has low words, until the next step.
-
-    To the host, since before the first step no states are there yet, and a lazy device would compile the copy.
+    By default FRESH before the first step of `p`, and STEPPED after it.
     """
-    if p in book.marks.words and p.dtype == torch.bfloat16 and not p.is_meta:
-        book.param_bits[p] = local(p.detach()).to("cpu", copy=True), version(p)
+    state = optimizer.state.get(p, {})
+    low = LowWords(what or (FRESH if is_idle(state) else STEPPED), mark_of(p), words_of(state))
+    if low.event == FRESH and "param" + MASTER not in low.words:  # a master tells what it belongs to
+        low = _with_bits(low, p)
+    bookkeeping(optimizer).marks.params[p] = low
 
 
-def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor, what: str = FRESH) -> None:
-    """Stores the exact `value` of `p`, from which training goes on; `what` is its event (FRESH, STEPPED)."""
+def _with_bits(low: LowWords, p: torch.Tensor) -> LowWords:
+    """The same with a copy of the bits of `p`, if it has low words, until the next step.
+
+    On the host, since before the first step no states are there yet, and a lazy device would compile the copy.
+    """
+    if not low.words or p.dtype != torch.bfloat16 or p.is_meta:
+        return low
+    return low._replace(bits=(local(p.detach()).to("cpu", copy=True), version(p)))
+
+
+def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor, what: str = "") -> None:
+    """Stores the exact `value` of `p`, from which training goes on; `what` is its event, as of `remember`."""
     store(p, optimizer.state[p], "param", fmt, value, record_of(optimizer, p))
     remember(optimizer, p, what)
 
 
-def before_load(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+def before_load(params: Iterable[torch.Tensor]) -> None:
     """Called before `load_state_dict` of a model writes each of `params` once, if it does not raise."""
-    book = bookkeeping(optimizer)
-    for p in params:
-        what, mark = book.marks.params.get(p, (LOADED, None))
-        if what == STEPPED and p not in book.param_bits and mark == mark_of(p):
-            _note_bits(book, p)
-        if p in book.param_bits:
-            bits, expected = book.param_bits[p]
-            book.param_bits[p] = bits, expected + 1
+    written = {id(p): p for p in params if p.dtype == torch.bfloat16}
+    for optimizer in compiled_optimizers() if written else ():
+        own = {id(p) for group in groups_of(optimizer) for p in group["params"]}
+        known = bookkeeping(optimizer).marks.params
+        for p in (p for key, p in written.items() if key in own and p in known):
+            low = known[p]
+            if low.event == STEPPED and low.bits is None and low.is_of(p):
+                low = _with_bits(low, p)
+            if low.bits is not None:
+                bits, expected = low.bits
+                known[p] = low._replace(bits=(bits, expected + 1))
 
 
-def remember_step(optimizer: Optimizer) -> None:
-    """After a step: all low words belong to their parameters."""
+def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
+    """After a step, or before one that has not `ended` goes on: all low words belong to their parameters."""
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
-    book.param_bits.clear()  # in place: an optimizer made by copy.copy shares them
     if in_step is None:
         found: Mapping[Any, Any] = optimizer.state
         owners = [p for p in found if isinstance(p, torch.Tensor)]
@@ -104,7 +117,8 @@ def remember_step(optimizer: Optimizer) -> None:
     else:
         split, states = _split(in_step), in_step.states
     book.marks.mark_all(split, states)
-    coarse_writes.sample_after_step(book, split.params)
+    if ended:
+        coarse_writes.sample_after_step(book, split.params)
 
 
 def _split(in_step: step_inventory.Seen) -> Split:
@@ -122,25 +136,9 @@ def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Mapping
     return Split(owners, [owners[i] for i, of_state in names if of_state.words], highs, words)
 
 
-def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
-    """Returns True if `p` was written since its low words were remembered."""
-    what, mark = bookkeeping(optimizer).marks.params.get(p, (LOADED, None))
-    return what != LOADED and mark != mark_of(p)
-
-
-def are_its_own(optimizer: Optimizer, p: torch.Tensor) -> bool:
-    """Returns True if the low words of `p` are known to belong to it."""
-    what, mark = bookkeeping(optimizer).marks.params.get(p, (LOADED, None))
-    return what != LOADED and mark == mark_of(p)
-
-
-def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Notes that `new` is in the place of `old`, and holds the same."""
-    book = bookkeeping(optimizer)
-    for of_old in (book.marks.params, book.marks.words, book.param_bits):
-        of_old.pop(old, None)
-    format_record.replace(optimizer, old, new)
-    remember(optimizer, new, FRESH)
+def low_words_of(optimizer: Optimizer, p: torch.Tensor) -> LowWords:
+    """The low words of `p` as they were noted; if nobody has, nothing is known of them."""
+    return bookkeeping(optimizer).marks.params.get(p) or LowWords(LOADED, None, {})
 
 
 def drop_stale(optimizer: Optimizer) -> None:
@@ -154,22 +152,21 @@ def drop_stale(optimizer: Optimizer) -> None:
         return  # states are not cleared either: the low words are where the last step left them
     _drop_stale_of_states(optimizer)
     restore_words(optimizer)
-    written = _written(book)
+    written = {p: low for p, low in book.marks.params.items() if not low.is_of(p)}
     if not written:
         return
-    marks = {p: book.marks.params[p][1] for p, what in written.items() if what == STEPPED and p not in book.param_bits}
-    coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items() if mark is not None})
-    split = {p: fmt for p, fmt in _split_among(optimizer, written).items() if not _is_right(book, p, fmt)}
-    fitting = {p: fmt for p, fmt in split.items() if written[p] == STEPPED and not _is_known(book, p)}
-    left = split.keys() - fitting_words.reset_at_once(optimizer, fitting)
-    stale = {p: _stale(optimizer, p) for p in left}
-    for p, where in stale.items():
-        if where.any():
+    stepped = {p: low for p, low in written.items() if low.event == STEPPED and low.bits is None}
+    marks = {p: low.mark for p, low in stepped.items() if low.mark is not None}
+    coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items()})
+    split = _split_among(optimizer, written)
+    counting = {p: what for p, fmt in split.items() if (what := _what_counts(book, p, fmt)) != ALL}
+    fitting = {p: split[p] for p, what in counting.items() if what == FITTING and written[p].event == STEPPED}
+    mismatched = 0.0
+    for p in counting.keys() - fitting_words.reset_at_once(optimizer, fitting):
+        if (where := _stale(optimizer, p, counting[p])).any():
             fitting_words.reset_where(p, optimizer.state[p], "param", split[p], where)
-    mismatched = max(
-        (where.double().mean().item() for p, where in stale.items() if written[p] == LOADED and where.numel()),
-        default=0.0,
-    )
+            if written[p].event == LOADED:
+                mismatched = max(mismatched, where.double().mean().item())
     if mismatched:
         warn_user(
             f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
@@ -178,38 +175,43 @@ def drop_stale(optimizer: Optimizer) -> None:
         )
 
 
+NONE, UNCHANGED, FITTING, ALL = "none", "unchanged", "fitting", "all"
+"""Which low words of a parameter that was written count: those of elements whose bits are what they were, those that
+belong to what is there, or all, as a format reads no more out of each than fits."""
+
+
+def _what_counts(book: Bookkeeping, p: torch.Tensor, fmt: Format) -> str:
+    """Says this of `p`, which was written: the one policy, as at the top of this file."""
+    low = book.marks.params[p]
+    if low.event == FRESH and _is_replica(p):
+        return NONE
+    if _is_known(low, p):
+        return NONE if low.event == STEPPED and _brought_others(book) else UNCHANGED
+    return ALL if fmt.always_fits and low.event != LOADED else FITTING
+
+
 def _is_replica(p: torch.Tensor) -> bool:
     """Returns True if other processes have the same parameter, and must keep the same low words."""
     return is_distributed() and not is_sharded(p)
 
 
-def _is_known(book: Bookkeeping, p: torch.Tensor) -> bool:
+def _is_known(low: LowWords, p: torch.Tensor) -> bool:
     """Returns True if it is known what `p` was when its low words were stored, in all processes alike."""
-    noted = book.param_bits.get(p)
     # Processes load alike, and each knows of it; of what one of them sent to the others, these know nothing.
-    return noted is not None and (not _is_replica(p) or version(p) == noted[1])
+    return low.bits is not None and (not _is_replica(p) or version(p) == low.bits[1])
 
 
-def _is_right(book: Bookkeeping, p: torch.Tensor, fmt: Format) -> bool:
-    """Returns True if all low words of `p`, which was written, count as far as they fit, and in its format all do."""
-    what, _ = book.marks.params[p]
-    starts = what == LOADED or (what == FRESH and _is_replica(p))
-    return fmt.always_fits and not starts and not _is_known(book, p)
+def _stale(optimizer: Optimizer, p: torch.Tensor, what: str) -> torch.Tensor:
+    """Where the low word of `p` does not count any more, if of all low words those count; on the CPU."""
+    if what == UNCHANGED:
+        return torch.ne(*_bits(bookkeeping(optimizer).marks.params[p], p))
+    return torch.ones(p.shape, dtype=torch.bool, device="cpu") if what == NONE else ~belongs(optimizer, p)
 
 
-def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
-    """Where the low word of `p`, which was written, does not count any more; on the CPU."""
-    book = bookkeeping(optimizer)
-    what, _ = book.marks.params[p]
-    known = what != LOADED and _is_known(book, p)
-    if (what == FRESH and _is_replica(p)) or (what == STEPPED and known and _brought_others(book)):
-        return torch.ones(p.shape, dtype=torch.bool, device="cpu")
-    return torch.ne(*_bits(book, p)) if known else ~belongs(optimizer, p)
-
-
-def _bits(book: Bookkeeping, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _bits(low: LowWords, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bits of `p`, and those that were noted; on the CPU."""
-    return _on_host(p).view(torch.int16), book.param_bits[p][0].view(torch.int16)
+    assert low.bits is not None
+    return _on_host(p).view(torch.int16), low.bits[0].view(torch.int16)
 
 
 def _brought_others(book: Bookkeeping) -> bool:
@@ -218,22 +220,17 @@ def _brought_others(book: Bookkeeping) -> bool:
     Most weights of a checkpoint of some steps before have the bits that they have now, with other low words. Where no
     bit differs in any parameter, weights were swapped in and out, for an evaluation.
     """
-    loaded = [p for p, (what, _) in book.marks.params.items() if what == STEPPED and _is_known(book, p)]
+    loaded = {p: low for p, low in book.marks.params.items() if low.event == STEPPED and _is_known(low, p)}
     versions = [version(p) for p in loaded]
     if book.load_compared is None or book.load_compared[0] != versions:
-        differ = any(not torch.equal(*_bits(book, p)) for p in loaded)
+        differ = any(not torch.equal(*_bits(low, p)) for p, low in loaded.items())
         book.load_compared = versions, differ
     return book.load_compared[1]
 
 
-def _written(book: Bookkeeping) -> dict[torch.Tensor, str]:
-    """Parameters whose low words may not be theirs, and what happened last to them."""
-    return {p: what for p, (what, mark) in book.marks.params.items() if what == LOADED or mark != mark_of(p)}
-
-
 def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
     """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
-    return fitting_words.belongs(p, optimizer.state[p], name, record_of(optimizer, p))
+    return fitting_words.belongs(p, optimizer.state[p], name, _format(optimizer, p, name))
 
 
 def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Format:
@@ -269,44 +266,54 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
     Nothing is dropped yet: other weights may be there for a moment only (an average, for an evaluation).
     """
     book = bookkeeping(optimizer)
-    split = _split_among(optimizer, [p]) if p in _written(book) else {}
-    if split and not _is_right(book, p, split[p]):
+    low = book.marks.params.get(p)
+    split = {} if low is None or low.is_of(p) else _split_among(optimizer, [p])
+    if split and (what := _what_counts(book, p, split[p])) != ALL:
         own = local(value)
-        own.copy_(torch.where(_stale(optimizer, p).to(own.device), local(p.detach()).float(), own))
+        own.copy_(torch.where(_stale(optimizer, p, what).to(own.device), local(p.detach()).float(), own))
     return value
 
 
 # --- states ----------------------------------------------------------------------------------------------------
 
 
-def _watched(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor, bool]]:
-    """The states with further words: parameter, name, first word, and True if this holds codes."""
+Noted = tuple[torch.Tensor, int]
+"""The first word of a state, and its version when its low words were found to be its own."""
+
+Written = tuple[torch.Tensor, str, torch.Tensor, Noted | None]
+"""A parameter, the name of a state of it, the first word, and what was noted: nothing of a new one (loaded, copied)."""
+
+
+def _written_states(optimizer: Optimizer) -> Iterator[Written]:
+    """The states with further words that were written in place or exchanged since these were noted, or are new."""
     states: Mapping[Any, Any] = optimizer.state
+    marks = bookkeeping(optimizer).marks.states
     for p, state in states.items():
-        if isinstance(p, torch.Tensor):
-            names = names_in(state)
-            highs = ((name, state[name]) for name in names.watched)
-            yield from ((p, name, x, name in names.coded) for name, x in highs if isinstance(x, torch.Tensor))
+        for name in names_in(state).watched if isinstance(p, torch.Tensor) else ():
+            high, noted = state[name], marks.get(p, {}).get(name)
+            is_same = noted is not None and noted[0] is high and noted[1] == version(high)
+            if isinstance(high, torch.Tensor) and not is_same:
+                yield p, name, high, noted
 
 
 def remember_states(optimizer: Optimizer) -> None:
     """Notes that the low words of all states belong to what the states hold now."""
     marks = bookkeeping(optimizer).marks.states
-    marks.clear()  # in place: an optimizer made by copy.copy shares them
-    for p, name, high, _ in _watched(optimizer):
+    for p, name, high, _ in _written_states(optimizer):
         marks.setdefault(p, {})[name] = high, version(high)
 
 
 @torch.no_grad()
 def _drop_stale_of_states(optimizer: Optimizer) -> None:
-    """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
+    """Resets the low words of states that were written, where they do not fit."""
     written = check_codes(optimizer)
-    for p, name, coded in written:
+    for p, name, *_ in written:
         fmt, state = _format(optimizer, p, name), optimizer.state[p]
-        if coded or any(state[key].numel() != p.numel() for key in (name, *fmt.keys(name)[1:])):
+        keys = fmt.keys(name)
+        if name in names_in(state).coded or any(state[key].numel() != p.numel() for key in keys):
             continue  # the step raises
-        for key in fmt.keys(name)[1:]:  # the first word may have been exchanged for one of another shape
-            if state[key].shape != state[name].shape and state[key].numel() == state[name].numel():
+        for key in keys[1:]:  # the first word may have been exchanged for one of another shape
+            if state[key].shape != state[name].shape:
                 state[key] = state[key].reshape(state[name].shape)
         stale = ~belongs(optimizer, p, name)
         if stale.any():
@@ -315,25 +322,16 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
         remember_states(optimizer)
 
 
-def check_codes(optimizer: Optimizer) -> list[tuple[torch.Tensor, str, bool]]:
-    """The states that were written since the last step, or are new, and True for those that hold codes.
-
-    Raises:
-        ValueError: other code wrote codes. New ones (loaded, copied) have not been noted.
-    """
-    marks, written = bookkeeping(optimizer).marks.states, []
-    for p, name, high, coded in _watched(optimizer):
-        noted = marks.get(p, {}).get(name)
-        if noted is None or noted[0] is not high or noted[1] != version(high):
-            written.append((p, name, coded))
-            if coded and noted is not None:
-                _check_unwritten(p, name, high, noted, record_of(optimizer, p))
+def check_codes(optimizer: Optimizer) -> list[Written]:
+    """Raises ValueError if other code wrote codes since the last step; returns the states that were written."""
+    written = list(_written_states(optimizer))
+    for p, name, high, noted in written:
+        if noted is not None and name in names_in(optimizer.state[p]).coded:
+            _check_unwritten(p, name, high, noted, record_of(optimizer, p))
     return written
 
 
-def _check_unwritten(
-    p: torch.Tensor, name: str, now: torch.Tensor, noted: tuple[torch.Tensor, int], record: Mapping[str, str]
-) -> None:
+def _check_unwritten(p: torch.Tensor, name: str, now: torch.Tensor, noted: Noted, record: Mapping[str, str]) -> None:
     """Raises for codes that are not those that were noted with their version; values have another type."""
     before, its_version = noted
     if now.dtype == before.dtype and (
@@ -354,23 +352,14 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
 # --- states that user code cleared ------------------------------------------------------------------------------------
 
 
-def note_words(optimizer: Optimizer, p: torch.Tensor) -> None:
-    """Remembers the further words of `p` as they are now, or that it has none."""
-    words = words_of(optimizer.state.get(p, {}))
-    if words:
-        bookkeeping(optimizer).marks.words[p] = words
-    else:
-        bookkeeping(optimizer).marks.words.pop(p, None)
-
-
 def restore_words(optimizer: Optimizer) -> None:
     """Gives parameters back the words that were cleared away with their states."""
-    words = bookkeeping(optimizer).marks.words
     split = step_inventory.once(optimizer, "split", lambda: set(map(id, split_words(optimizer.state))))
-    cleared = [p for p in words if id(p) not in split]
+    known = bookkeeping(optimizer).marks.params.items()
+    cleared = [(p, low.words) for p, low in known if low.words and id(p) not in split]
     if cleared:
         step_inventory.changed(optimizer)
         held = set(map(id, params_of(optimizer)))
-        for p in cleared:
+        for p, words in cleared:
             if id(p) in held:
-                optimizer.state.setdefault(p, {}).update(words[p])
+                optimizer.state.setdefault(p, {}).update(words)

@@ -26,7 +26,6 @@ from collage_neuron.passes.rewrite.graph_writer import Writer
 from collage_neuron.settings import Settings
 from collage_neuron.states import word_encoding
 from collage_neuron.states.sharding import ORDINARY, local
-from collage_neuron.states.store import kept_format
 
 SHORTER = 1 - 2**-8
 """A pair may end in a tie, which rounds to even and not to its high word. The gap between sum and high word is at most
@@ -35,15 +34,11 @@ SHORTER = 1 - 2**-8
 LARGEST = torch.finfo(torch.bfloat16).max
 
 
-def belongs(p: torch.Tensor, states: Mapping[str, Any], name: str, record: Mapping[str, str]) -> torch.Tensor:
+def belongs(p: torch.Tensor, states: Mapping[str, Any], name: str, fmt: Format) -> torch.Tensor:
     """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
     # On the CPU, where every rounding is a real cast.
-    words_of_name = {k: v for k, v in states.items() if str(k).startswith(name) and isinstance(v, torch.Tensor)}
-    state = {k: local(v).cpu() for k, v in words_of_name.items()}
-    hi = local(p.detach()).cpu() if name == "param" else state[name]
-    fmt = kept_format(hi, state, name, record)
-    words = [hi, *(state[key] for key in fmt.keys(name)[1:])]
-    fits: torch.Tensor = _fits(fmt, word_encoding.of_each(fmt, words), hi.float())
+    hi, *low = (local(p.detach() if key == "param" else states[key]).cpu() for key in fmt.keys(name))
+    fits: torch.Tensor = _fits(fmt, word_encoding.of_each(fmt, [hi, *low]), hi.float())
     return fits
 
 

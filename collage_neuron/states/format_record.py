@@ -16,7 +16,7 @@ one rounding of the format.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics import formats
 from collage_neuron.numerics.formats import BUILT_IN, FORMATS
 from collage_neuron.settings import FORMATS_KEPT
-from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.bookkeeping import bookkeeping, numbered
 from collage_neuron.states.state_keys import is_shared_word, names_in
 from collage_neuron.states.store import Record, State, format_by_keys, read_fp32
 
@@ -46,14 +46,23 @@ def save(optimizer: Optimizer) -> None:
         names = sorted({name for record in records for name in record})
         if names:
             columns = {name: [record.get(name) for record in records] for name in names}
-            group[FORMATS_KEPT] = json.dumps({name: _shared(column) or column for name, column in columns.items()})
+            # One name if all parameters have the same, which is the usual case.
+            shown = {name: column[0] if len(set(column)) == 1 else column for name, column in columns.items()}
+            group[FORMATS_KEPT] = json.dumps(shown)
         else:
             group.pop(FORMATS_KEPT, None)
 
 
-def load(optimizer: Optimizer) -> None:
-    """Reads the record from the groups, where a checkpoint has put it; empty for checkpoints that are older than it."""
+def load(optimizer: Optimizer, kept: Iterable[torch.Tensor] = ()) -> None:
+    """Reads the record from the groups, where a checkpoint has put it; empty for checkpoints that are older than it.
+
+    Those that have `kept` their own words while states were loaded keep the format of these.
+    """
+    before = bookkeeping(optimizer).formats
+    own = {p: before[p]["param"] for p in kept if "param" in before.get(p, {})}
     put_back(optimizer, _saved(optimizer))
+    for p, fmt in own.items():
+        record_of(optimizer, p)["param"] = fmt
 
 
 def check_saved(group: Mapping[str, Any], index: int) -> None:
@@ -68,19 +77,6 @@ def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> No
     kept_before = dict(records)
     recorded.clear()  # in place: an optimizer made by copy.copy shares it
     recorded.update(kept_before)
-
-
-def keep(optimizer: Optimizer, params: Collection[torch.Tensor], before: Mapping[torch.Tensor, Record]) -> None:
-    """Restores the record of `params` themselves, whose words were kept while states were loaded."""
-    for p in params:
-        record_of(optimizer, p).update({name: fmt for name, fmt in before.get(p, {}).items() if name == "param"})
-
-
-def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Moves the record of `old` to `new`, which replaces it."""
-    recorded = bookkeeping(optimizer).formats
-    if old in recorded:
-        recorded[new] = recorded.pop(old)
 
 
 def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
@@ -108,11 +104,6 @@ def _is_known_by_keys(state: Mapping[str, Any], name: str, fmt: str) -> bool:
     if known is not None and known.is_coded:
         return True
     return known is not None and known is BUILT_IN.get(fmt) and known.decode is format_by_keys(state, name).decode
-
-
-def _shared(column: list[str | None]) -> str | None:
-    """The one name that all parameters of a group have, which is the usual case."""
-    return column[0] if len(set(column)) == 1 else None
 
 
 def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:
@@ -171,9 +162,7 @@ each of them must be there.
 
 def show_values(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     """Replaces the words of coded states in what `Optimizer.state_dict` returned by their values."""
-    ids = (i for group in packed["param_groups"] for i in group["params"])
-    params = params_of(optimizer)
-    for i, p in zip(ids, params, strict=True):
+    for i, p in numbered(optimizer, packed).items():
         state = packed["state"].get(i)
         if isinstance(state, Mapping) and names_in(state).coded:
             packed["state"][i] = _with_values(optimizer, p, state)  # a new one: torch's is the live state itself

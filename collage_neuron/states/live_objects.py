@@ -69,13 +69,7 @@ def _listed_by_collector() -> Iterator[None]:
 
 def with_subclasses(cls: type) -> set[type]:
     """A class and all classes that inherit from it."""
-    classes: set[type] = {cls}
-    left = [cls]
-    while left:
-        new: set[type] = set(type.__subclasses__(left.pop())) - classes
-        classes |= new
-        left += new
-    return classes
+    return {cls}.union(*map(with_subclasses, type.__subclasses__(cls)))
 
 
 # --- models, and copies of these --------------------------------------------------------------------------------------

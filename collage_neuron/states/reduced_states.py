@@ -15,7 +15,7 @@ rounds back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import chain, compress
 from typing import Any
@@ -124,9 +124,16 @@ Place = tuple[MutableMapping[str, Any], str]
 
 
 def widen_counts(optimizer: Optimizer) -> None:
-    """Makes such counts fp32, and warns of those that may stand still."""
+    """Makes such counts fp32, and warns of the largest of those that have come to where their type ends."""
     places = narrow_counts(optimizer)
-    _warn(optimizer, places)
+    ended = [(float(s[k]), k, s[k].dtype) for s, k in places if float(s[k]) >= ENDS[s[k].dtype]]
+    if ended:
+        value, key, dtype = max(ended, key=lambda of: of[0])
+        warn_user(
+            f"the state {key!r} of {len(ended)} parameters of this {type(optimizer).__name__} was kept in {dtype}, "
+            f"which cannot count beyond {ENDS[dtype]:g}, and is {value:g}: it counts in float32 from here on. If more "
+            f"steps than that were taken, set optimizer.state[p][{key!r}] of each parameter to their number"
+        )
     for state, key in places:
         state[key] = state[key].float()
 
@@ -136,18 +143,6 @@ def narrow_counts(optimizer: Optimizer) -> list[Place]:
     found: Mapping[Any, Any] = optimizer.state
     states = [x for p, x in found.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, MutableMapping)]
     return [(x, k) for x in states for k, v in x.items() if isinstance(v, Tensor) and not v.dim() and v.dtype in ENDS]
-
-
-def _warn(optimizer: Optimizer, places: Iterable[Place]) -> None:
-    """Warns of the largest count that has come to where its type ends."""
-    ended = [(float(s[k]), k, s[k].dtype) for s, k in places if float(s[k]) >= ENDS[s[k].dtype]]
-    if ended:
-        value, key, dtype = max(ended, key=lambda of: of[0])
-        warn_user(
-            f"the state {key!r} of {len(ended)} parameters of this {type(optimizer).__name__} was kept in {dtype}, "
-            f"which cannot count beyond {ENDS[dtype]:g}, and is {value:g}: it counts in float32 from here on. If more "
-            f"steps than that were taken, set optimizer.state[p][{key!r}] of each parameter to their number"
-        )
 
 
 def check_counts(optimizer: Optimizer) -> None:

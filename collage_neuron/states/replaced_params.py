@@ -8,6 +8,7 @@ step, a new parameter takes over the low words of the one that it replaces.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -44,7 +45,8 @@ def _narrow(optimizer: Optimizer) -> set[torch.Tensor]:
 
 def follow(optimizer: Optimizer) -> None:
     """Moves the state of each replaced parameter to the parameter that is in its place now."""
-    for params, group in zip(bookkeeping(optimizer).compiled_with, optimizer.param_groups, strict=False):
+    book = bookkeeping(optimizer)
+    for params, group in zip(book.compiled_with, optimizer.param_groups, strict=False):
         for i, (old, new) in enumerate(zip(params, group["params"], strict=False)):
             if old is not new and old in optimizer.state and new.shape == old.shape:
                 params[i] = new
@@ -53,12 +55,15 @@ def follow(optimizer: Optimizer) -> None:
                     k: v if is_host_scalar(v, old) and not is_component(k, state) else v.to(new.device)
                     for k, v in state.items()
                 }
-                external_writes.replace(optimizer, old, new)
+                book.marks.params.pop(old, None)
+                if old in book.formats:
+                    book.formats[new] = book.formats.pop(old)
+                external_writes.remember(optimizer, new, external_writes.FRESH)
                 for each in inner_of(optimizer):
                     if old in each.optimizer.state:  # the same object if `state` is
                         each.optimizer.state[new] = each.optimizer.state.pop(old)
-                if old in bookkeeping(optimizer).narrow:
-                    bookkeeping(optimizer).narrow.add(new)
+                if old in book.narrow:
+                    book.narrow.add(new)
 
 
 def settle_moved(optimizer: Optimizer) -> None:
@@ -72,7 +77,12 @@ def settle_moved(optimizer: Optimizer) -> None:
         for key in dropped:
             del state[key]
         if dropped:
-            _warn_of_moved(p, dropped)
+            warn_user(
+                f"a new parameter of shape {list(p.shape)} has the state of an earlier one, with low words that are "
+                f"not its own ({', '.join(dropped)}), which were dropped: training continues from the values that the "
+                f"parameter and its states have in {p.dtype}. To lose nothing, make new parameters in float32 of "
+                "collage_neuron.exact_value, and compile the optimizer again"
+            )
         external_writes.remember(optimizer, p, external_writes.STEPPED)
 
 
@@ -88,16 +98,6 @@ def _of_another(p: torch.Tensor, name: str, state: Mapping[str, Any]) -> list[st
     words = [key for suffix in suffixes() - shared_suffixes() if (key := name + suffix) in state]
     is_other = (name == "param" and p.dtype == torch.float32) or any(state[k].shape != first.shape for k in words)
     return words if is_other else []
-
-
-def _warn_of_moved(p: torch.Tensor, dropped: Sequence[str]) -> None:
-    warn_user(
-        f"a new parameter of shape {list(p.shape)} has the state of an earlier one, with low words that are not its "
-        f"own ({', '.join(dropped)}), which were dropped: training continues from the values that the parameter and "
-        f"its states have in {p.dtype}. To lose nothing, make new parameters in float32 of "
-        "collage_neuron.exact_value, and compile the optimizer again",
-        UserWarning,
-    )
 
 
 def forget(optimizer: Optimizer) -> None:
@@ -139,17 +139,15 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
 
 def check_words(optimizer: Optimizer) -> None:
     """Raises for a parameter that got another shape than its low words: all that is asked of a step as written."""
-    if (found := step_inventory.once(optimizer, "cut", lambda: _cut(optimizer))) is not None:
-        raise ValueError(found)
+    step_inventory.once(optimizer, "cut", partial(_check_words, optimizer))
 
 
-def _cut(optimizer: Optimizer) -> str | None:
+def _check_words(optimizer: Optimizer) -> None:
     shared = tuple(shared_suffixes())
     for p, words in split_words(optimizer.state).items():
         for key, word in words.items():
             if word.shape != p.shape and not key.endswith(shared):
-                return str(_of_another_shape(f"a parameter of shape {list(p.shape)}", key, word))
-    return None
+                raise _of_another_shape(f"a parameter of shape {list(p.shape)}", key, word)
 
 
 def _of_another_shape(where: object, key: str, value: torch.Tensor) -> ValueError:
@@ -162,7 +160,7 @@ def _of_another_shape(where: object, key: str, value: torch.Tensor) -> ValueErro
 
 def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]) -> None:
     """Raises for a parameter in fp32 that is among the `narrow` ones: it was bf16 before."""
-    if torch.float32 not in map(_dtype, params):
+    if torch.float32 not in map(attrgetter("dtype"), params):
         return
     for p, where in zip(params, places, strict=True):
         if p.dtype == torch.float32 and p in narrow:
@@ -171,6 +169,3 @@ def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], na
                 "float32 copies of its own has converted it. Nothing was updated: convert the model back "
                 "(model.to(torch.bfloat16)), or compile the optimizer again, which splits the float32 values"
             )
-
-
-_dtype = attrgetter("dtype")

@@ -1,7 +1,11 @@
-"""Parameters that several compiled optimizers have: each keeps low words of them, and all keep the same value.
+"""Parameters that several compiled optimizers have, at one time or one after the other: all keep the same value.
 
 What one of them has stored, the others get at once, so that each can be read, saved, copied and stepped by itself. The
 first word is the parameter, which all have; only further words are written.
+
+A new optimizer over a compiled model (a warm restart, the next stage of a training) begins with the values that the
+last one left, and not with their high words alone. The last one may be gone by then: `optimizer = AdamW(...)` lets go
+of it before the new one is compiled. So when a compiled optimizer goes, its low words stay with the parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +23,10 @@ from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import (
+    FRESH,
     STEPPED,
+    Bookkeeping,
+    Marks,
     bookkeeping,
     compiled_optimizers,
     mark_of,
@@ -27,6 +34,7 @@ from collage_neuron.states.bookkeeping import (
 )
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
+from collage_neuron.states.state_keys import split_params
 from collage_neuron.states.store import is_stored, read_exact, store_beside
 
 
@@ -59,15 +67,15 @@ def hand_on(optimizer: Optimizer) -> None:
     for other in others:
         if bookkeeping(other).presented is not None:
             continue  # its step, or its method, stores what it has at its end
-        known = bookkeeping(other).marks.params
         external_writes.restore_words(other)
         for p, fmt in formats_of(other).items():
-            if id(p) in own and known.get(p) != (STEPPED, mark_of(p)):
-                give_words(other, p, fmt, optimizer.state.get(p, {}), record_of(optimizer, p))
+            low = external_writes.low_words_of(other, p)
+            if id(p) in own and not (low.event == STEPPED and low.is_of(p)):
+                _give_words(other, p, fmt, optimizer.state.get(p, {}), record_of(optimizer, p))
                 external_writes.remember(other, p, STEPPED)
 
 
-def give_words(
+def _give_words(
     optimizer: Optimizer, p: torch.Tensor, fmt: Format, words: Mapping[str, Any], record: Mapping[str, str]
 ) -> None:
     """Stores the value that others have in their further `words` of a parameter in `fmt`; the first word stays."""
@@ -90,3 +98,45 @@ def formats_of(optimizer: Optimizer) -> dict[torch.Tensor, Format]:
         if len(fmt.components) > 1:
             found.update((p, fmt) for p in group["params"] if p.dtype == torch.bfloat16 and not p.is_meta)
     return found
+
+
+# --- the next optimizer -----------------------------------------------------------------------------------------------
+
+
+LEFT = "_collage_left"
+"""An attribute of parameters whose compiled optimizer is gone: its `LowWords`, and its record of their format."""
+
+
+def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
+    """Sees to it that low words stay with the parameters when the optimizer goes."""
+    ours.leaving = weakref.finalize(optimizer, _leave, ours.formats, ours.marks)
+    ours.leaving.atexit = False
+
+
+def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> None:
+    for p, low in marks.params.items():
+        if low.words and low.mark is not None:
+            record = {name: fmt for name, fmt in formats.get(p, {}).items() if name == "param"}
+            setattr(p, LEFT, (low._replace(bits=None), record))
+
+
+@torch.no_grad()
+def continue_from_others(optimizer: Optimizer) -> None:
+    """Gives bf16 parameters of `optimizer` without low words those that another compiled one keeps of them, or left."""
+    split = split_params(optimizer.state)
+    wanted = {p: fmt for p, fmt in formats_of(optimizer).items() if p not in split}
+    for other in meet(optimizer):
+        external_writes.restore_words(other)
+        for p in split_params(other.state) & wanted.keys():
+            fmt, words, record = wanted.pop(p), other.state[p], record_of(other, p)
+            if external_writes.low_words_of(other, p).is_of(p):
+                _give_words(optimizer, p, fmt, words, record)
+            else:
+                exact = external_writes.without_stale(other, p, read_exact(p, words, "param", record))
+                store_beside(p, optimizer.state[p], fmt, exact, record_of(optimizer, p))
+            external_writes.remember(optimizer, p, FRESH)
+    for p, fmt in wanted.items():
+        low, record = vars(p).pop(LEFT, (None, {}))
+        if low is not None and low.mark == mark_of(p):
+            _give_words(optimizer, p, fmt, low.words, record)
+            external_writes.remember(optimizer, p, FRESH)

@@ -264,8 +264,7 @@ def _put(
     keeps_first: bool = False,
 ) -> None:
     tensors = [word.to(p.device) for word in found]
-    for suffix in suffixes():
-        state.pop(name + suffix, None)
+    drop_words(state, name)
     for key, component, tensor in zip(fmt.keys(name), fmt.components, tensors, strict=True):
         if key == "param" and keeps_first:
             continue
@@ -277,6 +276,12 @@ def _put(
         else:
             state[key] = like(_laid_as(tensor, local(p)), p) if component.block is None else beside(tensor, p)
     record[name] = fmt.name
+
+
+def drop_words(state: State, name: str) -> None:
+    """Removes the further words of a value."""
+    for suffix in suffixes():
+        state.pop(name + suffix, None)
 
 
 def _laid_as(word: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -150,17 +150,15 @@ def warn_stuck(
     new = sorted(name for name in stuck if f"stuck {name}" not in warned)
     if new:
         warned.update(f"stuck {name}" for name in new)
-        warn_user(_stuck_sentence(base, new, stuck[new[0]], settings, formats[new[0]].name), ImpreciseState)
-
-
-def _stuck_sentence(base: type[Optimizer], names: Sequence[str], decay: float, settings: Settings, fmt: str) -> str:
-    return (
-        f"{base.__name__}: strategy={settings.strategy!r} keeps {', '.join(f'state[p][{n!r}]' for n in names)} in "
-        f"{fmt}, where it cannot decrease: its decay of {decay:.2g} a step is less than half an ulp, and is rounded "
-        "away. After some steps with larger gradients it stays as large as it was, and all later steps are too short "
-        "(docs/strategies.md has an example). Use strategy='plus', which keeps it as a pair, or 'split323', which "
-        "needs the bytes of 'light'; if gradients have no bursts, filter this warning (collage_neuron.ImpreciseState)"
-    )
+        warn_user(
+            f"{base.__name__}: strategy={settings.strategy!r} keeps {', '.join(f'state[p][{n!r}]' for n in new)} in "
+            f"{formats[new[0]].name}, where it cannot decrease: its decay of {stuck[new[0]]:.2g} a step is less than "
+            "half an ulp, and is rounded away. After some steps with larger gradients it stays as large as it was, and "
+            "all later steps are too short (docs/strategies.md has an example). Use strategy='plus', which keeps it as "
+            "a pair, or 'split323', which needs the bytes of 'light'; if gradients have no bursts, filter this warning "
+            "(collage_neuron.ImpreciseState)",
+            ImpreciseState,
+        )
 
 
 def _stuck(recording: Recording, formats: Mapping[str, Format]) -> dict[str, float]:

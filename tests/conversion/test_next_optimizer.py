@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, RMSprop
 import collage_neuron
 from collage_neuron import RoundedWeights, exact_value
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.optimizer.low_word_handover import LEFT
+from collage_neuron.states.shared_params import LEFT
 from collage_neuron.states.store import read_exact, store_beside
 
 
