@@ -24,6 +24,7 @@ from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled
 from collage_neuron.optimizer.group_settings import describe_change
 from collage_neuron.optimizer.load_checks import warn_of_settings
 from collage_neuron.optimizer.pending_models import (
+    known_in,
     models,
     models_of,
     restore_low_words,
@@ -80,7 +81,8 @@ def compile_optimizer(
     """
     waiting = models_of(optimizer)
     settled = split_params(optimizer.state) | written_in_all_processes() if waiting else set()  # by a checkpoint, DDP
-    left = {p: True for model in waiting for name, p in model.named_parameters() if name in models[model].stay}
+    settled |= {p for p in params_of(optimizer) if p.dtype == torch.float32}  # what was loaded since, exactly
+    left = {p: True for model in waiting for _, p in known_in(model, models[model].stay)}
     check_stepper(type(optimizer), optimizer)
     inner_optimizers.check(optimizer)
     with discarded_on_error(optimizer), inner_optimizers.collected(optimizer):  # all of it, or none

@@ -79,7 +79,7 @@ def compile_model(
     """
     check_model(model)
     stay = kept(model, buffers, named)
-    waiting = Pending(settings, frozenset(n for n, p in model.named_parameters() if p in stay), compile_optimizer)
+    waiting = Pending(settings, {name: p for name, p in model.named_parameters() if p in stay}, compile_optimizer)
     fmt = param_format(settings.strategy, torch.bfloat16)
     with wrappers.followed(model):
         check_unshared((), model.parameters())
@@ -137,9 +137,9 @@ def _tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSe
 def _note_frozen(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
     """Notes the frozen fp32 parameters outside the optimizer that bf16 cannot hold: they may be trained later."""
     held = set(params_of(optimizer)) | stay
-    lost = {name for name, p in model.named_parameters() if not p.requires_grad and p not in held and _is_lost(p)}
+    lost = {name: p for name, p in model.named_parameters() if not p.requires_grad and p not in held and _is_lost(p)}
     if lost:
-        rounded.setdefault(model, set()).update(lost)
+        rounded.setdefault(model, {}).update(lost)
 
 
 def _is_lost(p: torch.Tensor) -> bool:
@@ -174,8 +174,9 @@ def _look_at_steps() -> None:
 
 @cache
 def _look_at_loads() -> None:
-    """The same for `load_state_dict`, only for models that are compiled alone."""
-    Optimizer.load_state_dict = _compiling(Optimizer.load_state_dict)  # type: ignore[method-assign]  # no hook for all
+    """The same for what saves and loads, only for models that are compiled alone: torch has no hook for all."""
+    for name in ("state_dict", "load_state_dict"):
+        setattr(Optimizer, name, _compiling(getattr(Optimizer, name)))
 
 
 @torch_privates.not_compiled  # not for a compiler that compiles the step
@@ -215,18 +216,17 @@ def _compile_waiting(optimizer: Optimizer) -> bool:
     return waiting is not None
 
 
-def _compiling(load_state_dict: Any) -> Any:
-    """torch's method, but of an optimizer over such a model, which it compiles first.
+def _compiling(method: Any) -> Any:
+    """A method of torch's, but of an optimizer over such a model, which it compiles first.
 
-    torch has no hook for every optimizer here, as it has for steps. It casts what it loads to bf16, integers and fp32
+    What is saved before the first step has the low words then. torch casts what it loads to bf16, integers and fp32
     words too, so that compiling at the first step would be too late: trainers load before it.
     """
 
-    @wraps(load_state_dict)
-    def load(self: Optimizer, state_dict: Any) -> None:
+    @wraps(method)
+    def of_compiled(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not is_compiled(self) and _compile_waiting(self):
-            self.load_state_dict(state_dict)
-        else:
-            load_state_dict(self, state_dict)
+            return getattr(self, method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
 
-    return load
+    return of_compiled

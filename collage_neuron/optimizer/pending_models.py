@@ -6,8 +6,9 @@ were frozen when `compile` rounded their model have lost theirs, and others were
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,8 +34,8 @@ class Pending:
     """A waiting model: its settings, and the fp32 values of the parameters that were rounded."""
 
     settings: Settings
-    stay: frozenset[str]
-    """The names of the parameters that were left in fp32."""
+    stay: Mapping[str, torch.Tensor]
+    """The parameters that were left in fp32, by name."""
     compile_optimizer: CompileOptimizer
     """A function that compiles an optimizer over its parameters, called when one first steps."""
     originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
@@ -51,6 +52,21 @@ def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
     """The models given to `compile` alone that `optimizer` has parameters of."""
     owned = set(map(id, params_of(optimizer)))
     return [model for model in models if not owned.isdisjoint(map(id, model.parameters()))]
+
+
+def known_in(model: torch.nn.Module, noted: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a model that were `noted`, with the names that they had then.
+
+    Code may have moved one to another name, by wrapping or deleting modules; and one that was made since, by a move to
+    another device or a larger vocabulary, is that of its name, unless this has gone to another one.
+    """
+    params, names = dict(model.named_parameters()), {id(p): name for name, p in noted.items()}
+    there = set(map(id, params.values()))
+    for name, p in params.items():
+        if id(p) in names:
+            yield names[id(p)], p
+        elif name in noted and id(noted[name]) not in there:
+            yield name, p
 
 
 def require_compiled(optimizer: object) -> None:
@@ -90,28 +106,35 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
     """
     owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for model, waiting in models.items():
-        for name, p in model.named_parameters():
-            if id(p) not in owned or name not in waiting.originals or p.dtype != torch.bfloat16:
+        for name, p in list(known_in(model, {name: p for name, (_, p, _) in waiting.originals.items()})):
+            if id(p) not in owned or p.dtype != torch.bfloat16:
                 continue
             value, _, _ = waiting.originals.pop(name)
-            if p in settled or value.shape != p.shape:
+            if p in settled or value.shape[1:] != p.shape[1:] or (value.shape != p.shape and is_sharded(p)):
                 continue
-            original = local(spread(value.to(p.device), p))
-            cast, now = param_format(waiting.settings.strategy, p.dtype), local(p.detach())
-            kept = torch.where(high_word(original, cast) == now, original, now.float())
+            kept = _as_it_was(value, p, param_format(waiting.settings.strategy, p.dtype))
             fmt = param_format(Settings.of(owned[id(p)]).strategy, p.dtype)
             with torch.no_grad():
                 external_writes.put(optimizer, p, fmt, kept, external_writes.FRESH)
 
 
+def _as_it_was(value: torch.Tensor, p: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """A parameter, in fp32, with what it had of a `value` when it was cast; it may have more rows now, or fewer."""
+    original = local(spread(value.to(p.device), p) if is_sharded(p) else value.to(p.device))
+    rows: Any = ... if value.shape == p.shape else slice(min(len(value), len(p)))
+    now, high = local(p.detach()), high_word(original, fmt)[rows]
+    found = now.float()
+    found[rows] = torch.where(high == now[rows], original[rows], found[rows])
+    return found
+
+
 # --- parameters that an optimizer gets later --------------------------------------------------------------------------
 
 
-rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
-"""By model that was compiled with an optimizer: the names of frozen parameters that bf16 could not hold.
+rounded: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
+"""By model that was compiled with an optimizer: the frozen parameters that bf16 could not hold, by name.
 
-No optimizer has these, so that its bookkeeping is no place for them: a copy of it would copy the frozen parameters. A
-name says which parameter it is after a move to another device, which may make new ones."""
+No optimizer has these, so that its bookkeeping is no place for them: a copy of it would copy the parameters."""
 
 COMPILED = "_collage_compiled"
 """An attribute of the parameters of models that `compile` has cast: what is fp32 is so because it was to stay."""
@@ -136,9 +159,10 @@ def adopt_params(optimizer: Optimizer, params: Iterable[torch.Tensor], index: in
 def warn_of_rounded(params: Iterable[torch.Tensor], index: int) -> None:
     """Warns, once of each, of parameters that a group gets and whose fp32 values are gone."""
     own = {id(p) for p in params}
-    for model, names in rounded.items() if own else ():
-        gone = [name for name, p in model.named_parameters() if name in names and id(p) in own]
-        names.difference_update(gone)
+    for model, noted in rounded.items() if own else ():
+        gone = [name for name, p in known_in(model, noted) if id(p) in own]
+        for name in gone:
+            del noted[name]
         if gone:
             others = f" and {len(gone) - 1} other parameters" if len(gone) > 1 else ""
             warn_user(
