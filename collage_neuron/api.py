@@ -86,9 +86,9 @@ def compile(
 
     ``compile(model, optimizer)`` returns both; ``compile(optimizer)`` returns the optimizer;
     ``compile(OptimizerClass)`` returns a class, for ZeRO-1 and trainers that take one. ``compile(model)`` returns the
-    model; build its optimizer afterwards as usual, and it is compiled when it first loads or steps. Objects are changed
-    in place and keep their type: the optimizer is still an instance of its class. Its settings are in ``param_groups``
-    (``collage_strategy``, ...), so groups may differ.
+    model; build its optimizer afterwards as usual, and it is compiled when it first steps, saves or loads. Objects are
+    changed in place and keep their type: the optimizer is still an instance of its class. Its settings are in
+    ``param_groups`` (``collage_strategy``, ...), so groups may differ.
 
     fp32 parameters become bf16, as with ``model.to(torch.bfloat16)``, but nothing is lost: what the cast drops is kept
     as a low word (or an fp32 master) in the optimizer's state.

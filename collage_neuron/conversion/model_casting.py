@@ -1,6 +1,6 @@
 """Casts models to bf16: what is checked before, and what becomes of their optimizers.
 
-`compile(model)` without an optimizer casts the model now, and compiles its optimizer when it first loads or steps.
+`compile(model)` without an optimizer casts the model now, and compiles its optimizer when that first steps, or saves.
 torch runs global hooks before every step of every optimizer. Our hook looks for an ordinary optimizer over the
 parameters of a model that was given to `compile`, compiles it, and makes this first step a compensated one already. Of
 a model that was compiled with its optimizer it warns instead: only that one is asked for.

@@ -12,6 +12,8 @@ import pytest
 import torch
 from compile_forms import FORMS, adamw, by_both, by_model
 from models import backward, differences, gpt, mlp, set_gradients, snapshot, train
+from torch import nn
+from torch.nn.utils import parametrize
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -217,6 +219,78 @@ def test_weights_loaded_before_the_first_step_win_over_the_low_words() -> None:
     exact = {name: exact_value(optimizer, p) for name, p in model.named_parameters()}
     assert torch.equal(exact["0.weight"], loaded["0.weight"].float())
     assert not torch.equal(exact["0.bias"], loaded["0.bias"].float())
+
+
+def swap(model: Any) -> None:
+    model[0], model[2] = model[2], model[0]
+
+
+def replace_weight(model: Any) -> None:
+    model[1].weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(5)))
+
+
+def assign_all(model: Any) -> None:
+    loaded = stack(1).state_dict()
+    model.load_state_dict({name: loaded[name] for name in model.state_dict()}, assign=True)
+
+
+EDITS: dict[str, Callable[[Any], object]] = {
+    "wrapped": lambda model: model.__setitem__(1, nn.Sequential(model[1])),
+    "parametrized": lambda model: parametrize.register_parametrization(model[1], "weight", nn.Identity()),
+    "deleted": lambda model: model.__delitem__(0),
+    "inserted": lambda model: model.insert(1, nn.ReLU()),
+    "swapped": swap,
+    "other object": replace_weight,
+    "other data": lambda model: setattr(model[1].weight, "data", stack(1)[1].weight.data),
+    "assigned": assign_all,
+}
+
+
+def stack(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_a_model_that_is_changed_before_the_first_step_keeps_its_values(edit: Callable[[Any], object]) -> None:
+    """What `compile(model)` has kept belongs to parameters, not to names; and what is fp32 by then is newer."""
+    model, plain = collage_neuron.compile(stack(), strategy="split433"), stack()
+    edit(model)
+    edit(plain)
+    optimizer = adamw(model, lr=0.0)
+    set_gradients(list(model.parameters()), 0)
+    optimizer.step()
+    for p, value in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.dtype == torch.bfloat16
+        assert torch.equal(exact_value(optimizer, p), value)
+
+
+@pytest.mark.parametrize("rows", [5, 11])
+def test_a_vocabulary_of_another_size_keeps_the_rows_that_it_has(rows: int) -> None:
+    """As `resize_token_embeddings` of transformers makes it: new parameters, into which rows are copied."""
+    torch.manual_seed(0)
+    model, value = nn.Sequential(nn.Embedding(8, 16)), nn.Embedding(rows, 16, dtype=torch.bfloat16)
+    before = model[0].weight.detach().clone()
+    collage_neuron.compile(model)
+    both = min(rows, 8)
+    value.weight.data[:both] = model[0].weight.data[:both]
+    model[0] = value
+    optimizer = adamw(model, lr=0.0)
+    set_gradients(list(model.parameters()), 0)
+    new = value.weight.detach().float()
+    optimizer.step()
+    assert torch.equal(exact_value(optimizer, model[0].weight), torch.cat([before[:both], new[both:]]))
+
+
+def test_what_is_saved_before_the_first_step_has_low_words() -> None:
+    first, model, twin = (collage_neuron.compile(mlp(seed)) for seed in (0, 1, 0))
+    saved = [first.state_dict(), adamw(first).state_dict()]
+    optimizer, other = adamw(model), adamw(twin)
+    for each, state in zip((model, optimizer), saved, strict=True):
+        each.load_state_dict(state)
+    train(model, optimizer, range(2))
+    train(twin, other, range(2))
+    assert differences(snapshot(optimizer), snapshot(other)) == ["group 0, collage_formats"]  # of what was loaded
 
 
 def test_a_refused_first_step_leaves_all_as_it_was_and_the_next_is_the_first() -> None:
