@@ -114,7 +114,8 @@ def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:
     """
     records: dict[torch.Tensor, dict[str, str]] = {}
     for i, group in enumerate(optimizer.param_groups):
-        for name, column in _columns(group, i).items():
+        columns = _columns(group, i) if FORMATS_KEPT in group else {}  # of many groups mostly none has one
+        for name, column in columns.items():
             for p, fmt in zip(group["params"], column, strict=False):
                 if fmt is not None:
                     records.setdefault(p, {})[name] = fmt

@@ -66,13 +66,15 @@ class Copied:
         vars(self.optimizer).update(of_torch, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
         self._inner: list[inner_optimizers.Inner] = []
 
-    def set_groups(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> None:
+    def set_groups(self, groups: list[dict[str, Any]], state: dict[Any, Any], has_inner: bool = False) -> None:
         """Gives the copy its groups and states; where they are those of an optimizer inside, the copy of that has them.
+
+        `has_inner` is true if there may be such an optimizer: to look for one in each copy costs as much as the copy.
 
         Raises:
             UnsupportedUpdate: it cannot have any of its own.
         """
-        self._inner = inner_optimizers.inner_of(self.optimizer)
+        self._inner = inner_optimizers.inner_of(self.optimizer) if has_inner else []
         for name, own in (("param_groups", groups), ("state", state)):
             if getattr(self.optimizer, name, None) is not own:
                 try:
@@ -258,7 +260,7 @@ def whole(base: type[Optimizer], optimizer: Optimizer) -> Copied:
     with suppress(AttributeError):  # a property that asks an optimizer inside
         made.defaults = copies.of(optimizer.defaults)
     groups = copies.of(optimizer.param_groups) if inside else [copies.of(dict(g)) for g in optimizer.param_groups]
-    copied.set_groups(groups, copies.of(optimizer.state))
+    copied.set_groups(groups, copies.of(optimizer.state), has_inner=bool(inside))
     for owner, state in inner_optimizers.shown(optimizer, inside).items():
         if id(owner) in params and isinstance(state, dict):
             if not is_idle(state) or owner in getattr(optimizer.state, "empty", ()):  # else its code finds none
