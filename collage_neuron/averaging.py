@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.model_casting import check_together
+from collage_neuron.eager.codec import decoded
+from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import external_writes, replaced_params
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.sharding import like, local, rewrite_data
-from collage_neuron.states.store import read_exact, read_fp32
+from collage_neuron.states.sharding import ORDINARY, like, local, rewrite_data
+from collage_neuron.states.store import kept_format, read_exact, read_fp32
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -118,7 +120,8 @@ class AveragedModel(torch.nn.Module):
         owners = _owners(self._living_optimizers(), model)
         _check_alike(self.module, model)
         both: list[Pair] = list(zip(self.module.parameters(), model.parameters(), strict=True))
-        params = [(a, _exact(owners, p)) for a, p in both if not is_left_alone(p)]
+        trained = [(a, p) for a, p in both if not is_left_alone(p)]
+        params = [(a, v) for (a, _), v in zip(trained, _exact(owners, [p for _, p in trained]), strict=True)]
         buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
         copied: list[Pair] = [(a, p) for a, p in both if is_left_alone(p)]
         averaged = [b for b in buffers if self.use_buffers and b[0].is_floating_point()]
@@ -202,7 +205,21 @@ def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[tor
     return {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
 
 
-def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tensor:
+def _exact(owners: dict[torch.Tensor, Optimizer], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The exact values of `params`, in fp32; those in the memory of the CPU are read together."""
+    there = [p for p in params if p.dtype == torch.bfloat16 and p.is_cpu and type(p) in ORDINARY and p in owners]
+    words = [_words(p, owners[p]) for p in there]
+    found = dict(zip(map(id, there), decoded(words), strict=True))
+    return [found[id(p)] if id(p) in found else _exact_one(owners, p) for p in params]
+
+
+def _words(p: torch.Tensor, owner: Optimizer) -> tuple[Format, list[torch.Tensor]]:
+    state = owner.state.get(p, {})
+    fmt = kept_format(p, state, "param", record_of(owner, p))
+    return fmt, [p.detach() if key == "param" else state[key] for key in fmt.keys("param")]
+
+
+def _exact_one(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tensor:
     """The exact value of `p`, in fp32."""
     state = owners[p].state.get(p, {}) if p in owners else {}
     if p.dtype != torch.bfloat16:

@@ -172,6 +172,15 @@ class Conversions:
         return launch._replace(kept=found.kept)
 
 
+def decoded(values: Sequence[tuple[Format, Sequence[torch.Tensor]]]) -> list[torch.Tensor]:
+    """The fp32 values of parameters, new tensors, of their formats and words on the CPU: in one pass over memory."""
+    filling, found = Conversions(), [torch.empty_like(words[0], dtype=torch.float32) for _, words in values]
+    for (fmt, words), into in zip(values, found, strict=True):
+        filling.decode(converter("auto", into.device), fmt, words, into, "param")
+    filling.run()
+    return found
+
+
 @lru_cache(256)  # of an update that draws other ones each time, and of all others the same
 def _numbers(update: Update, drawing: tuple[float, ...]) -> torch.Tensor:
     return torch.tensor(update.scalars.run((), drawing), dtype=torch.float32, device="cpu")
