@@ -67,6 +67,8 @@ def check_writes(optimizer: Optimizer, written: Mapping[torch.Tensor, int]) -> N
     written = {p: times for p, times in written.items() if _is_sampled(p)}
     if book.told_of_writes or not written:
         return
+    held = set(map(id, params_of(optimizer)))  # one that another optimizer has now is written by that
+    written = {p: times for p, times in written.items() if id(p) in held}
     if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
         # torch.distributed.checkpoint has loaded the weights, and takes its hidden step before it loads states.
         book.samples.clear()

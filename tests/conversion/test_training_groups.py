@@ -88,6 +88,21 @@ def test_a_group_added_after_compiling_is_trained_like_the_others() -> None:
     assert_near(optimizer, params, oracle, moved=LR * STEPS)
 
 
+def test_a_parameter_that_another_optimizer_has_now_is_not_written_from_outside() -> None:
+    """That would be a warning."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(16, 16).bfloat16()) for _ in range(3)]
+    first, other = (collage_neuron.compile(AdamW([p], lr=0.1), strategy="plus") for p in params[:2])
+    other.add_param_group({"params": params[2:]})
+    for i in range(8):
+        if i == 3:
+            moved = other.param_groups.pop()["params"]
+            first.add_param_group({"params": moved})
+        set_gradients(params, i)
+        first.step()
+        other.step()
+
+
 def test_a_group_added_after_compiling_may_name_its_strategy() -> None:
     params = parameters(dtype=torch.bfloat16)
     optimizer = collage_neuron.compile(OPTIMIZERS["adamw"](params[:1]), strategy="full")
