@@ -94,8 +94,7 @@ def _shared(fmt: Format, params: Sequence[torch.Tensor]) -> float:
 
 def _gradient(p: torch.Tensor) -> int:
     """Bytes per element of the gradient of `p`; that of an fp32 parameter becomes bf16 with it."""
-    kept = p.grad is not None and p.dtype == torch.bfloat16
-    return p.grad.element_size() if kept and p.grad is not None else torch.bfloat16.itemsize
+    return p.grad.element_size() if p.grad is not None and p.dtype == torch.bfloat16 else torch.bfloat16.itemsize
 
 
 # --- the environment variable -----------------------------------------------------------------------------------------

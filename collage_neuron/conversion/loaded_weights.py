@@ -14,7 +14,7 @@ this module alone is loaded. Hooks are functions of this file, so that models ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
@@ -68,7 +68,11 @@ def _tell(
     if about.get("assign_to_params_buffers"):
         return
     external_writes.before_load(p for name, p in module.named_parameters() if prefix + name in state_dict)
-    found = list(_rounded(module, state_dict, prefix))
+    found = [  # frozen ones are cast as by `model.to`, without a word
+        prefix + name
+        for name, p in module.named_parameters()
+        if p.requires_grad and p.dtype == torch.bfloat16 and is_rounded(state_dict.get(prefix + name))
+    ]
     if found:
         warnings.warn(
             f"{found[0]}{f' and {len(found) - 1} other weights' if len(found) > 1 else ''} of this state dict are "
@@ -88,17 +92,11 @@ def _tell_if_alone(
         _tell(module, state_dict, prefix, about)
 
 
-def _rounded(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """The names of trained weights that bf16 cannot hold; frozen ones are cast as by `model.to`, without a word."""
-    for name, p in module.named_parameters():
-        value = state_dict.get(prefix + name)
-        if p.requires_grad and p.dtype == torch.bfloat16 and isinstance(value, torch.Tensor) and is_rounded(value):
-            yield prefix + name
-
-
-def is_rounded(t: torch.Tensor) -> bool:
-    """Returns True if bf16 cannot hold a value of this process's part of `t`."""
-    if t.is_meta or not t.is_floating_point() or t.dtype == torch.bfloat16 or t.dtype.itemsize < 2:
+def is_rounded(t: object) -> bool:
+    """Returns True if `t` is a tensor, and bf16 cannot hold a value of this process's part of it."""
+    if not isinstance(t, torch.Tensor) or t.is_meta or not t.is_floating_point():
+        return False
+    if t.dtype == torch.bfloat16 or t.dtype.itemsize < 2:  # bf16 holds all of them
         return False
     values = local(t.detach())
     rounded = values.to(torch.bfloat16).to(values.dtype)

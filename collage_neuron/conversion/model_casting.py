@@ -105,7 +105,6 @@ def cast_beside(
     Another optimizer over its parameters, which is not compiled, will be told that it trains in pure bf16.
     """
     _tell_rounded(model, optimizer, stay)
-    _note_frozen(model, optimizer, stay)
     _to_bf16(model, stay, named)
     _seen.clear()
     _look_at_steps()
@@ -115,14 +114,12 @@ def _tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSe
     """Warns in the log `collage_neuron` of trained fp32 parameters outside the optimizer that bf16 cannot hold.
 
     A second optimizer would begin with rounded weights and without their low words. Frozen weights are cast as by
-    `model.to`, without a word.
+    `model.to`, without a word, and noted: they may be trained later.
     """
-    held = set(params_of(optimizer))
-    found = [
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and p not in held and p not in stay and _is_lost(p)
-    ]
+    held = set(params_of(optimizer)) | stay
+    wide = {name: p for name, p in model.named_parameters() if p not in held and p.dtype == torch.float32}
+    lost = {name: p for name, p in wide.items() if is_rounded(p)}
+    found = [name for name, p in lost.items() if p.requires_grad]
     if found:
         log.warning(
             "%s%s of this %s become bf16, but the optimizer does not hold them: one that is compiled for them later "
@@ -132,18 +129,8 @@ def _tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSe
             f" and {len(found) - 1} others" if len(found) > 1 else "",
             type(model).__name__,
         )
-
-
-def _note_frozen(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
-    """Notes the frozen fp32 parameters outside the optimizer that bf16 cannot hold: they may be trained later."""
-    held = set(params_of(optimizer)) | stay
-    lost = {name: p for name, p in model.named_parameters() if not p.requires_grad and p not in held and _is_lost(p)}
-    if lost:
-        rounded.setdefault(model, {}).update(lost)
-
-
-def _is_lost(p: torch.Tensor) -> bool:
-    return p.dtype == torch.float32 and is_rounded(p)
+    if frozen := {name: p for name, p in lost.items() if not p.requires_grad}:
+        rounded.setdefault(model, {}).update(frozen)
 
 
 def _to_bf16(

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, product
+from itertools import compress
 from typing import Any
 
 import torch
@@ -162,10 +162,10 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
             formats: Mapping[str, Format] = {}
             with suppress(KeyError):  # its step needs what is not there yet
                 formats = _formats(optimizer, group, params[0], records)
-            for p, name in product(params, formats):
-                fmt = formats_of_shape(formats, p.dim())[name]
-                if name == "param" or name in optimizer.state[p]:
-                    ensure_stored(p, optimizer.state[p], name, fmt, record_of(optimizer, p))
+            for p in params:
+                for name, fmt in formats_of_shape(formats, p.dim()).items():
+                    if name == "param" or name in optimizer.state[p]:
+                        ensure_stored(p, optimizer.state[p], name, fmt, record_of(optimizer, p))
     for p in split_params(optimizer.state):
         external_writes.remember(optimizer, p, external_writes.FRESH)
 
