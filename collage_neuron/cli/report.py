@@ -278,7 +278,7 @@ def _arrival(logs: Sequence[Log]) -> str:
 
 def _left_out(logs: Sequence[Log]) -> str:
     said = "; ".join(f"{log.name} is NaN or Inf {_nonfinite(log)}" for log in logs if log.nonfinite)
-    return f"{said}{f': what ends so is not compared; {ADVICE}' * any(log.broken for log in logs)}." * bool(said)
+    return f"{said}{f'; runs that end so are not compared: {ADVICE}' * any(log.broken for log in logs)}." * bool(said)
 
 
 def verdicts(logs: Sequence[Log]) -> list[str]:

@@ -97,7 +97,7 @@ def test_the_conclusion_compares_no_losses_that_cannot_be_compared(write: Write)
     said = conclusion([*no_control, seeds[0]])
     assert said.startswith("plus has a loss of 1.5000 at step 2. 50 % of its updates")
     where = "is NaN or Inf in 1 of 2 measured steps, first in 2"
-    assert said.endswith(f"bf16 {where}; fp32 {where}: what ends so is not compared; {ADVICE}.")
+    assert said.endswith(f"bf16 {where}; fp32 {where}; runs that end so are not compared: {ADVICE}.")
     del no_control[1].records[-1]["loss"]  # logged no more
     assert "end at different steps" in conclusion([no_control[1], seeds[1]])
     assert conclusion([read_log(write("a.jsonl", {"step": 1}), "a")]) == "No run logged a loss, nor what arrives."
