@@ -46,6 +46,9 @@ def arguments(found: object) -> str:
         return ""
     given = inspect.signature(found).parameters.values()
     needed = [p.name for p in given if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    # Python writes a star before those that are given by name alone.
+    if by_name := [p.name for p in given if p.name in needed and p.kind is p.KEYWORD_ONLY]:
+        needed.insert(needed.index(by_name[0]), "*")
     return f"({', '.join([*needed, '...'] if len(needed) < len(given) else needed)})"
 
 

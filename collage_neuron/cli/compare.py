@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 
 import torch
@@ -175,6 +176,7 @@ def _made(
             f"unknown strategy {unknown[0]!r}; choose from {', '.join([*STRATEGIES, UNCOMPILED])}, or let the script "
             "import what registers yours in collage_neuron.extend.STRATEGIES"
         )
+    _make_folder(options.out)
     return compare(make, strategies, seeds, options.steps or STEPS)
 
 
@@ -183,6 +185,7 @@ def _processes(
 ) -> list[Run]:
     """The runs of a script that has the changed line."""
     user_script.check_request(options.script, strategies, seeds, rest, options.steps)
+    _make_folder(options.out)
     unknown_first = sorted(strategies, key=STRATEGIES.__contains__)  # a misspelt name fails before anything is trained
     runs = [
         user_script.run_process(options.script, rest, strategy, seed, options.out / f"{strategy}-{seed}.txt")
@@ -191,12 +194,20 @@ def _processes(
     return sorted(runs, key=lambda run: strategies.index(run.strategy))
 
 
+def _make_folder(folder: Path) -> None:
+    """Makes the folder for the figure and outputs, before anything is trained; ScriptError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ScriptError(f"{folder} cannot be written ({error.strerror}); name a folder with --out") from None
+
+
 def _write_figure(runs: Sequence[Run], options: argparse.Namespace, sentences: Sequence[str]) -> int:
     name = options.script.name if options.script else "the built-in GPT"
     path = options.out / "compare.html"
     try:
         text = figure_page(runs, f"Strategies compared: {name}", [said.replace("`", "") for said in sentences])
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "plotly":

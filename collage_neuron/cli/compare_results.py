@@ -124,8 +124,19 @@ def remarks(runs: Sequence[Run], again: str = ALONE) -> list[str]:
 
     `again` is the command of the comparison without its seeds.
     """
-    said = [*_unlike(runs), *_meaning(runs, again == ALONE), recommendation(runs, again)]
+    said = [*_nonfinite(runs), *_unlike(runs), *_meaning(runs, again == ALONE), recommendation(runs, again)]
     return [f"{text[:1].upper()}{text[1:].removesuffix('.')}." for text in said]
+
+
+def _nonfinite(runs: Sequence[Run]) -> Iterator[str]:
+    what, found = "printed losses" if is_printed(runs) else "steps", []
+    for run in runs:
+        updates = {record.step for record in run.records if not record.total.finite}
+        if steps := updates | {i for i, loss in enumerate(run.losses, 1) if not math.isfinite(loss)}:
+            where = f"{len(steps)} of {len(run.losses)} {what}, first in {min(steps)}"
+            found.append(f"{run.strategy} with seed {run.seed} in {where}")
+    if found:
+        yield f"NaN or Inf: {'; '.join(found)}; EDQ and lost updates leave these out. Try a lower learning rate"
 
 
 SHOWN = 60
@@ -179,7 +190,8 @@ def recommendation(runs: Sequence[Run], again: str = ALONE) -> str:
         return "no recommendation: fp32 is not among the strategies, and without it there is nothing to judge by"
     if len(seeds) == 1:
         return f"one seed cannot tell a difference from chance: {_with_seeds(again)} gives a recommendation"
-    if not all(math.isfinite(run.final) for run in fp32):
+    # Nor is what it gained known if it began so.
+    if not all(math.isfinite(run.losses[0] - run.final) for run in fp32):
         return "no recommendation: a loss of fp32 is not finite"
     # The model as the script made it has no strategy that could be recommended.
     sizes = {run.strategy: run.bytes_per_parameter for run in runs if run.strategy != UNCOMPILED}
@@ -204,8 +216,9 @@ def _with_seeds(again: str) -> str:
 
 
 def _is_near(apart: Sequence[float], trifle: float) -> bool:
-    """Returns True if the mean difference is within twice its standard error, or a trifle; never for NaN."""
-    return fmean(apart) <= max(trifle, 2 * spread_of(apart) / math.sqrt(len(apart)))
+    """Returns True if the mean difference is within twice its standard error, or a trifle; never for NaN or Inf."""
+    chance = 2 * spread_of(apart) / math.sqrt(len(apart))
+    return all(map(math.isfinite, apart)) and fmean(apart) <= max(trifle, chance)
 
 
 # The page -------------------------------------------------------------------------------------------------------------
@@ -270,9 +283,9 @@ def loss_over_memory(runs: Sequence[Run]) -> Figure | None:
 
 
 def _losses(name: str, runs: Sequence[Run]) -> list[float]:
-    """The finite final losses of a strategy, above those of fp32 where there are such."""
+    """The final losses of a strategy, above those of fp32 where there are such; none if one is not finite."""
     finals = above(name, runs) if _has_fp32(runs) else [run.final for run in runs if run.strategy == name]
-    return list(filter(math.isfinite, finals))
+    return finals if all(map(math.isfinite, finals)) else []
 
 
 def _has_fp32(runs: Sequence[Run]) -> bool:

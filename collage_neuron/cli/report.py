@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,7 @@ from collage_neuron.cli import charts
 from collage_neuron.cli.html_page import Card, document, table
 from collage_neuron.errors import LogError
 from collage_neuron.matmuls.advice import worst
+from collage_neuron.monitoring.metrics import ADVICE
 from collage_neuron.monitoring.run_log import Line, Log, read_logs
 
 
@@ -77,7 +79,7 @@ Cell = tuple[str, Callable[[Log], str]]
 
 MAP_NOTE = (
     "|1 - EDQ / ||raw update|| |, how far EDQ is from 1, where nothing is lost: dark is lossless, bright is lost; grey "
-    "was not measured"
+    "was not measured, or is NaN or Inf"
 )
 
 ABOVE_NOTE = "minus the loss of the run of fp32 at the same step, a running mean; in the grey band the axis is linear"
@@ -85,9 +87,9 @@ ABOVE_NOTE = "minus the loss of the run of fp32 at the same step, a running mean
 TABLE_NOTE = (
     f"{charts.MEANING}; lost, bf16 word: those that did not change the bf16 number of the weight, with which the model "
     "computes; what they add is kept in its other number, if it has one. Stalled: elements of a state that should have "
-    "become smaller and stayed as they were stored. All are means over the measured steps; docs/monitor.md explains "
-    "them. In a chart, a click on a name in the legend hides its lines, a double click all others; drag to zoom, "
-    "double-click to return."
+    "become smaller and stayed as they were stored. All are means over the measured steps that were finite; "
+    "docs/monitor.md explains them. In a chart, a click on a name in the legend hides its lines, a double click all "
+    "others; drag to zoom, double-click to return."
 )
 
 
@@ -106,6 +108,9 @@ def about(key: str) -> Callable[[Log], str]:
     return lambda log: f"{value:g}" if isinstance(value := log.about.get(key, ""), float) else str(value)
 
 
+LOSS = itemgetter("loss")
+LAST_LOSS = column(LOSS, "{:.4f}", lambda values: values[-1])
+
 SUMMARY: tuple[Cell, ...] = (
     ("run", lambda log: log.name),
     ("strategy", about("strategy")),
@@ -113,13 +118,20 @@ SUMMARY: tuple[Cell, ...] = (
     ("learning rate", about("lr")),
     ("seed", about("seed")),
     ("measured steps", lambda log: f"{len(log.records)}, {log.steps[0]} to {log.steps[-1]}"),
-    ("last loss", column(lambda r: r["loss"], "{:.4f}", lambda values: values[-1])),
+    ("NaN or Inf", lambda log: _nonfinite(log)),
+    ("last loss", lambda log: "" if log.broken else LAST_LOSS(log)),
     ("EDQ", column(charts.edq("pair"), "{:.4f}")),
     ("EDQ, bf16 word", column(charts.edq("high"), "{:.4f}")),
     ("lost updates", column(charts.lost("pair"), "{:.2f} %")),
     ("lost, bf16 word", column(charts.lost("high"), "{:.2f} %")),
     ("stalled", lambda log: _stalled(log)),
 )
+
+
+def _nonfinite(log: Log) -> str:
+    """Where the loss or the update was NaN or Inf; empty if nowhere."""
+    steps = log.nonfinite
+    return f"in {len(steps)} of {len(log.records)} measured steps, first in {steps[0]}" if steps else ""
 
 
 def _stalled(log: Log) -> str:
@@ -200,13 +212,14 @@ def _day(text: str) -> str:
 
 def conclusion(logs: Sequence[Log]) -> str:
     """What the runs show: how their losses end beside that of fp32, and how much of the updates arrives."""
-    sentences = [_losses(logs), _arrival(logs), *map(_operands, logs)]
+    sound = [log for log in logs if not log.broken]
+    sentences = [_losses(sound), _arrival(sound), _left_out(logs), *map(_operands, logs)]
     return " ".join(sentence for sentence in sentences if sentence) or "No run logged a loss, nor what arrives."
 
 
 def final_loss(log: Log) -> float | None:
     """The mean loss of the last measured steps."""
-    _, losses = log.series(lambda record: record["loss"])
+    _, losses = log.series(LOSS)
     return fmean(losses[-max(1, len(losses) // SETTLED) :]) if losses else None
 
 
@@ -216,7 +229,7 @@ def _losses(logs: Sequence[Log]) -> str:
     if len(shown) < 2:
         return "".join(f"{_named(log)} has a loss of {finals[log.name]:.4f} {_when(log)}." for log in shown)
     # Such runs differ by more than their strategies.
-    if len({log.steps[-1] for log in shown}) > 1 or len({log.about.get("seed") for log in shown}) > 1:
+    if len({log.series(LOSS)[0][-1] for log in shown}) > 1 or len({log.about.get("seed") for log in shown}) > 1:
         return "The runs end at different steps or have different seeds, so their losses are not compared here."
     control = next((log for log in shown if log.about.get("strategy") == "fp32"), None)
     if control is None:
@@ -232,7 +245,7 @@ def _losses(logs: Sequence[Log]) -> str:
 
 
 def _when(log: Log) -> str:
-    steps, _ = log.series(lambda record: record["loss"])
+    steps, _ = log.series(LOSS)
     count = max(1, len(steps) // SETTLED)
     return f"at step {steps[-1]}" if count == 1 else f"over the last {count} measured steps"
 
@@ -263,6 +276,11 @@ def _arrival(logs: Sequence[Log]) -> str:
     return f"{'; '.join([first, *said])}.{_late(logs)}"
 
 
+def _left_out(logs: Sequence[Log]) -> str:
+    said = "; ".join(f"{log.name} is NaN or Inf {_nonfinite(log)}" for log in logs if log.nonfinite)
+    return f"{said}{f'; runs that end so are not compared: {ADVICE}' * any(log.broken for log in logs)}." * bool(said)
+
+
 def verdicts(logs: Sequence[Log]) -> list[str]:
     """A line for each run in the order given: what arrived of its updates, and whether something is to be mended."""
     figures = [_figures(log) for log in logs]
@@ -274,10 +292,13 @@ def verdicts(logs: Sequence[Log]) -> list[str]:
 def _figures(log: Log) -> list[str]:
     ratio, share = _mean(log, charts.edq("pair")), _mean(log, charts.lost("pair"))
     measured = ["" if ratio is None else f"EDQ {ratio:.4f}", "" if share is None else f"lost {share:.2f} %"]
+    measured.append(f"NaN or Inf {_nonfinite(log)}" * bool(log.nonfinite))
     return [log.name, str(log.about.get("strategy", "")), *measured]
 
 
 def _verdict(log: Log) -> str:
+    if log.broken:
+        return ADVICE
     ratio, share = _mean(log, charts.edq("pair")), _mean(log, charts.lost("pair"))
     if ratio is None or share is None:
         return "what arrives of its updates was not measured"

@@ -200,7 +200,6 @@ def run_process(path: Path, arguments: Sequence[str], strategy: str, seed: int, 
     """
     command = [sys.executable, str(path), *(argument.replace(SEED, str(seed)) for argument in arguments)]
     began = perf_counter()
-    out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("wb") as file:
         # Unbuffered, so that what was printed before an error is in the file.
         environment = {**os.environ, VARIABLE: strategy, "PYTHONUNBUFFERED": "1"}

@@ -33,7 +33,8 @@ within (rows + length of a row) * 2**-24 of the sum of magnitudes. Counts are in
 backend compared. XLA on the CPU may contract a product and a sum in the comparison to one rounding where the stored
 value had two; this changes the count of an element if the two results round differently: a few in a million.
 
-A ratio with a zero denominator (no update at all, no falling element) is NaN, and so are norms in a skipped step.
+A ratio with a zero denominator (no update at all, no falling element) is NaN. Where an element of delta or e is NaN or
+Inf, norms, EDQ and `lost` are not finite: also in a step that an XLA device skips (`nonfinite="skip"`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ from functools import cached_property, reduce
 from typing import Any, NamedTuple, TypeVar
 
 Key = TypeVar("Key", int, str)
+
+ADVICE = 'resume from a checkpoint before it, with nonfinite="skip" or a lower learning rate (docs/checkpoints.md)'
+"""What to do about a run that has become NaN or Inf."""
 
 
 class Effect(NamedTuple):
@@ -81,6 +85,11 @@ class Measures:
         return Measures(self.elements + other.elements, sums, counts)
 
     @property
+    def finite(self) -> bool:
+        """Returns True if no element of the raw or of the effective update is NaN or Inf."""
+        return math.isfinite(self.sums["raw"] + self.sums["pair"])
+
+    @property
     def raw_norm(self) -> float:
         return _root(self.sums["raw"])
 
@@ -113,7 +122,9 @@ class Measures:
 
     def _effect(self, which: str) -> Effect:
         raw, dot = self.raw_norm, self.sums[f"{which}*raw"]
-        lost = _percent(self.counts[f"lost {which}"], self.elements - self.counts["zero"])
+        changed = self.elements - self.counts["zero"]
+        # A NaN is counted as an update, and as one that arrived.
+        lost = _percent(self.counts[f"lost {which}"], changed) if self.finite else math.nan
         return Effect(_root(self.sums[which]), _quotient(dot, raw), _quotient(dot, self.sums["raw"]), lost)
 
     def as_dict(self) -> dict[str, Any]:

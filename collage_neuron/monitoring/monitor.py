@@ -16,7 +16,7 @@ from collage_neuron.explanation import about
 from collage_neuron.matmuls.scale_metrics import NewMeasurements
 from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
-from collage_neuron.monitoring.writers import Writer
+from collage_neuron.monitoring.writers import JsonLog, Writer
 from collage_neuron.optimizer.compiled import Compiled
 from collage_neuron.optimizer.pending_models import models_of
 from collage_neuron.passes.backends.registry import choose, preferred
@@ -212,8 +212,8 @@ def monitor(
 
     Raises:
         TypeError: `optimizer` is not a compiled optimizer, or `model` is not a model.
-        ValueError: a number is out of range; the optimizer has a monitor already; a group runs on a backend that cannot
-            measure (one of your own, if it does not say that it can).
+        ValueError: a number is out of range; the optimizer or a log has a monitor already; a group runs on a backend
+            that cannot measure (one of your own, if it does not say that it can).
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not an optimizer; write monitor(optimizer, model)")
@@ -239,6 +239,11 @@ def monitor(
             f"to has {wrong[0]!r}, which is not a Writer; wrap it: to=[collage_neuron.TensorBoard(summary_writer), "
             'collage_neuron.JsonLog("runs/a.jsonl"), collage_neuron.Live(bar.set_postfix_str)]'
         )
+    logs = [writer for writer in writers if isinstance(writer, JsonLog)]
+    if mixed := [log for log in logs if log.monitored or logs.count(log) > 1]:
+        raise ValueError(f"{mixed[0]!r} is given twice; each monitor needs its own log: name another file")
+    for log in logs:
+        log.monitored = True
     return Monitor(optimizer, model, every, taken, Readings(keep, writers, unread))
 
 

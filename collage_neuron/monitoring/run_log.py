@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
+import fcntl
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from collage_neuron.errors import LogError
 
@@ -46,6 +46,22 @@ class Log:
                 steps.append(record["step"])
                 values.append(float(number))
         return steps, values
+
+    @property
+    def nonfinite(self) -> list[int]:
+        """The steps whose loss or update was NaN or Inf."""
+        return [record["step"] for record in self.records if not _is_finite(record)]
+
+    @property
+    def broken(self) -> bool:
+        """Returns True if the last step is one of these; else such steps were skipped."""
+        return self.nonfinite[-1:] == self.steps[-1:]
+
+
+def _is_finite(record: Line) -> bool:
+    total = record.get("total", {})
+    # Null stands for NaN and Inf in a log. A ratio is null without an update, too.
+    return None not in (record.get("loss", 0), total.get("raw_norm", 0), total.get("pair", {}).get("norm", 0))
 
 
 class NoSteps(LogError):
@@ -107,17 +123,22 @@ def read_log(path: Path, name: str) -> Log:
     return Log(name, path, about, records, bool(rest) and not _is_json(rest))
 
 
-def mend(path: Path) -> None:
-    """Prepares an existing log for appending: cuts off an incomplete last line. LogError if it is not a log."""
+def mend(path: Path, file: BinaryIO) -> None:
+    """Locks a log that was opened for appending, and cuts off an incomplete last line. LogError if it is not a log."""
     if not path.is_file():
         return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        said = f"{path} is being written by another JsonLog, of this process or another one: close() its monitor"
+        raise LogError(said) from None
+    except OSError:
+        pass  # some network file systems have no locks
     _, rest = _lines(path)
-    with path.open("r+b") as file:
-        if rest and not _is_json(rest):
-            file.truncate(path.stat().st_size - len(rest.encode()))
-        elif rest:
-            file.seek(0, io.SEEK_END)
-            file.write(b"\n")
+    if rest and not _is_json(rest):
+        file.truncate(path.stat().st_size - len(rest.encode()))
+    elif rest:
+        file.write(b"\n")
 
 
 def _lines(path: Path) -> tuple[list[Line], str]:
@@ -145,7 +166,7 @@ def _is_json(text: str) -> bool:
 def _checked(path: Path, number: int, text: str) -> Line:
     """A line of a log; LogError if it is not what a monitor writes."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=lambda name: None)  # NaN, Infinity: as null
         why = _why_foreign(value)
     except json.JSONDecodeError as error:
         why = f"it is not JSON ({error.msg} at column {error.colno})"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from collage_neuron import errors
 from collage_neuron.monitoring import run_log
-from collage_neuron.monitoring.metrics import Measures, Record
+from collage_neuron.monitoring.metrics import ADVICE, Measures, Record
 
 UNREAD = 64
 """Default limit of measured steps that stay on the device until somebody asks for them."""
@@ -61,22 +63,24 @@ class JsonLog(Writer):
     Raises:
         OSError: the file cannot be written.
         ValueError: `about` has a name that is reserved for the fields of a record.
-        collage_neuron.errors.LogError: the file exists and is not a log; it is left unchanged.
+        collage_neuron.errors.LogError: the file is not a log, or another JsonLog writes to it; it is left unchanged.
     """
 
     def __init__(self, path: str | Path, **about: Any) -> None:
         check_names(about)
         self.path = Path(path)
+        self.monitored = False  # until it is given to a monitor
         self._about = about
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            run_log.mend(self.path)
             # Without a buffer a line is one write, so that a kill cuts at most the last.
             self._file = self.path.open("ab", buffering=0)
+            run_log.mend(self.path, self._file)
         except OSError as error:
             message = f"the log {self.path} cannot be written ({error.strerror}); name a file in a folder of yours"
             raise OSError(message) from error
         except errors.LogError as error:
+            self._file.close()
             raise errors.LogError(f"{error}; a log would be written on here: name another file") from None
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -86,6 +90,10 @@ class JsonLog(Writer):
         self._append({"step": record.step, **logged, **record.as_dict()})
 
     def close(self) -> None:
+        self.monitored = False
+        # Else a process that was forked meanwhile, such as a worker of a DataLoader, would keep the lock.
+        with suppress(OSError, ValueError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -126,7 +134,7 @@ class TensorBoard(_Tagged):
     """Scalars for TensorBoard: `collage/...` of the whole, `collage_modules/NAME/...` of each module.
 
     `edq` is the ratio EDQ / ||raw update||; names that end in `_hi` are for the high word alone. Logged values are
-    `collage/NAME`. NaN (a ratio with a zero denominator) is left out.
+    `collage/NAME`. NaN is left out if it is a ratio with a zero denominator, not if the update is NaN or Inf.
 
     Args:
         writer: a SummaryWriter of torch.utils.tensorboard or tensorboardX, or any other object with
@@ -175,7 +183,7 @@ class MLflow(_Tagged):
     """Numbers for MLflow, under the tags that `TensorBoard` writes.
 
     What describes the run becomes tags, `collage.NAME`: tags and not parameters, since MLflow rejects a parameter that
-    a resumed run has with another value.
+    a resumed run has with another value. `collage/nonfinite` is how many numbers of a step were NaN or Inf, if any.
 
     Args:
         mlflow: the module `mlflow`: its active run is written to, and you end it, after the monitor was closed.
@@ -192,17 +200,20 @@ class MLflow(_Tagged):
 
     def _add(self, tagged: dict[str, float], step: int) -> None:
         # Its stores keep numbers; a NaN that was logged would end the write of all others.
-        self._mlflow.log_metrics({tag: x for tag, x in tagged.items() if math.isfinite(x)}, step=step)
+        finite = {tag: x for tag, x in tagged.items() if math.isfinite(x)}
+        left_out = len(tagged) - len(finite)
+        self._mlflow.log_metrics(finite | ({"collage/nonfinite": left_out} if left_out else {}), step=step)
 
 
 def points(record: Record, logged: Logged, modules: bool) -> dict[str, float]:
-    """The numbers of a step by their tag, without a NaN that was not logged (a ratio with a zero denominator)."""
+    """The numbers of a step by their tag, without ratios with a zero denominator."""
     tagged = {**dict(flat("collage", logged)), **{f"collage/{k}": x for k, x in curves(record.total).items()}}
     for name, m in record.modules.items() if modules else ():
         # Two of each alone: a model has hundreds of modules.
         tagged |= {f"collage_modules/{name}/edq": m.pair.ratio, f"collage_modules/{name}/lost": m.pair.lost}
-    # A NaN of the user is information, one of ours says that there was nothing to divide by.
-    return {tag: x for tag, x in tagged.items() if not math.isnan(x) or tag.removeprefix("collage/") in logged}
+    # A NaN of the user is information, one of ours in a finite update says that there was nothing to divide by.
+    finite = record.total.finite
+    return {tag: x for tag, x in tagged.items() if not (finite and math.isnan(x)) or tag.split("/")[1] in logged}
 
 
 def curves(m: Measures) -> dict[str, float]:
@@ -239,9 +250,11 @@ class Live(Writer):
     def __init__(self, show: Callable[[str], object] | None = None) -> None:
         self._show = on_stderr if show is None else show
         self._ends = show is None and sys.stderr.isatty()
+        self._broken = 0
 
     def write(self, record: Record, logged: Logged) -> None:
-        self._show(line(record, logged))
+        self._broken = 0 if record.total.finite else self._broken or record.step
+        self._show(line(record, logged, self._broken))
 
     def close(self) -> None:
         if self._ends:
@@ -257,16 +270,18 @@ def on_stderr(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def line(record: Record, logged: Logged) -> str:
-    """The step as a line of text; the numbers in brackets are for the high word alone, if there is a low word."""
+def line(record: Record, logged: Logged, broken: int = 0) -> str:
+    """The step as text, in brackets what holds for the high word alone; `broken`: since when updates are NaN or Inf."""
+    begin = [f"step {record.step}", *(f"{name} {x:.4g}" for name, x in logged.items() if isinstance(x, (int, float)))]
+    if broken:
+        return "  ".join([*begin, f"NaN or Inf in the update since step {broken}; if it stays so, {ADVICE}"])
     total, (pair, high) = record.total, (record.total.pair, record.total.high)
     apart = pair != high
     edq = _shown(pair.ratio, ".4f") + (f" (hi {_shown(high.ratio, '.3f')})" if apart else "")
     lost = _shown(pair.lost, ".2f", " %") + (f" (hi {_shown(high.lost, '.1f', ' %')})" if apart else "")
     one = len(total.stalled) == 1
     stalled = [f"stalled {'' if one else name + ' '}{_shown(x, '.0f', ' %')}" for name, x in total.stalled.items()]
-    beside = [f"{name} {_shown(x, '.4g')}" for name, x in logged.items() if isinstance(x, (int, float))]
-    return "  ".join([f"step {record.step}", *beside, f"EDQ {edq}", f"lost {lost}", *stalled])
+    return "  ".join([*begin, f"EDQ {edq}", f"lost {lost}", *stalled])
 
 
 def _shown(x: float, form: str, unit: str = "") -> str:

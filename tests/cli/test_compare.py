@@ -135,6 +135,7 @@ def test_a_strategy_that_a_script_registers(script: Path, capsys: pytest.Capture
         (["--steps", "3"], "mine.py defines no make(), which --steps is for"),
         (["--seeds", "0", "1"], "write it after --, as: -- --seed {seed}"),
         (["--strategies", "uncompiled"], "always compiles: leave out uncompiled"),
+        (["--out", "mine.py"], "mine.py cannot be written (File exists); name a folder with --out"),
     ],
 )
 def test_what_a_process_cannot_be_asked_for(

@@ -78,6 +78,11 @@ def test_a_script_that_is_not_there_and_a_number_of_steps_that_is_none(
     assert "is not a file" in capsys.readouterr().err
     assert main(["compare", "--strategies", "fp8"]) == 2
     assert "unknown strategy 'fp8'; choose from bf16, " in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("")
+    assert main(["compare", "--out", str(tmp_path / "a.txt")]) == 2
+    # Nothing was trained.
+    said = f"compare: {tmp_path / 'a.txt'} cannot be written (File exists); name a folder with --out\n"
+    assert capsys.readouterr().err == said
     steps = dict.fromkeys(("0", "twenty"), "number of steps: give 1 or more")
     seeds = dict.fromkeys(("-1", str(2**32), "one"), "seed: give 0 to 4294967295")  # NumPy takes none of these
     for option, wrong in (("--steps", steps), ("--seeds", seeds)):

@@ -58,6 +58,12 @@ def test_a_loss_that_is_not_a_number_is_never_recommended() -> None:
     assert "bf16 (+nan ± nan) needs less and loses more" in recommendation(bf16 + fp32)
     assert recommendation([Run("fp32", s, 16, [math.nan]) for s in (0, 1)]).endswith("fp32 is not finite")
     assert "nan" in table(bf16 + fp32)
+    low = [Run("plus", s, 12, [2.0, -math.inf]) for s in (0, 1)]
+    assert "recommendation: fp32, 16 bytes" in recommendation(low + fp32)
+    began = [Run("fp32", s, 16, [math.inf, 2.0 + s]) for s in (0, 1)]
+    assert recommendation(bf16 + began).endswith("fp32 is not finite")
+    said = "NaN or Inf: plus with seed 0 in 1 of 2 steps, first in 2; plus with seed 1 in 1 of 2 steps"
+    assert remarks(low + fp32)[0].startswith(said)
 
 
 def test_a_strategy_that_is_better_than_fp32_is_near_enough() -> None:
@@ -98,10 +104,11 @@ def test_losses_are_read_as_scripts_print_them(text: str, losses: list[float]) -
 def test_the_figure_shows_every_strategy_and_leaves_out_what_is_not_finite() -> None:
     runs = [Run("light", s, 10, [2.0, 1.5 + s]) for s in (0, 1)] + [Run("bf16", s, 8, [2.0, math.nan]) for s in (0, 1)]
     runs += [Run(UNCOMPILED, s, math.nan, [2.0, 1.75]) for s in (0, 1)]
+    runs += [Run("plus", s, 12, [2.0, 1.5 / s if s else math.nan]) for s in (0, 1)]
     points = loss_over_memory(runs)
     assert points is not None
     assert [(p["x"], p["y"], p["error_y"]["array"]) for p in points["data"]] == [([10], [2.0], [0.5**0.5])]
-    curves = {log.name: log.series(lambda record: record["loss"]) for log in map(as_log, runs[::2])}
+    curves = {log.name: log.series(lambda record: record["loss"]) for log in map(as_log, runs[:6:2])}
     assert curves == {"light": ([1, 2], [2.0, 1.5]), "bf16": ([1], [2.0]), UNCOMPILED: ([1, 2], [2.0, 1.75])}
     long = as_log(Run("plus", 0, 12, [2.0] * 799 + [1.0]))
     assert (long.steps, long.records[-1]["loss"]) == ([*range(1, 801, 2)], 1.5)

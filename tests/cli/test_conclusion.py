@@ -7,6 +7,7 @@ from typing import Any
 from run_logs import Write, line
 
 from collage_neuron.cli.report import LATE, conclusion, title, verdicts
+from collage_neuron.monitoring.metrics import ADVICE
 from collage_neuron.monitoring.run_log import read_log
 
 
@@ -53,7 +54,7 @@ def test_it_says_when_updates_were_lost_because_the_rate_was_almost_zero(write: 
 
 
 def test_a_verdict_for_each_run_in_the_order_given(write: Write) -> None:
-    names = ("plus", "bf16", "fp32", "late", "bare")
+    names = ("plus", "bf16", "fp32", "late", "bare", "nans", "skip")
     logs = [
         read_log(write(f"{name}.jsonl", {"strategy": name}, *(line(s, 1.0) for s in range(1, 11))), f"run {name}")
         for name in names
@@ -65,6 +66,9 @@ def test_a_verdict_for_each_run_in_the_order_given(write: Write) -> None:
         record["total"]["raw_norm"] = 1.0 if record["step"] < 9 else 0.01
     for record in logs[4].records:
         del record["total"]
+    for record in logs[5].records[6:]:
+        record["loss"] = None
+    logs[6].records[2]["total"]["raw_norm"] = None
     late = "nothing to mend: updates were lost at the end, where they are almost 0"
     more = "a strategy with more bytes per parameter keeps more (docs/strategies.md)"
     assert verdicts(logs) == [
@@ -73,6 +77,8 @@ def test_a_verdict_for_each_run_in_the_order_given(write: Write) -> None:
         "run fp32  fp32  EDQ 0.5000  lost 50.00 %: fp32 loses them too: the updates are small beside the weights",
         f"run late  late  EDQ 1.0000  lost 8.01 %: {late}",
         "run bare  bare: what arrives of its updates was not measured",
+        f"run nans  nans  EDQ 1.0000  lost 0.00 %   NaN or Inf in 4 of 10 measured steps, first in 7: {ADVICE}",
+        "run skip  skip  EDQ 1.0000  lost 0.00 %   NaN or Inf in 1 of 10 measured steps, first in 3: nothing to mend",
     ]
 
 
@@ -86,4 +92,12 @@ def test_the_conclusion_compares_no_losses_that_cannot_be_compared(write: Write)
     assert conclusion(no_control[:1]) == (
         "bf16 has a loss of 1.5000 at step 2. 0 % of its updates changed nothing (EDQ 1.0000; 1 is all of it)."
     )
+    for record, key in ((no_control[0].records[-1], "loss"), (seeds[0].records[-1]["total"]["pair"], "norm")):
+        record[key] = None
+    said = conclusion([*no_control, seeds[0]])
+    assert said.startswith("plus has a loss of 1.5000 at step 2. 50 % of its updates")
+    where = "is NaN or Inf in 1 of 2 measured steps, first in 2"
+    assert said.endswith(f"bf16 {where}; fp32 {where}; runs that end so are not compared: {ADVICE}.")
+    del no_control[1].records[-1]["loss"]  # logged no more
+    assert "end at different steps" in conclusion([no_control[1], seeds[1]])
     assert conclusion([read_log(write("a.jsonl", {"step": 1}), "a")]) == "No run logged a loss, nor what arrives."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def test_a_run_that_goes_back_goes_on_from_there(write: Write) -> None:
     """As after a resume: of the steps that are taken again nothing is left, nor of those that were to come again."""
     log = read_log(write("a.jsonl", ABOUT, line(1), line(2), line(3), ABOUT, line(2) | {"loss": 7.0}), "a")
     assert log.series(lambda r: r["loss"]) == ([1, 2], [3.0, 7.0])
+    # Others write what JSON does not have.
+    log = read_log(write("a.jsonl", line(1), line(2) | {"loss": math.nan}, line(3, math.inf)), "a")
+    assert (log.nonfinite, log.broken, log.records[2]["modules"]["head"]["pair"]["ratio"]) == ([2], False, None)
 
 
 @pytest.mark.parametrize(

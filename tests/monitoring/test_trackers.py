@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ def measured(to: Writer) -> Record:
         for step in (1, 2):
             model(torch.ones(3, 4, dtype=torch.bfloat16)).float().sum().backward()
             optimizer.step()
-            monitor.log(loss=1.5 / step)
+            monitor.log(loss=1.5 / step, clip=math.inf)
     found = monitor.latest()
     assert found is not None
     return found
@@ -93,4 +94,5 @@ def test_mlflow_is_given_finite_numbers_and_text() -> None:
     assert tags["collage.strategy"] == "split433"
     assert tags["collage.versions.torch"] == torch.__version__
     assert [step for step, _ in points] == [1, 2]
+    assert [metrics["collage/nonfinite"] for _, metrics in points] == [1, 1]
     assert all(isinstance(x, (int, float)) and x - x == 0 for _, metrics in points for x in metrics.values())

@@ -17,6 +17,7 @@ from torch import nn
 import collage_neuron
 from collage_neuron import JsonLog, Live, Record, TensorBoard, Writer
 from collage_neuron.errors import LogError
+from collage_neuron.monitoring.metrics import ADVICE
 from collage_neuron.monitoring.run_log import read_log
 from collage_neuron.monitoring.writers import UNREAD, line
 
@@ -239,6 +240,19 @@ def test_what_is_no_log_stays_and_what_cannot_be_written_is_named(tmp_path: Path
         JsonLog(tmp_path / "notes.txt" / "a.jsonl")
 
 
+def test_two_monitors_do_not_write_one_log(tmp_path: Path) -> None:
+    log, other = JsonLog(tmp_path / "a.jsonl"), JsonLog(tmp_path / "b.jsonl")
+    _, _, monitor = started(log)
+    for given in ([log], [other, other]):
+        with pytest.raises(ValueError, match=r"JsonLog\(.*\) is given twice; each monitor needs its own log: name"):
+            started([*given])
+    with pytest.raises(LogError, match=r"a\.jsonl is being written by another JsonLog.*close\(\) its monitor"):
+        JsonLog(log.path)
+    for closed in (monitor, other):
+        closed.close()
+    JsonLog(log.path).close()
+
+
 @pytest.mark.parametrize("name", ["step", "total", "groups", "modules"])
 def test_a_first_line_that_would_be_read_as_a_step_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"'{name}' is the monitor's own name for a part of its records"):
@@ -301,6 +315,27 @@ def record_of(strategy: str) -> Record:
 def test_a_line_says_what_arrives_and_what_would_in_bf16_alone() -> None:
     assert line(record_of("plus"), {"loss": 2.5}) == "step 1  loss 2.5  EDQ 1.0000 (hi 1.000)  lost 0.00 % (hi 66.7 %)"
     assert line(record_of("bf16"), {}) == "step 1  EDQ 1.0000  lost 66.67 %"
+
+
+def test_a_run_that_becomes_nan_is_said_to_be_by_every_writer(tmp_path: Path) -> None:
+    lines: list[str] = []
+    points, log = Points(), tmp_path / "a.jsonl"
+    model, optimizer, monitor = monitored = started([Live(lines.append), TensorBoard(points), JsonLog(log)])
+    run(monitored, range(1))
+    for loss in (1.5, math.inf):
+        next(model.parameters()).grad.fill_(math.nan)
+        optimizer.step()
+        monitor.log(loss=loss, of={"val": math.nan})
+    monitor.close()
+    total = monitor.history[-1].total
+    assert (total.finite, math.isnan(total.pair.lost), monitor.history[0].total.finite) == (False, True, True)
+    assert lines[0].startswith("step 1  loss ")
+    since = f"NaN or Inf in the update since step 2; if it stays so, {ADVICE}"
+    assert lines[1:] == [f"step 2  loss 1.5  {since}", f"step 3  loss inf  {since}"]
+    for tag in ("edq", "lost", "raw_norm", "of/val"):
+        assert [(step, math.isnan(x)) for step, x in points.points[f"collage/{tag}"]][-2:] == [(2, True), (3, True)]
+    read = read_log(log, "a")
+    assert (read.nonfinite, read.broken, read.records[-1]["total"]["pair"]["lost"]) == ([2, 3], True, None)
 
 
 def test_a_bar_a_function_or_stderr_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
