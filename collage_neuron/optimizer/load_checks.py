@@ -78,14 +78,16 @@ def _check_complete(
     # torch.distributed.checkpoint leaves out frozen parameters, and shards may be empty.
     missing = {index: p for index, p in missing.items() if p.requires_grad and p.numel()}
     for index in missing:
-        if len(FORMATS[recorded[index] or "bf16"].components) > 1:
+        words = FORMATS[recorded[index] or "bf16"].keys("param")[1:]
+        if words:
             raise refused(
                 f"it has no state[{index!r}], and its param_groups say that this parameter has low words "
-                f"({recorded[index]}): is it truncated, or were states filtered out?"
+                f"({recorded[index]}): is it truncated, or were states filtered out? A state that is to begin anew "
+                f"keeps its {words[0]!r} alone"
             )
     has_words = any(words_of(state) for state in states.values() if isinstance(state, Mapping))
     held = split_params(optimizer.state) if missing and has_words else set()
-    lost = [index for index, p in missing.items() if p in held]
+    lost = [index for index, p in missing.items() if p in held and recorded[index] is None]
     if lost:
         warn_user(
             f"the checkpoint has no state[{lost[0]!r}]{f' nor {len(lost) - 1} others' if lost[1:] else ''}, and low "

@@ -66,7 +66,7 @@ def load(optimizer: Optimizer, kept: Iterable[torch.Tensor] = ()) -> None:
 
 
 def check_saved(group: Mapping[str, Any], index: int) -> list[str | None]:
-    """Returns the recorded format of each parameter of a group of a checkpoint, None where none is.
+    """Returns the format of each parameter of a group of a checkpoint as recorded; None in those without a record.
 
     Raises:
         ValueError: a format is not registered, or the record is damaged.
@@ -74,7 +74,8 @@ def check_saved(group: Mapping[str, Any], index: int) -> list[str | None]:
     columns = _columns(group, index)
     if any(len(column) != len(group["params"]) for column in columns.values()):
         raise _damaged(group, index)
-    return columns.get("param", [None] * len(group["params"]))
+    # Beside parameters in a format that is recorded, the others had none, or a single word.
+    return [fmt or "bf16" for fmt in columns["param"]] if "param" in columns else [None] * len(group["params"])
 
 
 def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> None:
