@@ -204,7 +204,7 @@ def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[tor
     owners = owners_of(model.parameters(), optimizers)
     for optimizer in optimizers:
         check_together(model, optimizer)
-    for optimizer in {*optimizers, *owners.values()}:
+    for optimizer in dict.fromkeys([*optimizers, *owners.values()]):  # in this order in all processes
         external_writes.drop_stale(optimizer)
     return owners
 

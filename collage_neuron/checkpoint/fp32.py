@@ -46,7 +46,7 @@ def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[S
     """
     own = model.state_dict(keep_vars=True)
     owners = _owners(own, optimizer)
-    for each in {optimizer, *owners.values()}:
+    for each in dict.fromkeys([optimizer, *owners.values()]):
         external_writes.drop_stale(each)
     return _fp32_model(own, owners), _fp32_optimizer(optimizer)
 
