@@ -51,7 +51,10 @@ TRUNCATED: dict[str, tuple[Change, str]] = {
         lambda s: s["param_groups"][0]["params"].pop(),
         r"param_groups\[0\] has 5 parameters and the optimizer's 6",
     ),
-    "no first moment": (drop(3, "exp_avg"), rf"state\[3\] has no 'exp_avg', which AdamW needs; .*{OTHER}"),
+    "no first moment": (
+        drop(3, "exp_avg"),
+        rf"state\[3\] has (no 'exp_avg', which AdamW needs; .*{OTHER}|'exp_avg_lo' and not 'exp_avg')",
+    ),
     "no step": (drop(2, "step"), rf"state\[2\] has no 'step', which AdamW needs; it has exp_avg, exp_avg_sq: {OTHER}"),
     "stranger": (lambda s: s["state"].update({9: {}}), r"state\[9\] belongs to none of its param_groups"),
     "no mapping": (
