@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from collage_neuron.runtime import wrappers
+from collage_neuron.runtime.preconditions import FLOATS
 from collage_neuron.states.sharding import is_sharded, set_gradient
 
 
@@ -56,7 +57,7 @@ class Fp32Sums:
 
 
 def accumulate_in_fp32(model: torch.nn.Module) -> Fp32Sums:
-    """Makes autograd sum the gradients of the bf16 parameters of `model` in fp32; call it once, after `compile`.
+    """Makes autograd sum the gradients of bf16 parameters of `model` in fp32; call it once, before `compile` or after.
 
     ``p.grad`` becomes fp32 in the first microstep after each ``zero_grad()``: 2 bytes per parameter more. The step
     reads it as it is. Under DDP, put all microsteps but the last in ``no_sync()``: each process rounds its sum once,
@@ -74,7 +75,8 @@ def accumulate_in_fp32(model: torch.nn.Module) -> Fp32Sums:
                 "fully_shard's MixedPrecisionPolicy(reduce_dtype=torch.float32), set_requires_gradient_sync(False) in "
                 "all microsteps but the last, which sums them in fp32"
             )
-    return Fp32Sums(p for p in params.values() if p.dtype == torch.bfloat16)
+    # `compile` may cast those in fp32 later, in place; until then their gradients are fp32 anyway.
+    return Fp32Sums(p for p in params.values() if p.dtype in FLOATS)
 
 
 def _ddp_of_each(params: list[torch.Tensor]) -> dict[torch.Tensor, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.conversion.model_casting import check_together
 from collage_neuron.eager.codec import decoded
+from collage_neuron.exact import owners_of, words_kept
 from collage_neuron.numerics.formats import Format
-from collage_neuron.optimizer.pending_models import require_compiled
+from collage_neuron.optimizer.pending_models import require_settled
 from collage_neuron.runtime.preconditions import is_left_alone
-from collage_neuron.states import external_writes, replaced_params
-from collage_neuron.states.format_record import record_of
+from collage_neuron.states import external_writes
 from collage_neuron.states.sharding import ORDINARY, like, local, rewrite_data
 from collage_neuron.states.store import kept_format, read_exact, read_fp32
 
@@ -57,8 +57,8 @@ class AveragedModel(torch.nn.Module):
 
     Args:
         model: the model; later updates may pass it or a wrapper of it (DDP).
-        optimizer: the compiled optimizer, or several, that hold its parameters; parameters outside them are averaged
-            as they are. It may be an optimizer that `compile(model)` will compile at its first step.
+        optimizer: the compiled optimizer, or several, that hold its parameters; those of other compiled optimizers are
+            found. It may be an optimizer that `compile(model)` will compile at its first step.
         device: the device of the averages; by default that of the model.
         avg_fn: as in torch; the default is the mean.
         multi_avg_fn: the same for lists of tensors, in place.
@@ -118,6 +118,8 @@ class AveragedModel(torch.nn.Module):
             self._optimizers = _weakly(optimizer)
         _reshard(self.module, model)
         owners = _owners(self._living_optimizers(), model)
+        if self.n_averaged == 0:  # once, since all objects of the process may have to be looked at
+            require_settled(p for p in model.parameters() if p not in owners)
         _check_alike(self.module, model)
         both: list[Pair] = list(zip(self.module.parameters(), model.parameters(), strict=True))
         trained = [(a, p) for a, p in both if not is_left_alone(p)]
@@ -166,8 +168,13 @@ class AveragedModel(torch.nn.Module):
         return vars(self) | {"_optimizers": []}
 
 
-def _weakly(optimizers: Optimizers) -> list[ref[Optimizer]]:
-    return [ref(o) for o in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)]
+def _weakly(optimizers: Any) -> list[ref[Optimizer]]:
+    is_one = isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable)
+    each = [optimizers] if is_one else [*optimizers]
+    for given in each:
+        if not isinstance(given, Optimizer):
+            raise TypeError(f"the optimizer is a {type(given).__name__}; give the compiled one, or several in a list")
+    return [*map(ref, each)]
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:
@@ -197,39 +204,40 @@ def _check_alike(module: torch.nn.Module, model: torch.nn.Module) -> None:
 
 def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[torch.Tensor, Optimizer]:
     """Maps each parameter to the optimizer that keeps it; low words are brought up to date as before a step."""
+    owners = owners_of(model.parameters(), optimizers)
     for optimizer in optimizers:
-        require_compiled(optimizer)
         check_together(model, optimizer)
-        replaced_params.follow(optimizer)
+    for optimizer in dict.fromkeys([*optimizers, *owners.values()]):  # in this order in all processes
         external_writes.drop_stale(optimizer)
-    return {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
+    return owners
 
 
 def _exact(owners: dict[torch.Tensor, Optimizer], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The exact values of `params`, in fp32; those in the memory of the CPU are read together."""
-    there = [p for p in params if p.dtype == torch.bfloat16 and p.is_cpu and type(p) in ORDINARY and p in owners]
-    words = [_words(p, owners[p]) for p in there]
+    there = [p for p in params if p.dtype == torch.bfloat16 and p.is_cpu and type(p) in ORDINARY]
+    words = [_words(p, owners.get(p)) for p in there]
     found = dict(zip(map(id, there), decoded(words), strict=True))
     return [found[id(p)] if id(p) in found else _exact_one(owners, p) for p in params]
 
 
-def _words(p: torch.Tensor, owner: Optimizer) -> tuple[Format, list[torch.Tensor]]:
-    state = owner.state.get(p, {})
-    fmt = kept_format(p, state, "param", record_of(owner, p))
+def _words(p: torch.Tensor, owner: Optimizer | None) -> tuple[Format, list[torch.Tensor]]:
+    state, record = words_kept(p, owner)
+    fmt = kept_format(p, state, "param", record)
     return fmt, [p.detach() if key == "param" else state[key] for key in fmt.keys("param")]
 
 
 def _exact_one(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tensor:
     """The exact value of `p`, in fp32."""
-    state = owners[p].state.get(p, {}) if p in owners else {}
     if p.dtype != torch.bfloat16:
         return p
+    owner = owners.get(p)
+    state, record = words_kept(p, owner)
     if "param_master" in state and p.device.type == "xla":
         # Comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
-        if external_writes.low_words_of(owners[p], p).is_written(p):
-            return read_fp32(p, state, "param", record_of(owners[p], p)).to(p.device)
+        if owner is not None and external_writes.low_words_of(owner, p).is_written(p):
+            return read_fp32(p, state, "param", record).to(p.device)
         return like(local(state["param_master"]), p)
-    return read_exact(p, state, "param", record_of(owners[p], p)) if p in owners else p.detach().float()
+    return read_exact(p, state, "param", record)
 
 
 def _move(pairs: Sequence[Pair], weight: float) -> None:

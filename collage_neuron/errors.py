@@ -78,7 +78,7 @@ class StrategyChanged(UserWarning):
 
 
 class RoundedWeights(UserWarning):
-    """Weights that bf16 cannot hold were rounded: by loading into a compiled model, or since they were frozen."""
+    """Weights were rounded to bf16: loaded into a compiled model, frozen, or without low words in a checkpoint."""
 
 
 class RoundedAverage(UserWarning):

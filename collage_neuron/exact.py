@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, shared_params
+from collage_neuron.states import external_writes, replaced_params, shared_params
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local
-from collage_neuron.states.store import read_exact
+from collage_neuron.states.state_keys import split_params
+from collage_neuron.states.store import Record, read_exact
 
 
 def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor | float) -> None:
@@ -66,6 +67,38 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     external_writes.restore_words(optimizer)
     value = read_exact(p, optimizer.state.get(p, {}), "param", record_of(optimizer, p)).clone()
     return external_writes.without_stale(optimizer, p, value)
+
+
+def owners_of(params: Iterable[torch.Tensor], given: Sequence[Optimizer]) -> dict[torch.Tensor, Optimizer]:
+    """Returns the compiled optimizer of each parameter that has one: a living one that keeps low words of it, if any.
+
+    Of several, one of the `given` optimizers: a model may have more, of which they are some.
+
+    Raises:
+        TypeError: a given one is not compiled.
+    """
+    for optimizer in given:
+        require_compiled(optimizer)
+    (listed, split), params = _owners_among(given), list(params)
+    wanted = [p for p in params if p.dtype == torch.bfloat16 and p not in split]
+    others = [x for x in shared_params.optimizers_with(wanted) if all(x is not optimizer for optimizer in given)]
+    listed_by_others, split_by_others = _owners_among(others)
+    return {**listed_by_others, **listed, **split_by_others, **split}
+
+
+def _owners_among(optimizers: Sequence[Optimizer]) -> tuple[dict[Any, Optimizer], dict[Any, Optimizer]]:
+    """The first of these that has each parameter, and the first that keeps low words of it."""
+    for optimizer in optimizers:
+        replaced_params.follow(optimizer)
+        external_writes.restore_words(optimizer)
+    listed = [(p, x) for x in reversed(optimizers) for p in params_of(x)]
+    split = {id(x): split_params(x.state) for x in optimizers}
+    return dict(listed), {p: x for p, x in listed if p in split[id(x)]}
+
+
+def words_kept(p: torch.Tensor, owner: Optimizer | None) -> tuple[Mapping[str, Any], Record]:
+    """The state of `p` with its further words, and the record of its formats; without an owner, those of the last."""
+    return shared_params.left_with(p) if owner is None else (owner.state.get(p, {}), record_of(owner, p))
 
 
 def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:

@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.exact import check_range, format_of_param, set_exact_value, sharded_or_not
+from collage_neuron.exact import (
+    check_range,
+    format_of_param,
+    owners_of,
+    set_exact_value,
+    sharded_or_not,
+    words_kept,
+)
 from collage_neuron.optimizer import load_inner
-from collage_neuron.optimizer.pending_models import require_compiled
+from collage_neuron.optimizer.pending_models import require_settled
 from collage_neuron.settings import OURS
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import numbered, params_of
+from collage_neuron.states.bookkeeping import numbered
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.state_keys import is_component, may_be_read
@@ -29,23 +36,40 @@ StateDict = dict[str, Any]
 def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[StateDict, StateDict]:
     """Returns (model state, optimizer state) for plain `torch.optim` on an fp32 model.
 
-    Parameters and states are exact: hi + lo, or the fp32 master. bf16 tensors outside the optimizer (frozen parameters,
-    buffers) are widened to fp32; everything else is as in `state_dict()`, without our settings in the groups. The
-    tensors are new; they are on the CPU if the parameters are on an XLA device.
+    Parameters and states are exact: hi + lo, or the fp32 master. Parameters of other compiled optimizers are too; the
+    optimizer state is that of the one that is given. bf16 tensors outside of all (frozen parameters, buffers) are
+    widened to fp32; everything else is as in `state_dict()`, without our settings in the groups. The tensors are new;
+    they are on the CPU if the parameters are on an XLA device.
+
+    Raises:
+        TypeError: the optimizer is not compiled, or another one waits for its first step after `compile(model)`.
     """
-    require_compiled(optimizer)
-    external_writes.drop_stale(optimizer)
-    return _fp32_model(model, optimizer), _fp32_optimizer(optimizer)
+    own = model.state_dict(keep_vars=True)
+    owners = _owners(own, optimizer)
+    for each in dict.fromkeys([optimizer, *owners.values()]):
+        external_writes.drop_stale(each)
+    return _fp32_model(own, owners), _fp32_optimizer(optimizer)
 
 
-def _fp32_model(model: torch.nn.Module, optimizer: Optimizer) -> StateDict:
-    owned = set(params_of(optimizer))
+def _owners(own: Mapping[str, Any], optimizer: Optimizer) -> dict[torch.Tensor, Optimizer]:
+    """The compiled optimizers of a model's parameters, of which `optimizer` is one."""
+    if isinstance(optimizer, (list, tuple)):
+        raise TypeError(
+            f"the optimizer is a {type(optimizer).__name__}; give one compiled optimizer: those of the other "
+            "parameters are found, and the states of each are converted by a call of its own"
+        )
+    params = [p for p in own.values() if isinstance(p, torch.nn.Parameter)]
+    owners = owners_of(params, [optimizer])
+    require_settled(p for p in params if p not in owners)
+    return owners
+
+
+def _fp32_model(own: Mapping[str, Any], owners: Mapping[torch.Tensor, Optimizer]) -> StateDict:
     found: StateDict = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.nn.Parameter) and value in owned:
-            found[name] = read_fp32(value, optimizer.state.get(value, {}), "param", record_of(optimizer, value))
-        elif isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
-            found[name] = read_fp32(value, {}, "param")
+    for name, value in own.items():
+        if isinstance(value, torch.Tensor) and (value in owners or value.dtype == torch.bfloat16):
+            state, record = words_kept(value, owners.get(value))
+            found[name] = read_fp32(value, state, "param", record)
         else:
             found[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
     return found
@@ -81,30 +105,31 @@ def set_fp32_state_dict(
 ) -> None:
     """Loads a plain torch checkpoint of an fp32 (or bf16) run into a compiled model and optimizer.
 
-    The part of an fp32 weight that the bf16 model cannot hold goes to its low word (or master); states are stored in
-    the formats of the strategy. Everything is checked before anything is written.
+    The part of an fp32 weight that the bf16 model cannot hold goes to its low word (or master), in whichever compiled
+    optimizer has it; states are stored in the formats of the strategy. Everything is checked before anything is
+    written.
 
     Raises:
-        TypeError: the optimizer is not compiled.
+        TypeError: the optimizer is not compiled, or another one waits for its first step after `compile(model)`.
         ValueError: a key is missing, has another shape, or belongs to no parameter; the message names it.
     """
-    require_compiled(optimizer)
+    own = model.state_dict(keep_vars=True)
+    owners = _owners(own, optimizer)
     groups_of_ours = any("collage_strategy" in group for group in optim_state_dict.get("param_groups", ()))
     if load_inner.KEY in optim_state_dict or groups_of_ours:
         raise ValueError(
             "the optimizer's state is one of a compiled optimizer and has low words of its own: load it with "
             "optimizer.load_state_dict, and the model's with model.load_state_dict"
         )
-    _check_model(model.state_dict(), model_state_dict)
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    own = model.state_dict(keep_vars=True)
-    owned = {name: p for name, p in own.items() if isinstance(p, torch.nn.Parameter) and p in groups}
+    _check_model(own, model_state_dict)
+    groups = {(each, p): g for each in {*owners.values()} for g in each.param_groups for p in g["params"]}
+    owned = {name: p for name, p in own.items() if isinstance(p, torch.nn.Parameter) and p in owners}
     for name, p in owned.items():
-        check_range(format_of_param(groups[p], p), p, model_state_dict[name])
+        check_range(format_of_param(groups[owners[p], p], p), p, model_state_dict[name])
     optimizer.load_state_dict(dict(optim_state_dict))
     model.load_state_dict(_narrowed(model_state_dict, own))
     for name, p in owned.items():
-        set_exact_value(optimizer, p, model_state_dict[name])
+        set_exact_value(owners[p], p, model_state_dict[name])
 
 
 def _narrowed(saved: Mapping[str, Any], own: Mapping[str, Any]) -> StateDict:
@@ -155,7 +180,7 @@ def save_pretrained_fp32(model: Any, optimizer: Optimizer, folder: str | Path, *
 
     Args:
         model: the model, or one of PEFT, whose adapter alone is written.
-        optimizer: the compiled optimizer, or accelerate's wrapper around it (``trainer.optimizer``).
+        optimizer: the compiled optimizer, any of several, or accelerate's wrapper around it (``trainer.optimizer``).
         folder: where to write.
         settings: further arguments of ``save_pretrained``.
     """

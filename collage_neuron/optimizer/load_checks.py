@@ -8,13 +8,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import warn_user
-from collage_neuron.numerics.formats import Format
+from collage_neuron.errors import RoundedWeights, warn_user
+from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
 from collage_neuron.states.sharding import is_sharded, local
-from collage_neuron.states.state_keys import is_component, name_of, split_words, suffixes
+from collage_neuron.states.state_keys import (
+    is_component,
+    name_of,
+    split_params,
+    split_words,
+    suffixes,
+    words_of,
+)
 from collage_neuron.states.store import is_idle, may_be_word, read_exact
 
 Saved = Mapping[str, Any]
@@ -42,7 +49,7 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[]
     groups, own = saved["param_groups"], optimizer.param_groups
     if len(groups) != len(own):
         raise refused(f"it has {len(groups)} param_groups and the optimizer {len(own)}")
-    params: dict[Any, torch.Tensor] = {}
+    params, recorded = dict[Any, torch.Tensor](), dict[Any, str | None]()
     for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
         if "params" not in group:
             raise refused(f"param_groups[{i}] has no 'params'")
@@ -50,12 +57,45 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[]
             raise refused(
                 f"param_groups[{i}] has {len(group['params'])} parameters and the optimizer's {len(mine['params'])}"
             )
-        format_record.check_saved(group, i)
+        recorded |= zip(group["params"], format_record.check_saved(group, i), strict=True)
         params |= zip(group["params"], mine["params"], strict=True)
     for index, state in () if runs_as_written() else saved["state"].items():
         if index not in params:
             raise refused(f"state[{index!r}] belongs to none of its param_groups")
         _check_state(params[index], index, state, bookkeeping(optimizer))
+    _check_complete(optimizer, saved["state"], params, recorded)
+
+
+def _check_complete(
+    optimizer: Optimizer, states: Saved, params: Mapping[Any, torch.Tensor], recorded: Mapping[Any, str | None]
+) -> None:
+    """Raises for a parameter without a state if the record has a format with further words for it.
+
+    Where keys tell the formats there is no record. Then such a parameter may have been bf16 when its run was compiled,
+    and never have had a gradient: this warns if the checkpoint has low words of others, and the optimizer has its own.
+    """
+    missing = {index: p for index, p in params.items() if states.get(index, {}) == {}}
+    # torch.distributed.checkpoint leaves out frozen parameters, and shards may be empty.
+    missing = {index: p for index, p in missing.items() if p.requires_grad and p.numel()}
+    for index in missing:
+        words = FORMATS[recorded[index] or "bf16"].keys("param")[1:]
+        if words:
+            raise refused(
+                f"it has no state[{index!r}], and its param_groups say that this parameter has low words "
+                f"({recorded[index]}): is it truncated, or were states filtered out? A state that is to begin anew "
+                f"keeps its {words[0]!r} alone"
+            )
+    has_words = any(words_of(state) for state in states.values() if isinstance(state, Mapping))
+    held = split_params(optimizer.state) if missing and has_words else set()
+    lost = [index for index, p in missing.items() if p in held and recorded[index] is None]
+    if lost:
+        warn_user(
+            f"the checkpoint has no state[{lost[0]!r}]{f' nor {len(lost) - 1} others' if lost[1:] else ''}, and low "
+            "words of other parameters: unless that parameter was bf16 before it was compiled and never had a "
+            "gradient in that run, its low word and moments are lost. Is the checkpoint truncated, or were states "
+            "filtered out?",
+            RoundedWeights,
+        )
 
 
 def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping) -> None:

@@ -22,6 +22,7 @@ from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import bookkeeping, is_compiled, params_of
+from collage_neuron.states.live_objects import groups_of, objects_of, with_subclasses
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
 from collage_neuron.states.shared_params import continue_from_others
 from collage_neuron.states.state_keys import split_params
@@ -80,6 +81,16 @@ def require_compiled(optimizer: object) -> None:
             "or give both to collage_neuron.compile(model, optimizer)"
         )
     raise TypeError(f"{name} is not compiled; pass it to collage_neuron.compile first")
+
+
+def require_settled(params: Iterable[torch.Tensor]) -> None:
+    """Raises TypeError if `compile(model)` has still to compile a living optimizer of some of `params`."""
+    asked = {id(p) for p in params if p.dtype == torch.bfloat16 and p.requires_grad}
+    waiting = [(model.named_parameters(), found.originals) for model, found in models.items() if asked]
+    kept = asked.intersection(id(p) for named, originals in waiting for name, p in named if name in originals)
+    for optimizer in objects_of(with_subclasses(Optimizer)) if kept else ():
+        if not kept.isdisjoint(id(p) for group in groups_of(optimizer) for p in group["params"]):
+            require_compiled(optimizer)
 
 
 def high_word(value: torch.Tensor, fmt: Format) -> torch.Tensor:

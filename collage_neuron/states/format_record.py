@@ -65,10 +65,17 @@ def load(optimizer: Optimizer, kept: Iterable[torch.Tensor] = ()) -> None:
         record_of(optimizer, p)["param"] = fmt
 
 
-def check_saved(group: Mapping[str, Any], index: int) -> None:
-    """Raises ValueError for a group of a checkpoint with a format that is not registered, or a damaged record."""
-    if any(len(column) != len(group["params"]) for column in _columns(group, index).values()):
+def check_saved(group: Mapping[str, Any], index: int) -> list[str | None]:
+    """Returns the format of each parameter of a group of a checkpoint as recorded; None in those without a record.
+
+    Raises:
+        ValueError: a format is not registered, or the record is damaged.
+    """
+    columns = _columns(group, index)
+    if any(len(column) != len(group["params"]) for column in columns.values()):
         raise _damaged(group, index)
+    # Beside parameters in a format that is recorded, the others had none, or a single word.
+    return [fmt or "bf16" for fmt in columns["param"]] if "param" in columns else [None] * len(group["params"])
 
 
 def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> None:

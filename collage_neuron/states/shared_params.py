@@ -35,23 +35,25 @@ from collage_neuron.states.bookkeeping import (
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import split_params
-from collage_neuron.states.store import is_stored, read_exact, store_beside
+from collage_neuron.states.store import Record, is_stored, read_exact, store_beside
 
 
 def meet(optimizer: Optimizer) -> list[Any]:
     """The other compiled optimizers that keep some of its parameters; they know of one another from then on."""
-    own = set(map(id, params_of(optimizer)))
-    # A parameter whose group has moved to this optimizer is still among the states of the other.
-    others = [
-        x
-        for x in compiled_optimizers()
-        if x is not optimizer and not own.isdisjoint(map(id, chain(params_of(x), x.state)))
-    ]
+    others = [x for x in optimizers_with(params_of(optimizer)) if x is not optimizer]
     bookkeeping(optimizer).sharing = [*map(weakref.ref, others)]
     for book in filter(lambda book: book.sharing is not None, map(bookkeeping, others)):  # else it looks for all itself
         known = [other for other in _alive(book.sharing) if other is not optimizer]
         book.sharing = [*map(weakref.ref, [*known, optimizer])]
     return others
+
+
+def optimizers_with(params: Iterable[Any]) -> list[Optimizer]:
+    """The living compiled optimizers that keep some of these parameters."""
+    held = set(map(id, params))
+    # A parameter whose group has moved to another optimizer is still among the states of the first.
+    living = compiled_optimizers() if held else []
+    return [x for x in living if not held.isdisjoint(map(id, chain(params_of(x), x.state)))]
 
 
 def _alive(references: Iterable[Any]) -> list[Any]:
@@ -120,6 +122,12 @@ def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> N
             setattr(p, LEFT, (low._replace(bits=None), record))
 
 
+def left_with(p: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], Record]:
+    """The further words that a compiled optimizer left with `p`, if they are of what it is now, and their record."""
+    low, record = getattr(p, LEFT, (None, {}))
+    return (low.words, record) if low is not None and low.mark == mark_of(p) else ({}, {})
+
+
 @torch.no_grad()
 def continue_from_others(optimizer: Optimizer) -> None:
     """Gives bf16 parameters of `optimizer` without low words those that another compiled one keeps of them, or left."""
@@ -136,7 +144,8 @@ def continue_from_others(optimizer: Optimizer) -> None:
                 store_beside(p, optimizer.state[p], fmt, exact, record_of(optimizer, p))
             external_writes.remember(optimizer, p, FRESH)
     for p, fmt in wanted.items():
-        low, record = vars(p).pop(LEFT, (None, {}))
-        if low is not None and low.mark == mark_of(p):
-            _give_words(optimizer, p, fmt, low.words, record)
+        words, record = left_with(p)
+        if words:
+            _give_words(optimizer, p, fmt, words, record)
             external_writes.remember(optimizer, p, FRESH)
+        vars(p).pop(LEFT, None)

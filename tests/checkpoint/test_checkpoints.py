@@ -7,16 +7,17 @@ number below that has an ulp of 2**(e - 16) at most. Below 2**-126 the low word 
 from __future__ import annotations
 
 import copy
+import gc
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from checkpoints_of_both import AFTER, BEFORE, STORED, bound, farthest, in_ours, in_torch, saved_from
+from checkpoints_of_both import AFTER, BEFORE, STORED, bound, equal, farthest, in_ours, in_torch, saved_from
 from exact import rounded
 from models import differences, first, parameters, set_gradients, snapshot, train
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value, set_exact_value
@@ -126,6 +127,36 @@ def test_frozen_parameters_and_buffers_are_exported_too() -> None:
         k: torch.int64 if k == "1.num_batches_tracked" else torch.float32 for k in model.state_dict()
     }
     assert torch.equal(weights["0.bias"], model.state_dict()["0.bias"].float())
+
+
+def of_two_optimizers(strategy: str, steps: int, seed: int = 0) -> tuple[Any, Optimizer, Optimizer]:
+    """A model whose first layer has an optimizer of its own."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 1))
+    first_of_two = collage_neuron.compile(SGD(model[0].parameters(), lr=1e-2, momentum=0.9), strategy=strategy)
+    model, last = collage_neuron.compile(model, AdamW(model[1].parameters()), strategy=strategy)
+    for i in range(steps):
+        train(model, last, [i])
+        first_of_two.step()
+    return model, first_of_two, last
+
+
+@pytest.mark.parametrize("strategy", ["split433", "plus", "fp32", "bf16"])
+def test_with_either_of_two_optimizers_all_weights_are_exported_and_loaded(strategy: str) -> None:
+    model, *optimizers = of_two_optimizers(strategy, steps=3)
+    exact = {f"0.{n}": exact_value(optimizers[0], p) for n, p in model[0].named_parameters()}
+    exact |= {f"1.{n}": exact_value(optimizers[1], p) for n, p in model[1].named_parameters()}
+    for i, optimizer in enumerate(optimizers):
+        weights, states = get_fp32_state_dict(model, optimizer)
+        assert equal(weights, exact)
+        assert any(not torch.equal(weights[n], p.float()) for n, p in model.named_parameters()) == (strategy != "bf16")
+        other, *others = of_two_optimizers(strategy, steps=1, seed=1)
+        set_fp32_state_dict(other, others[i], model_state_dict=weights, optim_state_dict=states)
+        assert equal(get_fp32_state_dict(other, others[1 - i])[0], exact)
+    del optimizers[0]
+    optimizer = optimizers.pop()
+    gc.collect()  # what the first one has left with its parameters counts too
+    assert equal(get_fp32_state_dict(model, optimizer)[0], exact)
 
 
 LR = 1e-4

@@ -31,6 +31,24 @@ def test_an_optimizer_that_is_not_compiled_is_refused() -> None:
             call()
 
 
+def test_of_several_optimizers_one_is_given_and_none_may_wait() -> None:
+    model: Any = mlp()
+    last, first_of_two = AdamW(model[4].parameters()), AdamW(model[:4].parameters())
+    collage_neuron.compile(model)
+    train(model, last, [0])
+    with pytest.raises(TypeError, match="optimizer is a list; give one compiled optimizer: those of the other"):
+        get_fp32_state_dict(model, [first_of_two, last])  # type: ignore[arg-type]
+    for call in (
+        lambda: get_fp32_state_dict(model, last),
+        lambda: set_fp32_state_dict(model, last, model_state_dict={}, optim_state_dict={}),
+        lambda: collage_neuron.AveragedModel(model, last).update_parameters(model),
+    ):
+        with pytest.raises(TypeError, match=r"AdamW is not compiled yet: after compile\(model\) an optimizer is"):
+            call()
+    first_of_two.step()
+    assert torch.equal(get_fp32_state_dict(model, last)[0]["0.weight"], exact_value(first_of_two, model[0].weight))
+
+
 MODELS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "missing weight": (
         (lambda weights, states: weights.pop("2.weight")),

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 import collage_neuron
+from collage_neuron import RoundedWeights
 from collage_neuron.states.store import read_exact
 
 
@@ -50,7 +51,10 @@ TRUNCATED: dict[str, tuple[Change, str]] = {
         lambda s: s["param_groups"][0]["params"].pop(),
         r"param_groups\[0\] has 5 parameters and the optimizer's 6",
     ),
-    "no first moment": (drop(3, "exp_avg"), rf"state\[3\] has no 'exp_avg', which AdamW needs; .*{OTHER}"),
+    "no first moment": (
+        drop(3, "exp_avg"),
+        rf"state\[3\] has (no 'exp_avg', which AdamW needs; .*{OTHER}|'exp_avg_lo' and not 'exp_avg')",
+    ),
     "no step": (drop(2, "step"), rf"state\[2\] has no 'step', which AdamW needs; it has exp_avg, exp_avg_sq: {OTHER}"),
     "stranger": (lambda s: s["state"].update({9: {}}), r"state\[9\] belongs to none of its param_groups"),
     "no mapping": (
@@ -67,6 +71,12 @@ TRUNCATED: dict[str, tuple[Change, str]] = {
 OF_OURS: dict[str, tuple[Change, str]] = {
     "no second word": (drop(5, "exp_avg_sq_lo"), r"state\[5\] has no 'exp_avg_sq_lo', the low word of 'exp_avg_sq'"),
     "no word of the parameter": (drop(0, "param_lo"), r"state\[0\] has no 'param_lo', the low word of 'param'"),
+    "no state of a parameter": (
+        lambda s: s["state"].pop(0),
+        r"it has no state\[0\], and its param_groups say that this parameter has low words \(bf16\+int16\): is it trun",
+    ),
+    "an empty state": (lambda s: s["state"][5].clear(), r"it has no state\[5\], and its param_groups say"),
+    "no states": (lambda s: s["state"].clear(), r"it has no state\[0\], and its param_groups say"),
     "no first word": (
         drop(0, "exp_avg_sq"),
         r"state\[0\] has 'exp_avg_sq_lo' and not 'exp_avg_sq', which it is the sec",
@@ -104,6 +114,47 @@ def test_a_truncated_checkpoint_is_refused_by_the_key(name: str, source: Callabl
     saved = source()
     change(saved)
     is_refused(compiled(steps=0 if fresh else 2, seed=1)[1], saved, message)
+
+
+@pytest.mark.parametrize("strategy", ["plus", "fp32"])
+def test_a_state_that_is_missing_is_told_where_keys_tell_the_formats(strategy: str) -> None:
+    """Nothing in the checkpoint says whether it was ever there: a bf16 parameter without a gradient has none."""
+    saved, (_, optimizer) = ours(strategy), compiled(strategy)
+    before = snapshot(optimizer)
+    del saved["state"][0]
+    with pytest.raises(RoundedWeights, match=r"has no state\[0\], and low words of other parameters: unless that para"):
+        optimizer.load_state_dict(saved)  # warnings are errors in these tests
+    assert differences(snapshot(optimizer), before) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["split433", "plus", "bf16"])
+def test_a_state_that_was_never_there_is_not_missed(strategy: str, dtype: torch.dtype) -> None:
+    """One parameter is frozen, and one never has a gradient; before the first step, and after two."""
+
+    def step(params: list[nn.Parameter], optimizer: Optimizer, i: int) -> None:
+        set_gradients(params[2:-1], i)
+        optimizer.step()
+
+    for steps in (0, 2):
+        runs = []
+        for seed in (0, 1):
+            model = mlp(seed).to(dtype)
+            model[0].requires_grad_(False)
+            model, optimizer = collage_neuron.compile(model, adamw(model), strategy=strategy)
+            runs.append((model, list(model.parameters()), optimizer))
+            for i in range(steps):
+                step(*runs[-1][1:], i)
+        (source, _, saved), (model, params, optimizer) = runs
+        model.load_state_dict(source.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+        for _, of_run, each in runs:
+            step(of_run, each, 9)
+        assert differences(snapshot(optimizer), snapshot(saved)) == []
+        if strategy == "split433" and steps:  # a record tells that it had none, also if this one has
+            set_gradients(params[2:], 10)
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
 
 
 def of_another_model() -> dict[str, Any]:

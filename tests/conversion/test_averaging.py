@@ -217,15 +217,16 @@ def test_several_optimizers_frozen_parameters_and_ties() -> None:
     for step in range(2):
         train(model, optimizers[0], [step])
         optimizers[1].step()
-    average = AveragedModel(model, optimizers, decay=0.5)
-    average.update_parameters(model)
-    averaged: Any = average.module
-    for module, owner in ((0, optimizers[0]), (2, optimizers[1])):
-        mine, its = averaged[module].weight, exact_value(owner, model[module].weight)
-        assert torch.equal(mine, its)
-        assert not torch.equal(mine, model[module].weight.float())
-    assert averaged.tied is averaged[0].weight
-    assert torch.equal(averaged[4].weight, model[4].weight.float())
+    for given in (optimizers, optimizers[0]):
+        average = AveragedModel(model, given, decay=0.5)
+        average.update_parameters(model)
+        averaged: Any = average.module
+        for module, owner in ((0, optimizers[0]), (2, optimizers[1])):
+            mine, its = averaged[module].weight, exact_value(owner, model[module].weight)
+            assert torch.equal(mine, its)
+            assert not torch.equal(mine, model[module].weight.float())
+        assert averaged.tied is averaged[0].weight
+        assert torch.equal(averaged[4].weight, model[4].weight.float())
 
 
 def test_weights_that_were_written_between_steps_count_within_half_an_ulp() -> None:
@@ -260,6 +261,8 @@ def test_two_ways_to_average_a_wrong_decay_and_other_models_are_rejected() -> No
 def test_an_optimizer_that_is_not_compiled_or_gone_is_rejected() -> None:
     model = nn.Linear(2, 2)
     plain = SGD(model.parameters())
+    with pytest.raises(TypeError, match="the optimizer is a NoneType; give the compiled one, or several in a list"):
+        AveragedModel(model, None)  # type: ignore[arg-type]
     average = AveragedModel(model, plain)
     with pytest.raises(TypeError, match="SGD is not compiled"):
         average.update_parameters(model)

@@ -120,6 +120,17 @@ def test_clipping_scaling_and_bytes_see_the_sum() -> None:
     assert torch.equal(collage_neuron.exact_value(optimizer, model.weight), before - 2 * clipped)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_it_may_be_called_before_the_line(alone: bool) -> None:
+    model = nn.Linear(2, 2)
+    collage_neuron.accumulate_in_fp32(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    _ = collage_neuron.compile(model) if alone else collage_neuron.compile(model, optimizer)
+    for _ in range(2):
+        model(torch.ones(1, 2).bfloat16()).sum().backward()
+    assert [p.grad is not None and p.grad.dtype for p in model.parameters()] == [torch.float32] * 2
+
+
 def test_frozen_and_fp32_parameters_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
     model[1].bias.requires_grad_(False)
