@@ -269,7 +269,8 @@ def test_a_model_that_is_changed_before_the_first_step_keeps_its_values(edit: Ca
 def test_a_vocabulary_of_another_size_keeps_the_rows_that_it_has(rows: int) -> None:
     """As `resize_token_embeddings` of transformers makes it: new parameters, into which rows are copied."""
     torch.manual_seed(0)
-    model, value = nn.Sequential(nn.Embedding(8, 16)), nn.Embedding(rows, 16, dtype=torch.bfloat16)
+    model: Any = nn.Sequential(nn.Embedding(8, 16))
+    value = nn.Embedding(rows, 16, dtype=torch.bfloat16)
     before = model[0].weight.detach().clone()
     collage_neuron.compile(model)
     both = min(rows, 8)
@@ -286,8 +287,8 @@ def test_what_is_saved_before_the_first_step_has_low_words() -> None:
     first, model, twin = (collage_neuron.compile(mlp(seed)) for seed in (0, 1, 0))
     saved = [first.state_dict(), adamw(first).state_dict()]
     optimizer, other = adamw(model), adamw(twin)
-    for each, state in zip((model, optimizer), saved, strict=True):
-        each.load_state_dict(state)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
     train(model, optimizer, range(2))
     train(twin, other, range(2))
     assert differences(snapshot(optimizer), snapshot(other)) == ["group 0, collage_formats"]  # of what was loaded
