@@ -211,7 +211,7 @@ MAKE: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.sampled(of=3)
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("strategy", REPRESENTATIVE)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_checkpoint_that_was_saved_is_never_refused(name: str, strategy: str) -> None:
