@@ -30,7 +30,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "trn1_all_cores.md").read_text()
 
 def made(strategy: str) -> tuple[torch.nn.Module, Any]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)).to("xla")
+    model = torch.nn.Linear(8, 4).to("xla")
     return collage_neuron.compile(model, AdamW(model.parameters(), lr=1e-3), strategy=strategy)
 
 
@@ -87,7 +87,7 @@ def test_gradients_are_reduced_in_place_before_the_step_reads_them(wide: bool, m
     optimizer.step()
     plain.step()
     torch_xla.sync()
-    assert given == [torch.float32 if wide else torch.bfloat16] * 4
+    assert given == [torch.float32 if wide else torch.bfloat16] * 2
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(bits(p), bits(q))
     assert differences(snapshot(optimizer), snapshot(plain)) == []
