@@ -19,10 +19,11 @@ class Block(nn.Module):
         return F.relu(x + self.last(self.second(F.relu(self.norm(self.first(x))))))
 
 
-def resnet(seed: int = 0) -> Any:
+def resnet(seed: int = 0, blocks: int = 2) -> Any:
     torch.manual_seed(seed)
     stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-    return nn.Sequential(stem, Block(8), Block(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    body = [Block(8) for _ in range(blocks)]
+    return nn.Sequential(stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 
 def images(seed: int = 0) -> torch.Tensor:
