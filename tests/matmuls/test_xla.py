@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import fp8_models
 import pytest
 import torch
 from fp8_models import compiled, dots, forward, gradients, graph, hlo, largest_difference, loss_of, small_gpt, tokens
@@ -107,7 +106,8 @@ def programs(model: nn.Module, optimizer: Any, batches: list[torch.Tensor]) -> l
 def test_after_each_kind_of_call_was_seen_a_step_is_one_program_and_none_is_compiled(xla: torch.device) -> None:
     """Measured or plain: `view(torch.int32)`, which torch_xla runs on the host, would cut a measured one in pieces."""
     rescale = 4
-    model = fp8_models.perceptron().eval().to(xla)
+    layers = nn.Linear(8, 16), nn.RMSNorm(16), nn.SiLU(), nn.Linear(16, 4)
+    model: nn.Module = nn.Sequential(*layers).bfloat16().to(xla)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model, optimizer = collage_neuron.compile(
         model, optimizer, matmul="fp8", rescale=rescale, validate="off", verbose=False
