@@ -21,12 +21,12 @@ from collage_neuron.exact import (
     words_kept,
 )
 from collage_neuron.optimizer import load_inner
-from collage_neuron.optimizer.pending_models import require_settled
+from collage_neuron.optimizer.pending_models import require_settled, waiting_values
 from collage_neuron.settings import OURS
 from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import numbered
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.sharding import is_sharded, like
 from collage_neuron.states.state_keys import is_component, may_be_read
 from collage_neuron.states.store import Record, is_host_scalar, is_idle, read_fp32
 
@@ -37,9 +37,10 @@ def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[S
     """Returns (model state, optimizer state) for plain `torch.optim` on an fp32 model.
 
     Parameters and states are exact: hi + lo, or the fp32 master. Parameters of other compiled optimizers are too; the
-    optimizer state is that of the one that is given. bf16 tensors outside of all (frozen parameters, buffers) are
-    widened to fp32; everything else is as in `state_dict()`, without our settings in the groups. The tensors are new;
-    they are on the CPU if the parameters are on an XLA device.
+    optimizer state is that of the one that is given. Parameters that no optimizer has had yet are what `compile(model)`
+    keeps of them; other bf16 tensors (frozen parameters after `compile(model, optimizer)`, buffers) are widened to
+    fp32. Everything else is as in `state_dict()`, without our settings in the groups. The tensors are new; they are on
+    the CPU if the parameters are on an XLA device.
 
     Raises:
         TypeError: the optimizer is not compiled, or another one waits for its first step after `compile(model)`.
@@ -66,8 +67,11 @@ def _owners(own: Mapping[str, Any], optimizer: Optimizer) -> dict[torch.Tensor, 
 
 def _fp32_model(own: Mapping[str, Any], owners: Mapping[torch.Tensor, Optimizer]) -> StateDict:
     found: StateDict = {}
+    waiting = waiting_values(p for p in own.values() if isinstance(p, torch.nn.Parameter) and p not in owners)
     for name, value in own.items():
-        if isinstance(value, torch.Tensor) and (value in owners or value.dtype == torch.bfloat16):
+        if isinstance(value, torch.Tensor) and value in waiting:
+            found[name] = like(waiting[value], value)
+        elif isinstance(value, torch.Tensor) and (value in owners or value.dtype == torch.bfloat16):
             state, record = words_kept(value, owners.get(value))
             found[name] = read_fp32(value, state, "param", record)
         else:

@@ -24,6 +24,7 @@ from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled
 from collage_neuron.optimizer.group_settings import describe_change
 from collage_neuron.optimizer.load_checks import warn_of_settings
 from collage_neuron.optimizer.pending_models import (
+    assigned_since,
     known_in,
     models,
     models_of,
@@ -81,7 +82,7 @@ def compile_optimizer(
     """
     waiting = models_of(optimizer)
     settled = split_params(optimizer.state) | written_in_all_processes() if waiting else set()  # by a checkpoint, DDP
-    settled |= {p for p in params_of(optimizer) if p.dtype == torch.float32}  # what was loaded since, exactly
+    settled |= assigned_since(params_of(optimizer))
     left = {p: True for model in waiting for _, p in known_in(model, models[model].stay)}
     check_stepper(type(optimizer), optimizer)
     inner_optimizers.check(optimizer)

@@ -28,10 +28,14 @@ from collage_neuron.numerics.strategies import param_format
 from collage_neuron.optimizer.pending_models import (
     COMPILED,
     CompileOptimizer,
+    Original,
     Pending,
+    as_it_was,
     high_word,
+    is_cast_back,
     models,
     models_of,
+    originals_in,
     rounded,
 )
 from collage_neuron.runtime import step_call, wrappers
@@ -83,18 +87,30 @@ def compile_model(
     fmt = param_format(settings.strategy, torch.bfloat16)
     with wrappers.followed(model):
         check_unshared((), model.parameters())
+        _take_over(model, waiting)
         for name, p in model.named_parameters():
             if p.dtype == torch.float32 and p not in stay:
-                original = p.detach().clone()
+                value = p.detach().clone()
                 waiting.memories.append(StorageWeakRef(p.untyped_storage()))
                 rewrite_data(p, high_word(p.detach(), fmt))
-                waiting.originals[name] = original, p, torch_privates.version(p)
+                waiting.originals[name] = Original(value, p, torch_privates.version(p), fmt)
         _to_bf16(model, stay, named)
     models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
     _look_at_steps()
     _look_at_loads()
     return model
+
+
+def _take_over(model: torch.nn.Module, waiting: Pending) -> None:
+    """What an earlier `compile` of the same model kept goes over to `waiting`; parameters cast to fp32 since get it."""
+    names = {p: name for name, p in model.named_parameters()}
+    for p, original in originals_in(model).items():
+        if p.dtype == torch.bfloat16:
+            waiting.originals[names[p]] = original
+        elif is_cast_back(p, original):
+            rewrite_data(p, as_it_was(p, original))
+    waiting.memories += models[model].memories if model in models else []
 
 
 def cast_beside(

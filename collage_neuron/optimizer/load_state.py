@@ -95,6 +95,8 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
 def _put_back(optimizer: Optimizer, saved: Saved) -> None:
     """States as torch does not load them: wider ones in fp32, integers as they are, sharded as the parameter is."""
     for index, p in numbered(optimizer, saved).items():
+        for key, word in words_of(optimizer.state.get(p, {})).items():  # weights share no memory with what was loaded,
+            optimizer.state[p][key] = word.clone()  # as torch's do not, and states of the same type do
         for name, value in saved["state"].get(index, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +31,18 @@ from collage_neuron.states.state_keys import split_params
 CompileOptimizer = Callable[[Optimizer, Settings], None]
 
 
+class Original(NamedTuple):
+    """What a parameter was before it was rounded."""
+
+    value: torch.Tensor
+    """In fp32."""
+    param: torch.Tensor
+    version: int
+    """The parameter's version after it was rounded."""
+    fmt: Format
+    """The format whose first word the parameter became."""
+
+
 @dataclass
 class Pending:
     """A waiting model: its settings, and the fp32 values of the parameters that were rounded."""
@@ -39,10 +52,15 @@ class Pending:
     """The parameters that were left in fp32, by name."""
     compile_optimizer: CompileOptimizer
     """A function that compiles an optimizer over its parameters, called when one first steps."""
-    originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
-    """By name: the fp32 value, the parameter, and the parameter's version after it was rounded."""
+    originals: dict[str, Original] = field(default_factory=dict)
+    """By the names that the parameters had."""
     memories: list[StorageWeakRef] = field(default_factory=list)
     """The memory that the parameters had before; a weak reference keeps its identity from being used again."""
+
+    @property
+    def rounded(self) -> dict[str, torch.Tensor]:
+        """The parameters that were rounded, by the names that they had."""
+        return {name: original.param for name, original in self.originals.items()}
 
 
 models: WeakKeyDictionary[torch.nn.Module, Pending] = WeakKeyDictionary()
@@ -107,7 +125,36 @@ def written_in_all_processes() -> set[torch.Tensor]:
     if not is_distributed():
         return set()
     kept = (o for waiting in models.values() for o in waiting.originals.values())
-    return {p for _, p, version in kept if not is_sharded(p) and torch_privates.version(p) != version}
+    return {o.param for o in kept if not is_sharded(o.param) and torch_privates.version(o.param) != o.version}
+
+
+def originals_in(model: torch.nn.Module) -> dict[torch.Tensor, Original]:
+    """By parameter of a waiting model what it was before it was rounded; empty if it does not wait."""
+    waiting = models.get(model)
+    return {} if waiting is None else {p: waiting.originals[name] for name, p in known_in(model, waiting.rounded)}
+
+
+def is_cast_back(p: torch.Tensor, original: Original) -> bool:
+    """Returns True if `p` is the rounded value in fp32, as after `model.float()`: it tells nothing of the lost bits."""
+    value, fmt = original.value, original.fmt
+    if p.dtype != torch.float32 or p.shape != value.shape:
+        return False
+    value = local(spread(value, p) if is_sharded(p) else value)
+    return torch.equal(local(p.detach()).cpu(), high_word(value, fmt).cpu().float())
+
+
+def assigned_since(params: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+    """The fp32 parameters among `params`: of a model that was rounded, those that were loaded since, exactly."""
+    wide = {p for p in params if p.dtype == torch.float32}
+    known = chain.from_iterable(originals_in(model).items() for model in models if wide)
+    return wide - {p for p, original in known if is_cast_back(p, original)}
+
+
+def waiting_values(params: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """The fp32 values (of local shards) of the bf16 parameters among `params` that no optimizer has had yet."""
+    wanted = {p for p in params if p.dtype == torch.bfloat16}
+    known = chain.from_iterable(originals_in(model).items() for model in models if wanted)
+    return {p: as_it_was(p, original) for p, original in known if p in wanted and p.shape == original.value.shape}
 
 
 def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
@@ -117,25 +164,27 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
     """
     owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for model, waiting in models.items():
-        for name, p in list(known_in(model, {name: p for name, (_, p, _) in waiting.originals.items()})):
+        for name, p in list(known_in(model, waiting.rounded)):
             if id(p) not in owned or p.dtype != torch.bfloat16:
                 continue
-            value, _, _ = waiting.originals.pop(name)
+            original = waiting.originals.pop(name)
+            value = original.value
             if p in settled or value.shape[1:] != p.shape[1:] or (value.shape != p.shape and is_sharded(p)):
                 continue
-            kept = _as_it_was(value, p, param_format(waiting.settings.strategy, p.dtype))
+            kept = as_it_was(p, original)
             fmt = param_format(Settings.of(owned[id(p)]).strategy, p.dtype)
             with torch.no_grad():
                 external_writes.put(optimizer, p, fmt, kept, external_writes.FRESH)
 
 
-def _as_it_was(value: torch.Tensor, p: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """A parameter, in fp32, with what it had of a `value` when it was cast; it may have more rows now, or fewer."""
-    original = local(spread(value.to(p.device), p) if is_sharded(p) else value.to(p.device))
+def as_it_was(p: torch.Tensor, original: Original) -> torch.Tensor:
+    """A parameter, in fp32, with what it had when it was rounded; it may have more rows now, or fewer."""
+    value, fmt = original.value, original.fmt
+    exact = local(spread(value.to(p.device), p) if is_sharded(p) else value.to(p.device))
     rows: Any = ... if value.shape == p.shape else slice(min(len(value), len(p)))
-    now, high = local(p.detach()), high_word(original, fmt)[rows]
+    now, high = local(p.detach()), high_word(exact, fmt)[rows]
     found = now.float()
-    found[rows] = torch.where(high == now[rows], original[rows], found[rows])
+    found[rows] = torch.where(high == now[rows], exact[rows], found[rows])
     return found
 
 

@@ -353,13 +353,29 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def restore_words(optimizer: Optimizer) -> None:
-    """Gives parameters back the words that were cleared away with their states."""
+    """Gives parameters back the words that were cleared away with their states.
+
+    With those that have also left the groups, the words stay, for another optimizer.
+    """
     split = step_inventory.once(optimizer, "split", lambda: set(map(id, split_words(optimizer.state))))
     known = bookkeeping(optimizer).marks.params.items()
-    cleared = [(p, low.words) for p, low in known if low.words and id(p) not in split]
+    cleared = [(p, low) for p, low in known if low.words and id(p) not in split]
     if cleared:
         step_inventory.changed(optimizer)
         held = set(map(id, params_of(optimizer)))
-        for p, words in cleared:
+        for p, low in cleared:
             if id(p) in held:
-                optimizer.state.setdefault(p, {}).update(words)
+                optimizer.state.setdefault(p, {}).update(low.words)
+            else:
+                leave(p, low, record_of(optimizer, p))
+
+
+LEFT = "_collage_left"
+"""An attribute of parameters whose compiled optimizer is gone: its `LowWords`, and its record of their format."""
+
+
+def leave(p: torch.Tensor, low: LowWords, record: Mapping[str, str]) -> None:
+    """Leaves low words with their parameter, which may get another optimizer."""
+    if low.words and low.mark is not None:
+        own = {name: fmt for name, fmt in record.items() if name == "param"}
+        setattr(p, LEFT, (low._replace(bits=None), own))

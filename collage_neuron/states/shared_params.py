@@ -105,10 +105,6 @@ def formats_of(optimizer: Optimizer) -> dict[torch.Tensor, Format]:
 # --- the next optimizer -----------------------------------------------------------------------------------------------
 
 
-LEFT = "_collage_left"
-"""An attribute of parameters whose compiled optimizer is gone: its `LowWords`, and its record of their format."""
-
-
 def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
     """Sees to it that low words stay with the parameters when the optimizer goes."""
     ours.leaving = weakref.finalize(optimizer, _leave, ours.formats, ours.marks)
@@ -117,14 +113,12 @@ def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
 
 def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> None:
     for p, low in marks.params.items():
-        if low.words and low.mark is not None:
-            record = {name: fmt for name, fmt in formats.get(p, {}).items() if name == "param"}
-            setattr(p, LEFT, (low._replace(bits=None), record))
+        external_writes.leave(p, low, formats.get(p, {}))
 
 
 def left_with(p: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], Record]:
     """The further words that a compiled optimizer left with `p`, if they are of what it is now, and their record."""
-    low, record = getattr(p, LEFT, (None, {}))
+    low, record = getattr(p, external_writes.LEFT, (None, {}))
     return (low.words, record) if low is not None and low.mark == mark_of(p) else ({}, {})
 
 
@@ -133,8 +127,9 @@ def continue_from_others(optimizer: Optimizer) -> None:
     """Gives bf16 parameters of `optimizer` without low words those that another compiled one keeps of them, or left."""
     split = split_params(optimizer.state)
     wanted = {p: fmt for p, fmt in formats_of(optimizer).items() if p not in split}
+    for other in compiled_optimizers() if wanted else ():
+        external_writes.restore_words(other)  # or leaves them, if it has the parameter no more
     for other in meet(optimizer):
-        external_writes.restore_words(other)
         for p in split_params(other.state) & wanted.keys():
             fmt, words, record = wanted.pop(p), other.state[p], record_of(other, p)
             if external_writes.low_words_of(other, p).is_of(p):
@@ -148,4 +143,4 @@ def continue_from_others(optimizer: Optimizer) -> None:
         if words:
             _give_words(optimizer, p, fmt, words, record)
             external_writes.remember(optimizer, p, FRESH)
-        vars(p).pop(LEFT, None)
+        vars(p).pop(external_writes.LEFT, None)

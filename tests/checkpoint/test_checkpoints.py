@@ -129,6 +129,17 @@ def test_frozen_parameters_and_buffers_are_exported_too() -> None:
     assert torch.equal(weights["0.bias"], model.state_dict()["0.bias"].float())
 
 
+def test_what_compile_of_the_model_keeps_of_frozen_parameters_is_exported() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(model[0].state_dict())
+    optimizer = AdamW(collage_neuron.compile(model)[1].parameters())
+    train(model, optimizer, [0])
+    weights, _ = get_fp32_state_dict(model, optimizer)
+    assert not torch.equal(model[0].weight.float(), before["weight"])
+    assert all(torch.equal(weights[f"0.{name}"], value) for name, value in before.items())
+
+
 def of_two_optimizers(strategy: str, steps: int, seed: int = 0) -> tuple[Any, Optimizer, Optimizer]:
     """A model whose first layer has an optimizer of its own."""
     torch.manual_seed(seed)

@@ -31,6 +31,19 @@ def test_model_and_optimizer_may_be_loaded_in_either_order(model_first: bool) ->
     are_alike_after((model, optimizer), (other, loaded), range(2, 4))
 
 
+@pytest.mark.parametrize("strategy", ["plus", "full", "fp32", "split433"])
+def test_a_state_in_memory_restores_weights_as_often_as_it_is_loaded(strategy: str) -> None:
+    """Moments of the same type share their memory with it, as torch's do; weights never do."""
+    model, optimizer = compiled(strategy=strategy)
+    weights, saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    values = [exact_value(optimizer, p) for p in model.parameters()]
+    for _ in range(2):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        assert all(torch.equal(exact_value(optimizer, p), v) for p, v in zip(model.parameters(), values, strict=True))
+        train(model, optimizer, range(2, 5))
+
+
 @pytest.mark.parametrize("strategy", ["plus", "full", "light", "fp32"])
 def test_an_optimizer_state_beside_the_weights_of_another_run_is_noticed(strategy: str) -> None:
     model, optimizer = compiled(strategy, seed=1)

@@ -243,6 +243,8 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "other object": replace_weight,
     "other data": lambda model: setattr(model[1].weight, "data", stack(1)[1].weight.data),
     "assigned": assign_all,
+    "in fp32": lambda model: model.float(),
+    "in fp32, without a head": lambda model: model.float().__delitem__(2),
 }
 
 
@@ -263,6 +265,24 @@ def test_a_model_that_is_changed_before_the_first_step_keeps_its_values(edit: Ca
     for p, value in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.dtype == torch.bfloat16
         assert torch.equal(exact_value(optimizer, p), value)
+
+
+@pytest.mark.parametrize("second", [{}, {"strategy": "plus"}, {"strategy": "fp32", "keep_fp32": ["1"]}])
+@pytest.mark.parametrize("edit", [swap, lambda model: model.float()], ids=["swapped", "in fp32"])
+def test_a_model_that_is_compiled_once_more_keeps_its_values(edit: Callable[[Any], object], second: Any) -> None:
+    """With other settings too, and in spite of changes between: a cell of a notebook that is run again."""
+    model, plain = collage_neuron.compile(stack()), stack()
+    edit(model)
+    edit(plain)
+    if model[1].weight.dtype == torch.bfloat16:
+        second = {"strategy": second.get("strategy")}
+    optimizer = adamw(collage_neuron.compile(model, **second), lr=0.0)
+    set_gradients(list(model.parameters()), 0)
+    optimizer.step()
+    assert [p.dtype == torch.float32 for p in model[1].parameters()] == ["keep_fp32" in second] * 2
+    bound = 2.0**-17 if second.get("strategy") == "plus" else 0.0  # two words of bf16, half a place of the second
+    for p, value in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ((exact_value(optimizer, p) - value).abs() <= bound * value.abs()).all()
 
 
 @pytest.mark.parametrize("rows", [5, 11])

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, RMSprop
 import collage_neuron
 from collage_neuron import RoundedWeights, exact_value
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.states.shared_params import LEFT
+from collage_neuron.states.external_writes import LEFT
 from collage_neuron.states.store import read_exact, store_beside
 
 
@@ -176,6 +176,27 @@ def test_a_parameter_that_moves_to_another_compiled_optimizer_keeps_its_value() 
     second.add_param_group({**first.param_groups.pop(0), "lr": 0.0})
     steps(model, first, second, count=1)
     assert torch.equal(exact_value(second, model[0].weight), value)
+
+
+@pytest.mark.parametrize("when", ["state first", "group first", "steps between"])
+def test_a_parameter_that_left_with_its_state_keeps_its_value(when: str) -> None:
+    """Its old optimizer lives on, without it: what it knows of the low words goes to the next one."""
+    model: Any = collage_neuron.compile(nn.Sequential(linear(), linear()), verbose=False)
+    first = AdamW(model.parameters(), lr=1e-5)
+    steps(model, first)
+    moved = list(model[0].parameters())
+    values = [exact_value(first, p) for p in moved]
+    leaving = [
+        lambda: [first.state.pop(p) for p in moved],
+        lambda: first.param_groups[0].update(params=list(model[1].parameters())),
+    ]
+    for action in leaving if when == "state first" else reversed(leaving):
+        action()
+    if when == "steps between":
+        steps(model[1], first)
+    second = collage_neuron.compile(AdamW(moved, lr=0.0), verbose=False)
+    steps(model, second, count=1)
+    assert all(torch.equal(exact_value(second, p), value) for p, value in zip(moved, values, strict=True))
 
 
 def test_a_plain_optimizer_over_a_compiled_model_is_told_once_and_a_wrapper_is_not() -> None:
