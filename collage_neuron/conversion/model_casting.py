@@ -104,7 +104,7 @@ def compile_model(
 
 def _take_over(model: torch.nn.Module, waiting: Pending) -> None:
     """What an earlier `compile` of the same model kept goes over to `waiting`; parameters cast to fp32 since get it."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     for p, original in originals_in(model).items():
         if p.dtype == torch.bfloat16:
             waiting.originals[names[p]] = original

@@ -98,7 +98,9 @@ def _wrapped(base: type[Optimizer], name: str, found: Any) -> Any:
         return cached_property(_exact(base, name, found.func, "func"))
     if isinstance(found, (staticmethod, classmethod, type)) or not hasattr(type(found), "__get__"):
         return None  # a callable that is not bound to an optimizer when it is looked up has no `self`
-    return _exact(base, name, getattr(base, name)) if callable(getattr(base, name)) else None
+    # What can be set is a value and no method: a user's descriptor need not answer for the class.
+    method = None if hasattr(type(found), "__set__") else getattr(base, name, None)
+    return _exact(base, name, method) if callable(method) else None
 
 
 def _exact(base: type[Optimizer], name: str, found: Callable[..., Any], part: str = "") -> Callable[..., Any]:

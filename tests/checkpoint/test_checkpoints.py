@@ -130,7 +130,7 @@ def test_frozen_parameters_and_buffers_are_exported_too() -> None:
 
 
 def test_what_compile_of_the_model_keeps_of_frozen_parameters_is_exported() -> None:
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
     model[0].requires_grad_(False)
     before = copy.deepcopy(model[0].state_dict())
     optimizer = AdamW(collage_neuron.compile(model)[1].parameters())

@@ -347,3 +347,26 @@ def records_of_a_log_are_counted(world: World) -> None:
         LOG.removeHandler(handler)
         logging.disable(disabled)
     world.notes.append(handler.seen)
+
+
+@case
+def descriptors_that_only_objects_answer(world: World) -> None:
+    """torch never asks the class: there, the object is None, and looking at it fails."""
+
+    class Count:
+        def __get__(self, optimizer: Any, owner: Any = None) -> int:
+            count: int = vars(optimizer).get("own_count", 0)
+            return count
+
+        def __set__(self, optimizer: Any, value: int) -> None:
+            vars(optimizer)["own_count"] = value
+
+    class Counts(Base):
+        count = Count()
+
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            self.count += 1
+            p.sub_(g, alpha=group["lr"] / self.count)
+
+    world.compile(Counts(world.params))
+    world.step(5)
