@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.exact import (
     check_range,
     format_of_param,
@@ -45,38 +46,52 @@ def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[S
     Raises:
         TypeError: the optimizer is not compiled, or another one waits for its first step after `compile(model)`.
     """
-    own = model.state_dict(keep_vars=True)
-    owners = _owners(own, optimizer)
+    model.state_dict()  # FSDP2 puts shards in the place of parameters that a forward pass has gathered
+    owners = _owners(model, optimizer)
     for each in dict.fromkeys([optimizer, *owners.values()]):
         external_writes.drop_stale(each)
-    return _fp32_model(own, owners), _fp32_optimizer(optimizer)
+    return _fp32_model(model, owners), _fp32_optimizer(optimizer)
 
 
-def _owners(own: Mapping[str, Any], optimizer: Optimizer) -> dict[torch.Tensor, Optimizer]:
+def _owners(model: torch.nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, Optimizer]:
     """The compiled optimizers of a model's parameters, of which `optimizer` is one."""
     if isinstance(optimizer, (list, tuple)):
         raise TypeError(
             f"the optimizer is a {type(optimizer).__name__}; give one compiled optimizer: those of the other "
             "parameters are found, and the states of each are converted by a call of its own"
         )
-    params = [p for p in own.values() if isinstance(p, torch.nn.Parameter)]
-    owners = owners_of(params, [optimizer])
-    require_settled(p for p in params if p not in owners)
+    owners = owners_of(model.parameters(), [optimizer])
+    require_settled(p for p in model.parameters() if p not in owners)
     return owners
 
 
-def _fp32_model(own: Mapping[str, Any], owners: Mapping[torch.Tensor, Optimizer]) -> StateDict:
-    found: StateDict = {}
-    waiting = waiting_values(p for p in own.values() if isinstance(p, torch.nn.Parameter) and p not in owners)
-    for name, value in own.items():
-        if isinstance(value, torch.Tensor) and value in waiting:
-            found[name] = like(waiting[value], value)
-        elif isinstance(value, torch.Tensor) and (value in owners or value.dtype == torch.bfloat16):
-            state, record = words_kept(value, owners.get(value))
-            found[name] = read_fp32(value, state, "param", record)
-        else:
-            found[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-    return found
+def _fp32_model(model: torch.nn.Module, owners: Mapping[torch.Tensor, Optimizer]) -> StateDict:
+    """The state of a model that holds exact values: its own hooks may transpose, split or scale them."""
+    waiting = waiting_values(p for p in model.parameters() if p not in owners)
+    values: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for p in model.parameters():
+        if p in owners or p.dtype == torch.bfloat16:
+            exact = like(waiting[p], p) if p in waiting else _exact(p, owners.get(p))
+            values[p] = torch.nn.Parameter(exact, requires_grad=False)
+    with torch_privates.holding(model, values):
+        found = model.state_dict(keep_vars=True)
+    once = set(map(id, values.values()))  # names of tied weights have a tensor each
+    return {name: _own(x, once) for name, x in found.items()}
+
+
+def _exact(p: torch.Tensor, owner: Optimizer | None) -> torch.Tensor:
+    state, record = words_kept(p, owner)
+    return read_fp32(p, state, "param", record)
+
+
+def _own(x: Any, once: set[int]) -> Any:
+    """An entry of a state that shares memory with nothing, in fp32 if it is in bf16. Those in `once` need no copy."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if id(x) in once:
+        once.remove(id(x))
+        return x.detach()
+    return read_fp32(x, {}, "param") if x.dtype == torch.bfloat16 else x.detach().clone()
 
 
 def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
@@ -118,7 +133,7 @@ def set_fp32_state_dict(
         ValueError: a key is missing, has another shape, or belongs to no parameter; the message names it.
     """
     own = model.state_dict(keep_vars=True)
-    owners = _owners(own, optimizer)
+    owners = _owners(model, optimizer)
     groups_of_ours = any("collage_strategy" in group for group in optim_state_dict.get("param_groups", ()))
     if load_inner.KEY in optim_state_dict or groups_of_ours:
         raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,22 @@ def drop_load_hook(module: torch.nn.Module, hook: Any) -> None:
     hooks: Any = module._load_state_dict_pre_hooks
     for key in [key for key, wrapped in hooks.items() if wrapped.hook is hook]:
         del hooks[key]
+
+
+@contextmanager
+def holding(model: torch.nn.Module, values: Mapping[torch.Tensor, torch.nn.Parameter]) -> Iterator[None]:
+    """A context in which the modules of a model hold other parameters in the place of their own."""
+    own: list[tuple[Any, ...]] = [
+        (m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items()
+    ]
+    there = [place for place in own if place[2] in values]
+    try:
+        for params, name, p in there:
+            params[name] = values[p]
+        yield
+    finally:
+        for params, name, p in there:
+            params[name] = p
 
 
 def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:

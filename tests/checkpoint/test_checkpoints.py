@@ -140,6 +140,29 @@ def test_what_compile_of_the_model_keeps_of_frozen_parameters_is_exported() -> N
     assert all(torch.equal(weights[f"0.{name}"], value) for name, value in before.items())
 
 
+def transposed(layer: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
+    found[f"{prefix}kernel"] = found.pop(f"{prefix}weight").t().contiguous()
+
+
+def halves(layer: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
+    weight = found.pop(f"{prefix}weight")
+    found[f"{prefix}first"], found[f"{prefix}second"] = weight[:2], 2 * weight[2:]
+
+
+@pytest.mark.parametrize("hook", [transposed, halves])
+def test_what_a_models_own_hooks_make_of_weights_they_make_of_exact_ones(hook: Any) -> None:
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+    optimizer = collage_neuron.compile(model, AdamW(model.parameters()))[1]
+    train(model, optimizer, [0])
+    exact = exact_value(optimizer, model[0].weight)
+    model[0].register_state_dict_post_hook(hook)
+    weights, _ = get_fp32_state_dict(model, optimizer)
+    expected = {"0.weight": exact}
+    hook(model[0], expected, "0.", {})
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert model[0].weight.dtype == torch.bfloat16
+
+
 def of_two_optimizers(strategy: str, steps: int, seed: int = 0) -> tuple[Any, Optimizer, Optimizer]:
     """A model whose first layer has an optimizer of its own."""
     torch.manual_seed(seed)

@@ -45,6 +45,7 @@ NOTICED_BY = {
     "conversion/test_compile_model.py::test_the_first_step_runs_its_own_code_once": "hooked_steps",
     "conversion/test_keep_fp32.py::test_inside_of_a_module_that_stays_everything_is_fp32": "each_tensor",
     "conversion/test_loaded_weights.py::test_only_the_part_that_the_optimizer_trains_is_watched": "drop_load_hook",
+    "checkpoint/test_checkpoints.py::test_what_a_models_own_hooks_make_of_weights_they_make_of_exact_ones": "holding",
     "conversion/test_loaded_weights.py::test_the_warning_comes_through_wrappers_once": "has_load_hook",
     "conversion/test_training_loop.py::test_a_scheduler_drives_a_compiled_optimizer": "mark_counted",
     "conversion/test_uncommon.py::test_views_of_a_flat_buffer": "base_of",
