@@ -22,7 +22,7 @@ from collage_neuron.exact import (
     words_kept,
 )
 from collage_neuron.optimizer import load_inner
-from collage_neuron.optimizer.pending_models import require_settled, waiting_values
+from collage_neuron.optimizer.pending_models import keep_values, require_settled, waiting_values
 from collage_neuron.settings import OURS
 from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import numbered
@@ -149,6 +149,8 @@ def set_fp32_state_dict(
     model.load_state_dict(_narrowed(model_state_dict, own))
     for name, p in owned.items():
         set_exact_value(owners[p], p, model_state_dict[name])
+    others = {name: p for name, p in own.items() if isinstance(p, torch.nn.Parameter) and name not in owned}
+    keep_values({p: model_state_dict[name] for name, p in others.items() if p.dtype == torch.bfloat16})
 
 
 def _narrowed(saved: Mapping[str, Any], own: Mapping[str, Any]) -> StateDict:

@@ -25,7 +25,7 @@ from collage_neuron.states import external_writes
 from collage_neuron.states.bookkeeping import bookkeeping, is_compiled, params_of
 from collage_neuron.states.live_objects import groups_of, objects_of, with_subclasses
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
-from collage_neuron.states.shared_params import continue_from_others
+from collage_neuron.states.shared_params import continue_from_others, leave_value
 from collage_neuron.states.state_keys import split_params
 
 CompileOptimizer = Callable[[Optimizer, Settings], None]
@@ -155,6 +155,20 @@ def waiting_values(params: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.T
     wanted = {p for p in params if p.dtype == torch.bfloat16}
     known = chain.from_iterable(originals_in(model).items() for model in models if wanted)
     return {p: as_it_was(p, original) for p, original in known if p in wanted and p.shape == original.value.shape}
+
+
+@torch.no_grad()
+def keep_values(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Notes new fp32 values of parameters that wait for an optimizer, or for the next one; these get the high words."""
+    for waiting, name, p in [(w, *known) for m, w in models.items() for known in known_in(m, w.rounded)]:
+        if p in values:
+            value, fmt = values[p].detach().float().clone(), waiting.originals[name].fmt
+            local(p.detach()).copy_(high_word(value, fmt))
+            waiting.originals[name] = Original(value, p, torch_privates.version(p), fmt)
+    for p, value in values.items():
+        if hasattr(p, external_writes.LEFT):
+            p.copy_(value)
+            leave_value(p, value.detach().float().clone())
 
 
 def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:

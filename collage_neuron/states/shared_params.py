@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes
@@ -26,6 +26,7 @@ from collage_neuron.states.bookkeeping import (
     FRESH,
     STEPPED,
     Bookkeeping,
+    LowWords,
     Marks,
     bookkeeping,
     compiled_optimizers,
@@ -114,6 +115,12 @@ def leave_words(optimizer: Optimizer, ours: Bookkeeping) -> None:
 def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> None:
     for p, low in marks.params.items():
         external_writes.leave(p, low, formats.get(p, {}))
+
+
+def leave_value(p: torch.Tensor, value: torch.Tensor) -> None:
+    """The same with the fp32 `value` of `p`, which is that value in bf16."""
+    record = {"param": "bf16+fp32"}
+    external_writes.leave(p, LowWords(FRESH, mark_of(p), {"param" + MASTER: local(value)}), record)
 
 
 def left_with(p: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], Record]:

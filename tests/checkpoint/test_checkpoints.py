@@ -129,15 +129,29 @@ def test_frozen_parameters_and_buffers_are_exported_too() -> None:
     assert torch.equal(weights["0.bias"], model.state_dict()["0.bias"].float())
 
 
-def test_what_compile_of_the_model_keeps_of_frozen_parameters_is_exported() -> None:
-    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+def test_weights_that_no_optimizer_has_yet_are_exported_and_loaded_exactly() -> None:
+    """Frozen ones, of which `compile(model)` keeps the values, and those of an optimizer that is gone."""
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     model[0].requires_grad_(False)
-    before = copy.deepcopy(model[0].state_dict())
-    optimizer = AdamW(collage_neuron.compile(model)[1].parameters())
+    frozen = copy.deepcopy(model[0].state_dict())
+    collage_neuron.compile(model)
+    first, optimizer = (AdamW(layer.parameters()) for layer in (model[1], model[2]))
     train(model, optimizer, [0])
-    weights, _ = get_fp32_state_dict(model, optimizer)
-    assert not torch.equal(model[0].weight.float(), before["weight"])
-    assert all(torch.equal(weights[f"0.{name}"], value) for name, value in before.items())
+    first.step()
+    trained = {name: exact_value(first, p) for name, p in model[1].named_parameters()}
+    del first
+    gc.collect()
+    weights, states = get_fp32_state_dict(model, optimizer)
+    before = {f"0.{k}": v for k, v in frozen.items()} | {f"1.{k}": v for k, v in trained.items()}
+    assert all(torch.equal(weights[name], value) for name, value in before.items())
+    for other in (weights, {name: -3 * value for name, value in weights.items()}):
+        set_fp32_state_dict(model, optimizer, model_state_dict=other, optim_state_dict=states)
+        found = get_fp32_state_dict(model, optimizer)[0]
+        assert all(torch.equal(found[name], other[name]) for name in before)
+    last = collage_neuron.compile(AdamW(model[:2].requires_grad_(True).parameters(), lr=0.0))
+    train(model, last, [0])
+    found = {f"{i}.{k}": exact_value(last, p) for i in range(2) for k, p in model[i].named_parameters()}
+    assert all(torch.equal(found[name], other[name]) for name in before)
 
 
 def transposed(layer: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
