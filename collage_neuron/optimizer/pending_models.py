@@ -70,21 +70,24 @@ models: WeakKeyDictionary[torch.nn.Module, Pending] = WeakKeyDictionary()
 def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
     """The models given to `compile` alone that `optimizer` has parameters of."""
     owned = set(map(id, params_of(optimizer)))
-    return [model for model in models if not owned.isdisjoint(map(id, model.parameters()))]
+    known = {model: chain(model.parameters(), waiting.rounded.values()) for model, waiting in models.items()}
+    return [model for model, params in known.items() if not owned.isdisjoint(map(id, params))]
 
 
-def known_in(model: torch.nn.Module, noted: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a model that were `noted`, with the names that they had then.
+def known_in(
+    model: torch.nn.Module, noted: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a model that were `noted`, with the names that they had then; and those among `others`.
 
-    Code may have moved one to another name, by wrapping or deleting modules; and one that was made since, by a move to
-    another device or a larger vocabulary, is that of its name, unless this has gone to another one.
+    Code may have moved one to another name, by wrapping or deleting modules, or out of the model; and one that was made
+    since, by a move to another device or a larger vocabulary, is that of its name, unless this has gone elsewhere.
     """
-    params, names = dict(model.named_parameters()), {id(p): name for name, p in noted.items()}
-    there = set(map(id, params.values()))
-    for name, p in params.items():
-        if id(p) in names:
-            yield names[id(p)], p
-        elif name in noted and id(noted[name]) not in there:
+    names = {id(p): name for name, p in noted.items()}
+    params = {id(p): ("", p) for p in others} | {id(p): (name, p) for name, p in model.named_parameters()}
+    for key, (name, p) in params.items():
+        if key in names:
+            yield names[key], p
+        elif name in noted and id(noted[name]) not in params:
             yield name, p
 
 
@@ -128,10 +131,12 @@ def written_in_all_processes() -> set[torch.Tensor]:
     return {o.param for o in kept if not is_sharded(o.param) and torch_privates.version(o.param) != o.version}
 
 
-def originals_in(model: torch.nn.Module) -> dict[torch.Tensor, Original]:
-    """By parameter of a waiting model what it was before it was rounded; empty if it does not wait."""
-    waiting = models.get(model)
-    return {} if waiting is None else {p: waiting.originals[name] for name, p in known_in(model, waiting.rounded)}
+def originals_in(model: torch.nn.Module, others: Iterable[torch.Tensor] = ()) -> dict[torch.Tensor, Original]:
+    """By parameter of a waiting model, or among `others`, what it was before it was rounded."""
+    if model not in models:
+        return {}
+    waiting = models[model]
+    return {p: waiting.originals[name] for name, p in known_in(model, waiting.rounded, others)}
 
 
 def is_cast_back(p: torch.Tensor, original: Original) -> bool:
@@ -146,7 +151,7 @@ def is_cast_back(p: torch.Tensor, original: Original) -> bool:
 def assigned_since(params: Iterable[torch.Tensor]) -> set[torch.Tensor]:
     """The fp32 parameters among `params`: of a model that was rounded, those that were loaded since, exactly."""
     wide = {p for p in params if p.dtype == torch.float32}
-    known = chain.from_iterable(originals_in(model).items() for model in models if wide)
+    known = chain.from_iterable(originals_in(model, wide).items() for model in models if wide)
     return wide - {p for p, original in known if is_cast_back(p, original)}
 
 
@@ -178,7 +183,7 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
     """
     owned = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for model, waiting in models.items():
-        for name, p in list(known_in(model, waiting.rounded)):
+        for name, p in list(known_in(model, waiting.rounded, params_of(optimizer))):
             if id(p) not in owned or p.dtype != torch.bfloat16:
                 continue
             original = waiting.originals.pop(name)

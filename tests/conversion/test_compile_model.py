@@ -285,6 +285,21 @@ def test_a_model_that_is_compiled_once_more_keeps_its_values(edit: Callable[[Any
         assert ((exact_value(optimizer, p) - value).abs() <= bound * value.abs()).all()
 
 
+@pytest.mark.parametrize("edit", [lambda layer: None, lambda layer: layer.float()], ids=["as it is", "in fp32"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_layer_that_is_taken_out_of_its_model_keeps_its_values(alone: bool, edit: Callable[[Any], object]) -> None:
+    model, plain = collage_neuron.compile(stack()), stack()
+    layer, model[1] = model[1], nn.Linear(8, 8, dtype=torch.bfloat16)
+    edit(layer)
+    optimizer = adamw(layer if alone else nn.ModuleList([model, layer]), lr=0.0)
+    set_gradients([p for group in optimizer.param_groups for p in group["params"]], 0)
+    new = model[1].weight.detach().float()
+    optimizer.step()
+    for p, value in zip(layer.parameters(), plain[1].parameters(), strict=True):
+        assert torch.equal(exact_value(optimizer, p), value)
+    assert alone or torch.equal(exact_value(optimizer, model[1].weight), new)
+
+
 @pytest.mark.parametrize("rows", [5, 11])
 def test_a_vocabulary_of_another_size_keeps_the_rows_that_it_has(rows: int) -> None:
     """As `resize_token_embeddings` of transformers makes it: new parameters, into which rows are copied."""
