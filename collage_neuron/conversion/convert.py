@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -41,7 +41,7 @@ from collage_neuron.runtime.preconditions import check_differentiable, check_opt
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
-from collage_neuron.settings import UNSUPPORTED, Settings, filled
+from collage_neuron.settings import DRAWN, UNSUPPORTED, Settings, filled
 from collage_neuron.states import external_writes, inner_optimizers, reduced_states, replaced_params, strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
@@ -123,13 +123,9 @@ def _compile(
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)
     reduced_states.widen_counts(optimizer)
-    for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
-        group.update(own.as_group())
-        group.pop(UNSUPPORTED, None)
-        for p in group["params"]:
-            formats = of_group
-            if recording is None:  # its steps run as written
-                formats = formats_as_written(own, p, optimizer.state.get(p, {}), record_of(optimizer, p))
+    for group, own, plan in zip(optimizer.param_groups, chosen, plans, strict=True):
+        _write_settings(group, own, plan)
+        for p, formats in _formats_of(optimizer, group, own, plan):
             _adopt(optimizer, p, dict.fromkeys(formats, FP32) if stays.get(p) else formats, compiled)
     params = params_of(optimizer)
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
@@ -141,6 +137,24 @@ def _compile(
     if refusal is not None and shape_of_part(optimizer) is None:  # of parts it is not known yet
         bookkeeping(optimizer).as_written = str(refusal)
     return settings
+
+
+def _write_settings(group: dict[str, Any], own: Settings, plan: Plan) -> None:
+    group.update(own.as_group())
+    group.pop(UNSUPPORTED, None)
+    if any(fmt.draw for fmt in plan[1].values()):
+        group.setdefault(DRAWN, 0)  # torch.distributed.checkpoint reads what is in the state that it loads into
+
+
+def _formats_of(
+    optimizer: Optimizer, group: dict[str, Any], own: Settings, plan: Plan
+) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Format]]]:
+    """The parameters of a group with their formats; of steps that run as written, those of the states that are there."""
+    recording, formats = plan
+    for p in group["params"]:
+        if recording is None:
+            formats = formats_as_written(own, p, optimizer.state.get(p, {}), record_of(optimizer, p))
+        yield p, formats
 
 
 def _tell(

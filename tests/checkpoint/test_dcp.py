@@ -14,10 +14,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import STRATEGIES
+from collage_neuron.numerics.strategies import DEFAULT
 from collage_neuron.states.store import States
 
 Run = tuple[nn.Module, Optimizer]
@@ -67,13 +68,15 @@ def test_a_run_goes_on_bit_for_bit(strategy: str, dtype: torch.dtype, options: s
     assert differences(go_on(other, range(3, 6)), whole) == []
 
 
-@pytest.mark.parametrize("kind", [AdamW, SGD])
-def test_tied_weights_and_an_optimizer_without_states_go_on(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "strategy"), [(AdamW, DEFAULT), (SGD, DEFAULT), (Adagrad, "split422")])
+def test_tied_weights_and_an_optimizer_without_states_or_with_all_go_on(
+    kind: Any, strategy: str, tmp_path: Path
+) -> None:
     runs: list[Run] = []
     for seed in (0, 1):
         model: nn.Module = gpt(seed)
         optimizer: Optimizer = kind(model.parameters(), lr=1e-2)
-        runs.append(collage_neuron.compile(model, optimizer))
+        runs.append(collage_neuron.compile(model, optimizer, strategy=strategy))
     trained(runs[0], tmp_path)
     load(runs[1], tmp_path, StateDictOptions())
     assert differences(go_on(runs[1], range(3, 5)), go_on(runs[0], range(3, 5))) == []
