@@ -149,7 +149,7 @@ def _write_settings(group: dict[str, Any], own: Settings, plan: Plan) -> None:
 def _formats_of(
     optimizer: Optimizer, group: dict[str, Any], own: Settings, plan: Plan
 ) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Format]]]:
-    """The parameters of a group with their formats; of steps that run as written, those of the states that are there."""
+    """The parameters of a group, with their formats; of steps that run as written, those of the states there are."""
     recording, formats = plan
     for p in group["params"]:
         if recording is None:
