@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import RoundedWeights
+from collage_neuron.optimizer.pending_models import models
 from collage_neuron.states import external_writes
-from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.bookkeeping import compiled_optimizers, params_of
 from collage_neuron.states.live_objects import outermost, smallest
 from collage_neuron.states.sharding import local
 
@@ -68,11 +69,12 @@ def _tell(
     if about.get("assign_to_params_buffers"):
         return
     external_writes.before_load(p for name, p in module.named_parameters() if prefix + name in state_dict)
-    found = [  # frozen ones are cast as by `model.to`, without a word
-        prefix + name
-        for name, p in module.named_parameters()
-        if p.requires_grad and p.dtype == torch.bfloat16 and is_rounded(state_dict.get(prefix + name))
-    ]
+    narrow = {name: p for name, p in module.named_parameters() if p.dtype == torch.bfloat16}
+    wide = {name: p for name, p in narrow.items() if is_rounded(state_dict.get(prefix + name))}
+    # Other frozen ones are cast as by `model.to`, without a word.
+    kept = {original.param for waiting in models.values() for original in waiting.originals.values()} if wide else set()
+    kept |= {p for x in (compiled_optimizers() if wide else ()) for p in params_of(x)}
+    found = [prefix + name for name, p in wide.items() if p.requires_grad or p in kept]
     if found:
         warnings.warn(
             f"{found[0]}{f' and {len(found) - 1} other weights' if len(found) > 1 else ''} of this state dict are "

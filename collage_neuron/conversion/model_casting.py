@@ -41,7 +41,7 @@ from collage_neuron.optimizer.pending_models import (
 from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param, is_left_alone
 from collage_neuron.settings import Settings
-from collage_neuron.states.bookkeeping import is_compiled, params_of
+from collage_neuron.states.bookkeeping import bookkeeping, is_compiled, params_of
 from collage_neuron.states.sharding import local, rewrite_data
 from collage_neuron.states.shared_memory import check_unshared
 
@@ -228,7 +228,9 @@ def _compiling(method: Any) -> Any:
 
     @wraps(method)
     def of_compiled(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiled(self) and _compile_waiting(self):
+        # `o.load_state_dict(o.state_dict())` looks the first method up before the second one compiles.
+        is_ours = is_compiled(self) and not bookkeeping(self).in_own_method
+        if is_ours or (not is_compiled(self) and _compile_waiting(self)):
             return getattr(self, method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 

@@ -23,7 +23,7 @@ from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
 from collage_neuron.states import external_writes, format_record, inner_optimizers, replaced_params, strategy_checks
-from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
+from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping, in_own_method
 from collage_neuron.states.store import States, is_idle
 
 
@@ -153,16 +153,17 @@ class Compiled(Optimizer):
         external_writes.restore_words(self)
         external_writes.check_codes(self)
         nonfinite.read_counts(self)
-        if inner_optimizers.inner_of(self):
-            base = base_of(type(self))
-            return load_inner.save(base, self, partial(exact_methods.presented_lazily, base, self))
-        format_record.save(self)
-        # Before the user's own hooks, which are to see what is saved.
-        handle = self.register_state_dict_post_hook(format_record.show_values, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
+        with in_own_method(self):
+            if inner_optimizers.inner_of(self):
+                base = base_of(type(self))
+                return load_inner.save(base, self, partial(exact_methods.presented_lazily, base, self))
+            format_record.save(self)
+            # Before the user's own hooks, which are to see what is saved.
+            handle = self.register_state_dict_post_hook(format_record.show_values, prepend=True)
+            try:
+                return super().state_dict()
+            finally:
+                handle.remove()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state, all of it or, with a ValueError that names the key, none of it.
@@ -172,10 +173,11 @@ class Compiled(Optimizer):
         """
         replaced_params.follow(self)
         base = base_of(type(self))
-        if inner_optimizers.inner_of(self):
-            load_inner.load(base, self, state_dict, partial(exact_methods.presented_lazily, base, self))
-            return
-        load_state.load(base, self, state_dict, super().load_state_dict)
+        with in_own_method(self):
+            if inner_optimizers.inner_of(self):
+                load_inner.load(base, self, state_dict, partial(exact_methods.presented_lazily, base, self))
+            else:
+                load_state.load(base, self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles: as torch's, plus the bookkeeping."""

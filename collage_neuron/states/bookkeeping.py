@@ -160,7 +160,10 @@ class Marks:
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies", "sharing")
+OF_ONE = (
+    "reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies", "sharing",
+    "in_own_method",
+)  # fmt: skip
 """Fields that a copy of the optimizer does not get."""
 
 
@@ -202,6 +205,8 @@ class Bookkeeping:
     """Before which of the last steps other code had written parameters without a change (`coarse_writes`)."""
     samples: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """Some elements of parameters that other code writes, after the last step (`coarse_writes`)."""
+    in_own_method: bool = False
+    """True while our `state_dict` or `load_state_dict` runs, which calls torch's."""
     told_of_writes: bool = False
     """True if the user was warned of it."""
     as_written: str = ""
@@ -297,6 +302,17 @@ def bookkeeping(optimizer: Optimizer) -> Bookkeeping:
     return found
 
 
+@contextmanager
+def in_own_method(optimizer: Optimizer) -> Iterator[None]:
+    """A context in which torch's `state_dict` and `load_state_dict` are called by ours."""
+    book = bookkeeping(optimizer)
+    before, book.in_own_method = book.in_own_method, True
+    try:
+        yield
+    finally:
+        book.in_own_method = before
+
+
 def is_compiled(optimizer: object) -> bool:
     """Returns True for an instance of a compiled class, also while its step shows it as one of the user's class.
 
@@ -319,6 +335,12 @@ def compiled_optimizers() -> list[Optimizer]:
     """All compiled optimizers of this process that are built and alive, copies too."""
     living = (x for reference in _LIVING.valuerefs() if (x := reference()) is not None)
     return [x for x in living if {"param_groups", "state"} <= vars(x).keys()]
+
+
+def noted_words() -> dict[int, tuple[Optimizer, torch.Tensor, LowWords]]:
+    """By the identity of a further word of a parameter: the optimizer that noted it, and with which parameter."""
+    noted = ((x, p, low) for x in compiled_optimizers() for p, low in bookkeeping(x).marks.params.items())
+    return {id(word): (x, p, low) for x, p, low in noted for word in low.words.values()}
 
 
 def params_of(optimizer: Optimizer) -> list[Any]:

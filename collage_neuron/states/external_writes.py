@@ -42,8 +42,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import warn_user
-from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import coarse_writes, fitting_words, step_inventory
+from collage_neuron.numerics.formats import MASTER, Format, format_named
+from collage_neuron.states import coarse_writes, fitting_words, step_inventory, word_encoding
 from collage_neuron.states.bookkeeping import FRESH as FRESH
 from collage_neuron.states.bookkeeping import LOADED as LOADED
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
@@ -54,13 +54,14 @@ from collage_neuron.states.bookkeeping import (
     bookkeeping,
     compiled_optimizers,
     mark_of,
+    noted_words,
     params_of,
 )
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.live_objects import groups_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
 from collage_neuron.states.state_keys import names_in, split_words, words_of
-from collage_neuron.states.store import is_idle, is_stored, kept_format, store
+from collage_neuron.states.store import Record, is_idle, is_stored, kept_format, store
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str = "") -> None:
@@ -89,6 +90,18 @@ def put(optimizer: Optimizer, p: torch.Tensor, fmt: Format, value: torch.Tensor,
     """Stores the exact `value` of `p`, from which training goes on; `what` is its event, as of `remember`."""
     store(p, optimizer.state[p], "param", fmt, value, record_of(optimizer, p))
     remember(optimizer, p, what)
+
+
+def remember_replaced(optimizer: Optimizer, old: torch.Tensor, low: LowWords | None, new: torch.Tensor) -> None:
+    """Notes a parameter that has taken the place and the low words of an `old` one before the first step.
+
+    On another device or in shards it is the same; beside it, elements may be others, which the noted bits tell.
+    """
+    is_beside = type(new) is type(old) and new.device == old.device and not _is_replica(new)
+    if is_beside and low is not None and low.bits is not None:
+        bookkeeping(optimizer).marks.params[new] = low._replace(mark=None, words=words_of(optimizer.state[new]))
+    else:
+        remember(optimizer, new, FRESH)
 
 
 def before_load(params: Iterable[torch.Tensor]) -> None:
@@ -324,10 +337,15 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
 
 def check_codes(optimizer: Optimizer) -> list[Written]:
     """Raises ValueError if other code wrote codes since the last step; returns the states that were written."""
-    written = list(_written_states(optimizer))
+    written, marks = list(_written_states(optimizer)), bookkeeping(optimizer).marks.states
+    gone = [q for q in marks if q not in optimizer.state] if written else []  # whose states may be a new parameter's
     for p, name, high, noted in written:
-        if noted is not None and name in names_in(optimizer.state[p]).coded:
-            _check_unwritten(p, name, high, noted, record_of(optimizer, p))
+        if name in names_in(optimizer.state[p]).coded:
+            if noted is not None:
+                _check_unwritten(p, name, high, noted, record_of(optimizer, p))
+            for q in [p] if noted is not None else [q for q in gone if name in marks[q]]:
+                if name in record_of(optimizer, q):
+                    _check_values(p, name, optimizer.state[p], marks[q][name][0], record_of(optimizer, q))
     return written
 
 
@@ -345,6 +363,31 @@ def _check_unwritten(p: torch.Tensor, name: str, now: torch.Tensor, noted: Noted
         )
 
 
+FAR = 100.0
+"""How many times larger than what it was a state of numbers like its codes is, which nobody means."""
+
+
+def _check_values(p: torch.Tensor, name: str, state: Mapping[str, Any], codes: torch.Tensor, record: Record) -> None:
+    """Raises for values that were computed from codes as if these were values: `state["exp_avg"] = m * 0.5`, of `m`."""
+    values = state[name]
+    if not values.is_floating_point() or values.shape[1:] != codes.shape[1:] or not codes.dim():
+        return
+    rows = min(len(values), len(codes))  # of a new parameter there may be more, or fewer
+    pairs = torch.stack([_on_host(values)[:rows].double(), _on_host(codes)[:rows].double()]).flatten(1)
+    pairs = pairs[:, pairs[0] != 0]  # masks
+    was = word_encoding.decode(format_named(record[name]), [codes, *_further(state, name, record)], name).abs().max()
+    if pairs.numel() and pairs[0].abs().max() > FAR * was and torch.corrcoef(pairs)[0, 1].abs() > 1 - 2**-10:
+        raise ValueError(
+            f"the state {name!r} of a parameter of shape {list(p.shape)} was computed from its codes "
+            f"({record[name]}), which are no values. Nothing was updated: compute it from the values, which "
+            "optimizer.state_dict() has, and assign that, or load it by load_state_dict()"
+        )
+
+
+def _further(state: Mapping[str, Any], name: str, record: Record) -> list[torch.Tensor]:
+    return [local(state[key]) for key in format_named(record[name]).keys(name)[1:]]
+
+
 def _on_host(x: torch.Tensor) -> torch.Tensor:
     return local(x.detach()).cpu()
 
@@ -355,11 +398,16 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
 def restore_words(optimizer: Optimizer) -> None:
     """Gives parameters back the words that were cleared away with their states.
 
-    With those that have also left the groups, the words stay, for another optimizer.
+    With those that have also left the groups, the words stay, for another optimizer. A state that was moved here
+    from another one has words of its own, in formats that this one has not chosen.
     """
     split = step_inventory.once(optimizer, "split", lambda: set(map(id, split_words(optimizer.state))))
-    known = bookkeeping(optimizer).marks.params.items()
-    cleared = [(p, low) for p, low in known if low.words and id(p) not in split]
+    known = bookkeeping(optimizer).marks.params
+    there = [(p, low) for p, low in known.items() if low.words and id(p) in split]
+    other = [p for p, low in there if not all(optimizer.state[p].get(k) is w for k, w in low.words.items())]
+    if other:
+        _take_over(optimizer, other)
+    cleared = [(p, low) for p, low in known.items() if low.words and id(p) not in split]
     if cleared:
         step_inventory.changed(optimizer)
         held = set(map(id, params_of(optimizer)))
@@ -368,6 +416,27 @@ def restore_words(optimizer: Optimizer) -> None:
                 optimizer.state.setdefault(p, {}).update(low.words)
             else:
                 leave(p, low, record_of(optimizer, p))
+
+
+def _take_over(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """What another optimizer noted of these, if their states have the very words that it noted, counts from now on."""
+    noted = noted_words()
+    for p in params:
+        words = words_of(optimizer.state[p]).values()
+        left, of_left = getattr(p, LEFT, (None, {}))
+        found = [(x, low) for x, q, low in (noted[id(word)] for word in words if id(word) in noted) if q is p]
+        if found and found[0][0] is not optimizer:
+            note_as(optimizer, p, found[0][1], record_of(found[0][0], p))
+        elif left is not None and any(word is w for word in words for w in left.words.values()):
+            note_as(optimizer, p, left, of_left)
+
+
+def note_as(optimizer: Optimizer, p: torch.Tensor, low: LowWords, record: Mapping[str, str]) -> None:
+    """Notes low words of `p`, and the formats of what is in its state, as another optimizer or parameter had them."""
+    bookkeeping(optimizer).marks.params[p] = low
+    own = record_of(optimizer, p)
+    own.clear()
+    own.update(record)
 
 
 LEFT = "_collage_left"

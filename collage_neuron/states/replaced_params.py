@@ -16,9 +16,11 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import warn_user
-from collage_neuron.states import external_writes, reduced_states, step_inventory
-from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states import external_writes, fitting_words, reduced_states, step_inventory
+from collage_neuron.states.bookkeeping import bookkeeping, noted_words, params_of
+from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner_optimizers import inner_of
+from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import (
     is_component,
     is_shared_word,
@@ -28,8 +30,9 @@ from collage_neuron.states.state_keys import (
     split_params,
     split_words,
     suffixes,
+    words_of,
 )
-from collage_neuron.states.store import is_host_scalar
+from collage_neuron.states.store import is_host_scalar, kept_format
 
 
 def remember(optimizer: Optimizer) -> None:
@@ -55,10 +58,10 @@ def follow(optimizer: Optimizer) -> None:
                     k: v if is_host_scalar(v, old) and not is_component(k, state) else v.to(new.device)
                     for k, v in state.items()
                 }
-                book.marks.params.pop(old, None)
+                low = book.marks.params.pop(old, None)
                 if old in book.formats:
                     book.formats[new] = book.formats.pop(old)
-                external_writes.remember(optimizer, new, external_writes.FRESH)
+                external_writes.remember_replaced(optimizer, old, low, new)
                 for each in inner_of(optimizer):
                     if old in each.optimizer.state:  # the same object if `state` is
                         each.optimizer.state[new] = each.optimizer.state.pop(old)
@@ -76,6 +79,7 @@ def settle_moved(optimizer: Optimizer) -> None:
         dropped = [key for name in ("param", *names_in(state).split) for key in _of_another(p, name, state)]
         for key in dropped:
             del state[key]
+        dropped = dropped or _drop_of_another(optimizer, p)
         if dropped:
             warn_user(
                 f"a new parameter of shape {list(p.shape)} has the state of an earlier one, with low words that are "
@@ -84,6 +88,27 @@ def settle_moved(optimizer: Optimizer) -> None:
                 "collage_neuron.exact_value, and compile the optimizer again"
             )
         external_writes.remember(optimizer, p, external_writes.STEPPED)
+
+
+@torch.no_grad()
+def _drop_of_another(optimizer: Optimizer, p: torch.Tensor) -> list[str]:
+    """Resets low words that came with the state of another parameter, where `p` has other bits; the keys, if any."""
+    words, noted = words_of(optimizer.state[p]), noted_words()
+    for x, q, low in (noted[id(word)] for word in words.values() if id(word) in noted):
+        if q.shape == p.shape and q.dtype == p.dtype == torch.bfloat16 and low.is_of(q):
+            external_writes.note_as(optimizer, p, low, record_of(x, q))
+            differ = local(p.detach()).cpu().view(torch.int16) != local(q.detach()).cpu().view(torch.int16)
+            if differ.any():
+                fitting_words.reset_where(
+                    p,
+                    optimizer.state[p],
+                    "param",
+                    kept_format(p, optimizer.state[p], "param", record_of(optimizer, p)),
+                    differ,
+                )
+                return list(words)
+            return []
+    return []
 
 
 def moved(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -329,6 +329,16 @@ def test_what_is_saved_before_the_first_step_has_low_words() -> None:
     assert differences(snapshot(optimizer), snapshot(other)) == ["group 0, collage_formats"]  # of what was loaded
 
 
+def test_a_method_that_is_looked_up_before_another_one_compiles_is_the_compiled_ones() -> None:
+    model, plain = collage_neuron.compile(stack(), strategy="fp32"), stack()
+    optimizer = adamw(model, lr=0.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    set_gradients(list(model.parameters()), 0)
+    optimizer.step()
+    for p, value in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(exact_value(optimizer, p), value)
+
+
 def test_a_refused_first_step_leaves_all_as_it_was_and_the_next_is_the_first() -> None:
     model, twin = mlp(), mlp()
     optimizer, other = by_model(model), by_both(twin)

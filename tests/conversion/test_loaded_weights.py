@@ -79,9 +79,17 @@ def test_what_loses_nothing_is_loaded_without_a_word() -> None:
         train(plain, (plains := adamw(plain)), range(2))
         saved = plain.state_dict()
         checkpoint.set_fp32_state_dict(model, optimizer, model_state_dict=saved, optim_state_dict=plains.state_dict())
-        for p in model.parameters():
-            p.requires_grad_(False)
-        model.load_state_dict(weights)  # frozen weights are cast as by `model.to`
+        frozen, head = mlp().requires_grad_(False), torch.nn.Linear(1, 1)
+        collage_neuron.compile(torch.nn.Sequential(frozen, head), adamw(head))
+        frozen.load_state_dict(weights)  # frozen weights are cast as by `model.to`
+
+
+@pytest.mark.parametrize("form", ["both", "model", "optimizer"])
+def test_frozen_weights_of_which_low_words_are_kept_are_spoken_of(form: str) -> None:
+    """They may be trained later, and would begin with rounded weights."""
+    model = in_form(form).requires_grad_(False)
+    with pytest.warns(RoundedWeights, match=r"0.weight and \d other weights"):
+        model.load_state_dict(widened())
 
 
 def test_set_fp32_state_dict_keeps_what_the_warning_says_is_lost() -> None:

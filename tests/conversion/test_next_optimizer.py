@@ -199,6 +199,35 @@ def test_a_parameter_that_left_with_its_state_keeps_its_value(when: str) -> None
     assert all(torch.equal(exact_value(second, p), value) for p, value in zip(moved, values, strict=True))
 
 
+@pytest.mark.parametrize(("source", "target"), [("split433", "split323"), ("plus", "split433"), ("split433", "plus")])
+@pytest.mark.parametrize("group_first", [True, False])
+def test_a_state_that_is_moved_is_read_in_the_format_it_has(source: str, target: str, group_first: bool) -> None:
+    moved, *others = (nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(i))) for i in range(3))
+    first = collage_neuron.compile(SGD([moved, others[0]], lr=1e-6, momentum=0.9), strategy=source, verbose=False)
+    second = collage_neuron.compile(SGD(others[1:], lr=0.0, momentum=0.9), strategy=target, verbose=False)
+    moved.grad = torch.ones_like(moved)
+    first.step()
+    value = exact_value(first, moved)
+    first.param_groups[0]["params"] = others[:1]
+    for action in (0, 1) if group_first else (1, 0):
+        if action == 0:
+            second.add_param_group({"params": [moved]})
+            exact_value(second, moved)
+        else:
+            second.state[moved] = first.state.pop(moved)
+    assert torch.equal(exact_value(second, moved), value)
+
+
+def test_a_parameter_that_replaces_another_before_the_first_step_begins_with_its_own_values() -> None:
+    model: Any = linear()
+    optimizer = compiled("both", model)
+    new = model.weight = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(9)).bfloat16())
+    optimizer.param_groups[0].update(params=[new, model.bias], lr=0.0)
+    written = new.detach().float().clone()
+    steps(model, optimizer, count=1)
+    assert torch.equal(exact_value(optimizer, new), written)
+
+
 def test_a_plain_optimizer_over_a_compiled_model_is_told_once_and_a_wrapper_is_not() -> None:
     class Wrapper(AdamW):
         def __init__(self, base: Any) -> None:

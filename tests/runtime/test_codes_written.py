@@ -56,6 +56,38 @@ def test_a_tensor_of_values_is_encoded(strategy: str, dtype: torch.dtype) -> Non
     torch.testing.assert_close(float(moved), 1e-3 * 1e-2 / (1 - 0.9**3) / root, rtol=2**-4, atol=0.0)
 
 
+COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "half": lambda m: m * 0.5,
+    "in fp32": lambda m: m.float(),
+    "masked": lambda m: torch.where(torch.arange(256) % 2 == 0, m, 0.0),
+    "without its mean": lambda m: m - m.float().mean(),
+    "with more rows": lambda m: torch.cat([m, torch.zeros(2, 256)]),
+    "with fewer rows": lambda m: m[1:].to(torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:a new parameter of shape")
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
+@pytest.mark.parametrize("strategy", BLOCKS)
+def test_what_is_computed_from_codes_is_rejected(
+    strategy: str, compute: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Code numbers in place of values would be moments up to 32767, whose steps nobody could take back."""
+    p, optimizer = stepped(strategy)
+    p.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)).to(p.dtype)
+    optimizer.step()
+    state = optimizer.state[p]
+    name = "exp_avg" if state["exp_avg"].dtype in (torch.int8, torch.int16, torch.uint8) else "exp_avg_sq"
+    new = compute(state[name])
+    if len(new) != len(p):
+        optimizer.state[q := nn.Parameter(torch.zeros(len(new), 256, dtype=p.dtype))] = optimizer.state.pop(p)
+        optimizer.param_groups[0]["params"] = [q]
+        state, p = optimizer.state[q], q
+    state[name], p.grad = new, torch.zeros_like(p)
+    with pytest.raises(ValueError, match=rf"'{name}' .*was computed from its codes .*Nothing was updated"):
+        optimizer.step()
+
+
 def exchanged(state: dict[str, Any], codes: Callable[[torch.Tensor], torch.Tensor]) -> None:
     state["exp_avg"] = codes(state["exp_avg"])
 
