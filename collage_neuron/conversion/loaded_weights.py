@@ -74,6 +74,7 @@ def _tell(
     # Other frozen ones are cast as by `model.to`, without a word.
     kept = {original.param for waiting in models.values() for original in waiting.originals.values()} if wide else set()
     kept |= {p for x in (compiled_optimizers() if wide else ()) for p in params_of(x)}
+    kept |= {p for p in wide.values() if hasattr(p, external_writes.LEFT)}
     found = [prefix + name for name, p in wide.items() if p.requires_grad or p in kept]
     if found:
         warnings.warn(

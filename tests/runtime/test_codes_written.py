@@ -80,6 +80,7 @@ def test_what_is_computed_from_codes_is_rejected(
     name = "exp_avg" if state["exp_avg"].dtype in (torch.int8, torch.int16, torch.uint8) else "exp_avg_sq"
     new = compute(state[name])
     if len(new) != len(p):
+        state.update({other: compute(state[other]) for other in NAMES})
         optimizer.state[q := nn.Parameter(torch.zeros(len(new), 256, dtype=p.dtype))] = optimizer.state.pop(p)
         optimizer.param_groups[0]["params"] = [q]
         state, p = optimizer.state[q], q
