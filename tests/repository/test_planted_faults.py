@@ -32,7 +32,7 @@ class Fault(NamedTuple):
 
 EFT, BLOCKS, FP32, PAPER = (
     "collage_neuron/numerics/eft.py", "collage_neuron/numerics/block_formats.py",
-    "passes/rewrite/fp32_arithmetic.py", "passes/rewrite/bf16_arithmetic.py",
+    "passes/rewrite/arithmetic.py", "passes/rewrite/bf16_arithmetic.py",
 )  # fmt: skip
 RULES, NATIVE, EMIT = (
     "passes/rewrite/rules/elementwise.py", "passes/backends/native/rules.py", "passes/backends/nki/emit.py",
@@ -230,7 +230,7 @@ FAULTS = [
           "monitoring/test_monitor.py::test_fp32_loses_nothing_and_its_high_word_what_bf16_would"),
     Fault("collage_neuron/matmuls/scales.py", "self.inverse[at] * drift", "self.inverse[at] / drift",
           "matmuls/test_changes.py::test_a_batch_of_another_shape_leaves_the_scales_of_inputs_alone"),
-    Fault("passes/fp8_scaling/size_rules.py", "Size(-x[0].log / 2, True)", "Size(x[0].log / 2, True)",
+    Fault("passes/fp8_scaling/sizes.py", "Size(-x[0].log / 2, True)", "Size(x[0].log / 2, True)",
           "matmuls/test_rules.py::test_the_size_of_a_result[aten.rsqrt.default-]"),
 ]  # fmt: skip
 

@@ -26,8 +26,8 @@ from collage_neuron.passes.backends.native.jobs import Place, Step, lay_out
 from collage_neuron.passes.backends.native.kernel import Compiled, Kernels
 from collage_neuron.passes.backends.native.machine import Machine, Target, Team, loaded_libgomp, missing_here
 from collage_neuron.passes.backends.native.memory import in_memory
-from collage_neuron.passes.backends.native.reduction_kernels import fold_of, runs_of, write_fold
-from collage_neuron.passes.backends.native.reductions import ReductionKernels, nothing_of, run_by_rows
+from collage_neuron.passes.backends.native.reduction_kernels import fold_of, runs_of, write_fold, write_runs
+from collage_neuron.passes.backends.native.reductions import nothing_of, run_by_rows
 from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.staged import find, store_small
@@ -46,7 +46,6 @@ class Engine:
         self.team = Team(path)
         self.machine = Machine(self.team.symbols(), target)
         self.kernels = Kernels(self.machine)
-        self.reductions = ReductionKernels(self.machine)
         self._nothing = torch.zeros(1, 0, self.machine.target.width, dtype=torch.float64, device="cpu")
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
 
@@ -164,7 +163,7 @@ class Native(Backend):
         """Runs launches of which either all or none have reductions over rows or columns."""
         if not launches[0].update.by_rows:
             return self.run(launches)
-        rows = (run_by_rows(launch, self.engine.reductions, self.engine.run) for launch in launches)
+        rows = (run_by_rows(launch, self.engine.kernels, self.engine.run) for launch in launches)
         return list(chain.from_iterable(rows))
 
     def _found(self, launches: Sequence[Launch]) -> list[Found | None]:
@@ -183,7 +182,7 @@ class Native(Backend):
         found: dict[int, Sequence[Tensor]] = {}
         results = len(launch.update.only_stage.reduced)
         for dtypes, numbers in alike.items():
-            compiled = self.engine.reductions.runs(launch.update, dtypes) if dtypes else None
+            compiled = self.engine.kernels.compiled(write_runs, launch.update, dtypes) if dtypes else None
             if compiled is None:
                 sums = REFERENCE.group_sums(launch.update)
                 found |= {i: sums(launch.reads[i], scalars[i]) for i in numbers}

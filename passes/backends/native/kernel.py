@@ -25,9 +25,10 @@ import re
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -88,17 +89,17 @@ class Compiled:
 
 
 class Bound:
-    """The kernels of one update, for tensors of different dtypes."""
+    """What is known of the slots of one update."""
 
-    def __init__(self, update: Update, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, update: Update, kernels: Kernels) -> None:
+        self._kernels = kernels
         self._slots = [slots_of(update, apart) for apart in (False, True)]
         self.both = [(s.read, s.written) for s in self._slots[False] if s.read is not None and s.written is not None]
         """Places of the keys that are read and written: mostly the same tensor, which is one slot then."""
         self.only_written = [s.written for s in self._slots[False] if s.read is None and s.written is not None]
-        self.block = _block(update)
-        self._kernels: dict[tuple[bool, tuple[torch.dtype, ...]], Compiled | None] = {}
-        self._lock = threading.Lock()
+        self.block = 0
+        with suppress(NotEmitted):  # of blocks of several sizes, for which there is no kernel either
+            self.block = size_of_blocks(update)
 
     def written(self, apart: bool) -> list[bool]:
         """Which slots are written; where words lie `apart` from those they replace, these have slots of their own."""
@@ -110,37 +111,42 @@ class Bound:
 
     def kernel(self, update: Update, apart: bool, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
         """The kernel for slots of these dtypes; None if there is no code for one of them, or for an operation."""
-        key = apart, dtypes
-        with self._lock:
-            if key not in self._kernels:
-                self._kernels[key] = Compiled.of(self._machine, write_kernel, update, apart, dtypes)
-            return self._kernels[key]
+        return self._kernels.compiled(write_kernel, update, apart, dtypes)
 
 
-def _block(update: Update) -> int:
-    """Elements of the blocks of an update; 0 if it has none, or no kernel."""
-    try:
-        return size_of_blocks(update)
-    except NotEmitted:
-        return 0
+T = TypeVar("T")
 
 
 class Kernels:
-    """The kernels of all updates that are still in use."""
+    """The kernels of all updates in use: the same for all threads, since steps have only their addresses."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        # A `Bound` must not refer to its update, or neither would ever be freed.
-        self._bound: WeakKeyDictionary[Update, Bound] = WeakKeyDictionary()
+        self.machine = machine
+        # What is kept must not refer to its update, or neither would ever be freed.
+        self._made: WeakKeyDictionary[Update, dict[Any, Any]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def of(self, update: Update) -> Bound:
-        """Those of an update: the same for all threads, since steps have their addresses only."""
+    def once(self, make: Callable[..., T], update: Update, *given: Any) -> T:
+        """What `make` returns for an update and what else is given."""
         with self._lock:
-            bound = self._bound.get(update)
-            if bound is None:
-                bound = self._bound[update] = Bound(update, self._machine)
-            return bound
+            made = self._made.get(update)
+            if made is None:
+                made = self._made[update] = {}
+            if (make, given) not in made:
+                made[make, given] = make(update, *given)
+            found: T = made[make, given]
+            return found
+
+    def of(self, update: Update) -> Bound:
+        """The slots of an update."""
+        return self.once(Bound, update, self)
+
+    def compiled(self, write: Callable[..., Kernel], update: Update, *given: Any) -> Compiled | None:
+        """The kernel that `write` makes of an update and what else is given; None if it cannot."""
+        return self.once(self._compile, update, write, *given)
+
+    def _compile(self, update: Update, write: Callable[..., Kernel], *given: Any) -> Compiled | None:
+        return Compiled.of(self.machine, write, update, *given)
 
 
 REDUCED = REDUCTIONS | frozenset(OF_TENSOR) | frozenset(ENDINGS)
