@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the stages before the last one have found, for the parameters of a launch (`staged`, `by_rows`)."""
+    """What the stages before the last one have found, for the parameters of a launch (`staged`)."""
 
     rows: Tensor
     """The scalar vectors of the last stage, one row for each parameter, on the parameters' device."""

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from collage_neuron.numerics.matrix_sums import COLUMN, DOWN, NUMBER, view_of
 from collage_neuron.numerics.tensor_sums import RUN
-from collage_neuron.passes.backends.by_rows import Values, find, results_of
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.kernel import Compiled, Kernels, write_kernel
@@ -30,7 +29,7 @@ from collage_neuron.passes.backends.native.memory import in_memory, share_memory
 from collage_neuron.passes.backends.native.reduction_kernels import write_runs, write_tiles
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.passes.backends.staged import store_small
+from collage_neuron.passes.backends.staged import Values, find_rows, results_of, store_small
 from collage_neuron.passes.ir.update import Update
 
 ROWS, COLUMNS, BOTH = "rows", "columns", "rows and columns"
@@ -236,7 +235,7 @@ class _Alike:
         """Runs the update; its measurements, if it has any."""
         try:
             reads = self._contiguous()
-            values, found = find(self.launch._replace(reads=reads), self._sums)
+            values, found = find_rows(self.launch._replace(reads=reads), self._sums)
             totals = self._stored(reads, values)
         except NotEmitted:  # nothing has been written
             ones = (self.launch.part([i]) for i in range(len(self.launch.reads)))
