@@ -24,7 +24,7 @@ from collage_neuron.passes.backends import staged
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.protocol import Backend, EveryDevice, Found, Launch, Measure
 from collage_neuron.passes.backends.torch_neuron import narrows
-from collage_neuron.passes.ir.stage import Stage
+from collage_neuron.passes.ir.stage import Stage, rearranged
 from collage_neuron.passes.ir.update import Update
 
 T = TypeVar("T")
@@ -82,9 +82,7 @@ def numbers(like: Tensor, first: int) -> Tensor:
 
 def operands_of(stage: Stage) -> Callable[..., Sequence[Tensor]]:
     """Computes what the results of a reduction add up, from what its body is given."""
-    body = fx.Graph()
-    results: Any = body.graph_copy(stage.body, {})
-    body.output(tuple(node.args[0] for node in results))
+    body = rearranged(stage.body, (), (node.all_input_nodes[0] for node in stage.results))
     return fx.GraphModule(torch.nn.Module(), body).forward
 
 
@@ -264,7 +262,7 @@ class Reference(ByParameter):
         def sums(part: Update, reads: Sequence[Sequence[Tensor]], known: staged.Values) -> Sequence[Tensor]:
             return self._of(part, RowSums)(reads[0], scalars, known)
 
-        values, found = staged.find_rows(one, sums)
+        values, found = staged.find_by_rows(one, sums)
         return self._of(last, ReferenceUpdate)(components, scalars, [values[n] for n in last.stages[0].numbers]), found
 
     @cached_property

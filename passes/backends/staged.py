@@ -1,18 +1,16 @@
-"""Runs the stages of an update before its last one (`ir/stage.py`): they find the values that the last one reads.
+"""Runs the stages of an update before its last one (`ir/stage.py`): they find the numbers that the last one reads.
 
-A backend adds up elements, and runs the last stage. All else is done here, alike for all backends and for all
-parameters of a launch. Of an update with reductions over whole tensors (`numerics.tensor_sums`) each value is a number,
-one for each parameter, which the last stage reads after the scalar vector. States of one number are numbers too: read
-before the first stage, and stored when the last one has been run.
-
-Given an update with reductions over rows or columns (`numerics.matrix_sums`; a second moment of Adafactor)::
+Given (a second moment of rows, as Adafactor has it)::
 
     stage 0, reduction:    grad -> reduced0                        (the means of the rows of squares)
     stage 1, numbers:      exp_avg_sq_row, reduced0 -> number0     (the new state, a value for each row)
     stage 2, elementwise:  param, grad, number0 -> param
 
-parameters have one shape: values of rows have the shape [matrices, rows, 1], those of columns [matrices, 1, columns],
-so that they broadcast. Several parameters are a dimension before these.
+a backend adds up the elements of stage 0, and runs stage 2. What is between is done here, alike for all. A number of a
+whole tensor (`numerics.tensor_sums`) has one dimension, of parameters, and follows the scalar vector of its parameter.
+If rows or columns are reduced (`numerics.matrix_sums`), parameters have one shape: values of rows are [matrices, rows,
+1], those of columns [matrices, 1, columns], so that they broadcast; several parameters are a dimension before these.
+States without a value for each element are read before the first stage, and stored when the last one has been run.
 """
 
 from __future__ import annotations
@@ -31,19 +29,18 @@ from collage_neuron.passes.ir.stage import BETWEEN, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 Values = Mapping[str, Tensor]
-"""Values of rows, columns and matrices, and numbers, by name."""
+"""What the stages have found, and the states that they read, by name."""
 
-Reduce = Callable[[Launch, Tensor], Sequence[Tensor]]
-"""Runs a reduction. It is given a launch of a part (`Update.parts`) and the scalar vectors of its parameters, one in
-each row; it returns for each result of the stage a 1-D fp32 tensor: a number for each parameter."""
+Reduce = Callable[[Update, Values], Sequence[Tensor]]
+"""Runs a reduction: a part (`Update.parts`), with the values that are known. Its results are fp32, one for each
+parameter, or of the shape of their extent."""
 
 SumGroups = Callable[[Launch, Tensor], Sequence[Sequence[Tensor]]]
 """Sums groups of 64 runs of a reduction's operands. It is given a launch of a part (`Update.parts`) and the scalar
 vectors of its parameters, one in each row; it returns for each parameter a 1-D fp64 tensor for each result."""
 
 SumRuns = Callable[[Update, Sequence[Sequence[Tensor]], Values], Sequence[Tensor]]
-"""Sums the runs of a reduction's operands for a part (`Update.parts`), the components of each parameter, and the values
-that it reads.
+"""Sums the runs of a reduction's operands for a part, the components of each parameter, and the values that it reads.
 
 For each result it returns fp64 sums: of shape [matrices, runs of 64 rows, columns] for one of columns, and else of
 shape [matrices, rows, runs of 128 elements]. If there are several parameters, they are the first dimension."""
@@ -52,13 +49,12 @@ Compute = Callable[[Stage, Sequence[Tensor]], Sequence[Tensor]]
 """Computes the results of a stage of numbers, from the scalar vector's entries and the values that it reads."""
 
 Search = Generator[tuple[Update, Values], Sequence[Tensor], tuple[dict[str, Tensor], Found]]
-"""The stages before the last one. It yields a reduction's part, and the values that are known; it is sent its results,
-in fp32: of the shape of their extent, after a dimension for parameters if there are several. It returns all values by
-name, and new values of the states without a value for each element."""
+"""The stages before the last one: it yields what a `Reduce` is given, and is sent its results. It returns all values,
+and new values of the states without a value for each element."""
 
 
 class Reduced(NamedTuple):
-    """A result of a reduction stage over rows or columns."""
+    """A result of a reduction over rows or columns."""
 
     operation: object
     extent: str
@@ -70,108 +66,88 @@ class Reduced(NamedTuple):
 
 
 def results_of(stage: Stage) -> list[Reduced]:
-    """What each result of a reduction stage over rows or columns is."""
+    """What each result of a reduction over rows or columns is."""
     return [Reduced(node.target, str(node.args[1])) for node in stage.results]
 
 
 def kinds_of(stage: Stage) -> list[Any]:
-    """The operation of each result of a reduction over tensors: `sum_of`, `mean_of` or `norm_of`."""
+    """The operation of each result of a reduction of whole tensors: `sum_of`, `mean_of` or `norm_of`."""
     return [result.target for result in stage.results]
 
 
 def reductions_of(stage: Stage) -> list[Reduction]:
-    """What each result of a reduction over tensors adds up."""
+    """What each result of such a reduction adds up."""
     return [OF_TENSOR[kind] for kind in kinds_of(stage)]
 
 
 def find(launch: Launch, sum_groups: SumGroups) -> Found:
-    """Runs the stages before the last one, for all parameters of a launch; the host finishes the sums of tensors."""
-    return find_by(launch, lambda part, rows: _finished(part, sum_groups(part, rows), rows.device))
+    """Runs the stages before the last one, for all parameters of a launch; the host finishes the sums."""
+
+    def reduced(part: Update, values: Values) -> Sequence[Tensor]:
+        own, rows = given_to(part, launch, values)
+        return _finished(own, sum_groups(own, rows), rows.device)
+
+    return run(searching(launch), reduced)[1]
 
 
-def find_by(launch: Launch, reduce: Reduce, compute: Compute | None = None) -> Found:
-    """The same for a backend that finishes sums itself, and computes with numbers (`compute`) if torch's must not."""
-    scalars = _scalars(launch).expand(len(launch.reads), -1)
-
-    def results(part: Update, numbers: Values) -> Sequence[Tensor]:
-        return reduce(_launch_of(part, launch), _rows(scalars, part.stages[0], numbers))
-
-    return _driven(searching(launch, compute), results)[1]
-
-
-def find_rows(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], Found]:
-    """Runs them where rows or columns are added up, of parameters of one shape; returns what `Search` does."""
+def find_by_rows(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], Found]:
+    """The same for reductions over rows or columns, with all values by name."""
     view = seen_view(launch)
     components = [dict(zip(launch.update.inputs, reads, strict=True)) for reads in launch.reads]
 
-    def results(part: Update, values: Values) -> list[Tensor]:
+    def reduced(part: Update, values: Values) -> Sequence[Tensor]:
         runs = sum_runs(part, [[of_one[key] for key in part.inputs] for of_one in components], values)
-        return [_finished_rows(r, x, view) for r, x in zip(results_of(part.stages[0]), runs, strict=True)]
+        return [_finished_runs(r, x, view) for r, x in zip(results_of(part.stages[0]), runs, strict=True)]
 
-    return _driven(searching(launch), results)
+    return run(searching(launch), reduced)
 
 
-def _driven(search: Search, results: Callable[[Update, Values], Sequence[Tensor]]) -> tuple[dict[str, Tensor], Found]:
-    answer: Any = None  # begins the search
-    while True:
-        try:
-            part, values = search.send(answer)
-        except StopIteration as end:
-            found: tuple[dict[str, Tensor], Found] = end.value
-            return found
-        answer = results(part, values)
+def run(search: Search, reduce: Reduce) -> tuple[dict[str, Tensor], Found]:
+    """What a search returns, with the reductions that it needs."""
+    answer = None
+    try:
+        while True:
+            answer = reduce(*search.send(answer))  # type: ignore[arg-type]  # None begins
+    except StopIteration as end:
+        found: tuple[dict[str, Tensor], Found] = end.value
+        return found
 
 
 def searching(launch: Launch, compute: Compute | None = None) -> Search:
-    """The same step by step: whoever drives it runs the reductions, and computes with numbers if torch must not."""
-    update, count, scalars = launch.update, len(launch.reads), _scalars(launch)
-    shape, entries = _shapes(launch), _entries(launch, scalars)
-    values = {name: torch.stack([of_one[name] for of_one in launch.small]).reshape(shape(name))
-              for name in update.reads_small}  # fmt: skip
+    """The stages step by step: whoever drives it runs the reductions, and computes with numbers if torch must not."""
+    update, count = launch.update, len(launch.reads)
+    scalars = launch.vector.to(launch.reads[0][0].device)
+    rows = scalars.expand(count, -1)
+    entries = rows.unbind(1)
+    if update.by_rows:
+        entries = tuple(x if x.dim() == 0 else x.reshape(-1, 1, 1, 1) for x in scalars.unbind(-1))
+    values = dict[str, Tensor]()
+    for name in update.reads_small:
+        values[name] = torch.stack([states[name] for states in launch.small]).reshape(_shape(launch, name))
     for part in update.parts[:-1]:
         (stage,) = part.stages
         if stage.kind == REDUCTION:
             found = yield part, values
         else:
-            found = (compute or computed)(stage, [*entries, *(values[name] for name in stage.numbers)])
+            found = (compute or _computed)(stage, [*entries, *(values[name] for name in stage.numbers)])
         if stage.kind == BETWEEN and launch.across is not None:
             found = _of_processes(stage, found, launch.across)
         values |= dict(zip(stage.reduced, found, strict=True))
     small = {
-        name: values[number].expand(shape(name)).reshape(count, *launch.small[0][name].shape)
+        name: values[number].expand(_shape(launch, name)).reshape(count, *launch.small[0][name].shape)
         for name, number in update.small.items()
         if number != name
     }
-    rows = scalars.expand(count, -1)
     return values, Found(rows if update.by_rows else _rows(rows, update.stages[-1], values), small)
 
 
-def _scalars(launch: Launch) -> Tensor:
-    return launch.vector.to(launch.reads[0][0].device)
-
-
-def _entries(launch: Launch, scalars: Tensor) -> Sequence[Tensor]:
-    """The entries of the scalar vector, in shapes that broadcast with values."""
-    if not launch.update.by_rows:
-        return scalars.expand(len(launch.reads), -1).unbind(1)
-    return [x if x.dim() == 0 else x.reshape(-1, 1, 1, 1) for x in scalars.unbind(-1)]
-
-
-def _shapes(launch: Launch) -> Callable[[str], tuple[int, ...]]:
-    """The shape of a value, by its name: a number for each parameter, or what rows and columns have.
-
-    Of several parameters, one after another in the first dimension, all values of rows and columns have four.
-    """
-    update, lead = launch.update, (len(launch.reads),)
-    if not update.by_rows:
-        return lambda name: lead
-    view = seen_view(launch)
-
-    def shape(name: str) -> tuple[int, ...]:
-        own = shape_of(update.extents.get(name, NUMBER), view)
-        return (*lead, *(own or (1, 1, 1))) if len(launch.reads) > 1 else own
-
-    return shape
+def given_to(part: Update, launch: Launch, values: Values) -> tuple[Launch, Tensor]:
+    """The launch of a reduction of whole tensors, which stores no components, and what it reads of each parameter."""
+    places = [launch.update.inputs.index(key) for key in part.inputs]
+    reads = [[components[i] for i in places] for components in launch.reads]
+    own = launch._replace(update=part, reads=reads, writes=[()] * len(reads), kept=None, small=())
+    scalars = launch.vector.to(launch.reads[0][0].device).expand(len(reads), -1)
+    return own, _rows(scalars, part.stages[0], values)
 
 
 def seen_view(launch: Launch) -> tuple[int, int, int]:
@@ -179,10 +155,31 @@ def seen_view(launch: Launch) -> tuple[int, int, int]:
     return view_of(launch.update.seen_as or launch.reads[0][0].shape)
 
 
-def computed(stage: Stage, given: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results of a stage of numbers, by torch."""
+def store_small(launch: Launch, found: Found) -> None:
+    """Writes the states without a value for each element, after the last stage, unless the launch is skipped."""
+    for name, values in found.small.items():
+        for state, new in zip(launch.small, values.unbind(), strict=True):
+            old = state[name]
+            old.copy_(new if launch.finite is None else torch.where(launch.finite.to(old.device), new, old))
+
+
+def _computed(stage: Stage, given: Sequence[Tensor]) -> Sequence[Tensor]:
     found: Sequence[Tensor] = stage.graph(*given)
     return found
+
+
+def _shape(launch: Launch, name: str) -> tuple[int, ...]:
+    """That of a value; by rows, those of several parameters have four dimensions."""
+    count = len(launch.reads)
+    if not launch.update.by_rows:
+        return (count,)
+    own = shape_of(launch.update.extents.get(name, NUMBER), seen_view(launch))
+    return (count, *(own or (1, 1, 1))) if count > 1 else own
+
+
+def _rows(scalars: Tensor, stage: Stage, values: Values) -> Tensor:
+    """The scalar vector and the numbers that a stage reads, for each parameter."""
+    return torch.cat([scalars, *(values[name][:, None] for name in stage.numbers)], dim=1)
 
 
 def _of_processes(stage: Stage, own: Sequence[Tensor], across: Across) -> list[Tensor]:
@@ -196,26 +193,6 @@ def _of_processes(stage: Stage, own: Sequence[Tensor], across: Across) -> list[T
     return [found[i] for i in range(len(kinds))]
 
 
-def store_small(launch: Launch, found: Found) -> None:
-    """Writes the states of one number, after the last stage has been run, unless the launch is skipped."""
-    for name, values in found.small.items():
-        for state, new in zip(launch.small, values.unbind(), strict=True):
-            old = state[name]
-            old.copy_(new if launch.finite is None else torch.where(launch.finite.to(old.device), new, old))
-
-
-def _rows(scalars: Tensor, stage: Stage, numbers: Values) -> Tensor:
-    """The scalar vector and the numbers that a stage reads, for each parameter."""
-    return torch.cat([scalars, *(numbers[name][:, None] for name in stage.numbers)], dim=1)
-
-
-def _launch_of(part: Update, launch: Launch) -> Launch:
-    """The launch of a part that reads components and stores none."""
-    places = [launch.update.inputs.index(key) for key in part.inputs]
-    reads = [[components[i] for i in places] for components in launch.reads]
-    return launch._replace(update=part, reads=reads, writes=[()] * len(reads), kept=None, small=())
-
-
 def _finished(launch: Launch, groups: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
     """The numbers of a reduction from the sums of groups of each parameter, on the host."""
     of_elements = [i for i, key in enumerate(launch.update.inputs) if key not in launch.update.blocks]
@@ -225,7 +202,7 @@ def _finished(launch: Launch, groups: Sequence[Sequence[Tensor]], device: torch.
     return [torch.tensor(x, dtype=torch.float64, device="cpu").to(torch.float32).to(device) for x in found]
 
 
-def _finished_rows(result: Reduced, runs: Tensor, view: tuple[int, int, int]) -> Tensor:
+def _finished_runs(result: Reduced, runs: Tensor, view: tuple[int, int, int]) -> Tensor:
     sums = folded_over(runs, -2 if result.by_columns else -1)
     terms = terms_in(view, ELEMENT, result.extent)
     return matrix_sums.finished(ENDINGS[result.operation], sums, result.extent, terms)

@@ -52,6 +52,16 @@ def ancestors(nodes: Iterable[fx.Node], inputs: Callable[[fx.Node], Iterable[fx.
     return found
 
 
+def rearranged(body: fx.Graph, order: Iterable[str], results: Iterable[fx.Node]) -> fx.Graph:
+    """A copy of a graph with these placeholders first, in this order, and results of its nodes as its own."""
+    graph, given = fx.Graph(), {str(node.target): node for node in body.nodes if node.op == "placeholder"}
+    made = {given[name]: graph.placeholder(name) for name in order}
+    graph.graph_copy(body, made)  # which also notes what it makes of the other nodes
+    graph.output(tuple(made[node] for node in results))
+    graph.eliminate_dead_code()
+    return graph
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
     """One graph of an update.

@@ -13,10 +13,9 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 
 from collage_neuron.numerics.matrix_sums import COLUMN, DOWN, NUMBER, view_of
@@ -29,7 +28,8 @@ from collage_neuron.passes.backends.native.memory import in_memory, share_memory
 from collage_neuron.passes.backends.native.reduction_kernels import write_runs, write_tiles
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.passes.backends.staged import Values, find_rows, results_of, store_small
+from collage_neuron.passes.backends.staged import Values, find_by_rows, results_of, store_small
+from collage_neuron.passes.ir.stage import rearranged
 from collage_neuron.passes.ir.update import Update
 
 ROWS, COLUMNS, BOTH = "rows", "columns", "rows and columns"
@@ -54,18 +54,12 @@ def variant(part: Update, adds: str) -> Variant:
     (stage,) = part.stages
     columns = tuple(name for name in stage.numbers if part.extents.get(name, NUMBER) == COLUMN)
     numbers = tuple(name for name in stage.numbers if name not in columns)
-    inputs = [n for n in stage.body.nodes if n.op == "placeholder"]
-    named = dict(zip(reversed(stage.numbers), reversed(inputs), strict=False))
-    count, body, made = len(stage.inputs), fx.Graph(), dict[fx.Node, fx.Node]()
-    others = [n for n in inputs[count:] if n not in named.values()]
-    for node in (*inputs[:count], *(named[x] for x in columns), *others, *(named[x] for x in numbers)):
-        made[node] = body.placeholder(str(node.target))
-    found: Any = body.graph_copy(stage.body, made)
+    keys = (*stage.inputs, *columns)
+    others = (str(n.target) for n in stage.body.nodes if n.op == "placeholder" and n.target not in (*keys, *numbers))
     wanted = {ROWS: (False,), COLUMNS: (True,), BOTH: (False, True)}[adds]
     results = tuple(i for i, r in enumerate(results_of(stage) if stage.reduced else ()) if r.by_columns in wanted)
-    body.output(tuple(found[i] for i in results) if stage.reduced else found)
-    body.eliminate_dead_code()
-    keys = (*stage.inputs, *columns)
+    found = [stage.results[i] for i in results] if stage.reduced else stage.results
+    body = rearranged(stage.body, (*keys, *others, *numbers), found)
     reduced = tuple(stage.reduced[i] for i in results)
     own = replace(stage, body=body, inputs=keys, numbers=numbers, reduced=reduced)
     return Variant(replace(part, stages=(own,), inputs=keys), columns, numbers, results, adds)
@@ -235,7 +229,7 @@ class _Alike:
         """Runs the update; its measurements, if it has any."""
         try:
             reads = self._contiguous()
-            values, found = find_rows(self.launch._replace(reads=reads), self._sums)
+            values, found = find_by_rows(self.launch._replace(reads=reads), self._sums)
             totals = self._stored(reads, values)
         except NotEmitted:  # nothing has been written
             ones = (self.launch.part([i]) for i in range(len(self.launch.reads)))

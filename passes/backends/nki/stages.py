@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
+from collage_neuron.passes.backends import staged
 from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki.calls import call, end_graph, parts_of
 from collage_neuron.passes.backends.nki.chunk_totals import Wanted, computed, sums_for, sums_of
@@ -37,15 +38,7 @@ from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import elements_of, operands_of
 from collage_neuron.passes.backends.nki.target import Machine, machine_of
 from collage_neuron.passes.backends.protocol import Found, Launch
-from collage_neuron.passes.backends.staged import (
-    Search,
-    Values,
-    find_by,
-    kinds_of,
-    results_of,
-    searching,
-    seen_view,
-)  # fmt: skip
+from collage_neuron.passes.backends.staged import Search, Values, given_to, kinds_of, results_of, searching, seen_view
 from collage_neuron.passes.ir.update import Update
 
 
@@ -167,7 +160,11 @@ def _before(launch: Launch) -> Before:
     if not launch.update.is_staged or not launch.reads:
         return Before(launch)
     machine = machine_of(launch.reads[0][0].device)
-    found = find_by(launch, lambda part, rows: _reduced(part, rows, machine), computed)
+
+    def reduced(part: Update, values: Values) -> list[Tensor]:
+        return _reduced(*given_to(part, launch, values), machine)
+
+    _, found = staged.run(searching(launch, computed), reduced)
     return Before(launch._replace(update=launch.update.parts[-1]), found.rows, [(launch, found)])
 
 
