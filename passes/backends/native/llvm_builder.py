@@ -24,8 +24,6 @@ class Fixed(NamedTuple):
     least: float
     most: float
     """Between which the float is."""
-    has_negative_zero: bool = False
-    """True if the float may be -0, which no integer is."""
 
     @property
     def is_whole(self) -> bool:
@@ -92,10 +90,6 @@ class Code:
             raise NotEmitted(f"the operand {number!r} is not a number")
         written = float_literal(number) if kind == FLOAT else str(int(number))
         return written if self.width == 1 else f"splat ({kind} {written})"
-
-    def number(self, number: float, kind: str) -> Value:
-        """A Python number as a value."""
-        return Value(self.literal(number, kind), kind)
 
     def binary(self, opcode: str, kind: str, x: Any, y: Any) -> Value:
         """An operation of two operands and a result of one kind."""
