@@ -17,7 +17,7 @@ from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.ir.update import Update
 
 AUTO = "; use backend='auto'"
-"""The end of a reason why a backend cannot run an update: it is replaced by what can (`supported`)."""
+"""The end of a reason why a backend cannot run an update: it is replaced by what can (`registry`)."""
 
 
 Across = Callable[[Tensor, str, str], Tensor]
@@ -142,7 +142,7 @@ class Backend(ABC):
     def supports(self, update: Update) -> str | None:
         """The reason why it cannot run `update`, as a sentence with a remedy; None if it can.
 
-        Where one ends with `AUTO`, the remedy becomes a backend that can, or another strategy (`supported`).
+        Where one ends with `AUTO`, the remedy becomes a backend that can, or another strategy (`registry`).
         The answer must depend on `update` alone: it is asked once for each update, and remembered.
         """
         is_seen = update.seen_as is not None
