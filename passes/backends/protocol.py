@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BY_ELEMENT
+from collage_neuron.passes.backends.registry import preferred, suits
 from collage_neuron.passes.ir.update import Update
 
 AUTO = "; use backend='auto'"
-"""The end of a reason why a backend cannot run an update: it is replaced by what can (`registry`)."""
+"""The end of a reason why a backend cannot run an update: it is replaced by what can (`check_supported`)."""
 
 
 Across = Callable[[Tensor, str, str], Tensor]
@@ -142,7 +145,7 @@ class Backend(ABC):
     def supports(self, update: Update) -> str | None:
         """The reason why it cannot run `update`, as a sentence with a remedy; None if it can.
 
-        Where one ends with `AUTO`, the remedy becomes a backend that can, or another strategy (`registry`).
+        Where one ends with `AUTO`, the remedy becomes a backend that can, or another strategy (`check_supported`).
         The answer must depend on `update` alone: it is asked once for each update, and remembered.
         """
         is_seen = update.seen_as is not None
@@ -193,3 +196,29 @@ class Backend(ABC):
     def found(self) -> Iterator[Callable[[], torch.device]]:
         """Functions that open the devices of this machine on which to probe it (`doctor`); opening may fail."""
         yield from ()
+
+
+@cache
+def _reason(backend: Backend, update: Update) -> str | None:
+    return backend.supports(update)
+
+
+def check_supported(backend: Backend, update: Update, device: torch.device) -> None:
+    """Raises UnsupportedUpdate with the reason if `backend` cannot run `update`, for parameters on `device`."""
+    reason = _reason(backend, update)
+    if reason is None:
+        return
+    if reason.endswith(AUTO):  # which a backend says without knowing which ones there are, nor what was chosen
+        other = _able(backend, update, device)
+        advice = ": choose another strategy, or leave the optimizer uncompiled"
+        reason = reason.removesuffix(AUTO) + (advice if other is None else f"; use backend={other!r}")
+    raise UnsupportedUpdate(backend.advised(reason, device))
+
+
+def _able(backend: Backend, update: Update, device: torch.device) -> str | None:
+    """Another backend on `device` that can run `update`; the reference only where it needs no probe."""
+    for other in preferred(device):
+        is_there = not isinstance(other.devices, EveryDevice) or other.is_exact_on(device)
+        if other is not backend and is_there and suits(other, device) and _reason(other, update) is None:
+            return other.name
+    return None

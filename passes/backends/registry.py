@@ -1,21 +1,18 @@
 """The registry of backends by name: built-in ones, imported when first needed, and those that other code registers.
 
-Names can be checked without importing a compiler, since settings are checked wherever an optimizer is built. And an
-update that a backend cannot run is rejected here, where it is known which other one can.
+Names can be checked without importing a compiler, since settings are checked wherever an optimizer is built.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Container, Iterator
-from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.backends.protocol import AUTO, Backend, EveryDevice
-from collage_neuron.passes.ir.update import Update
+    from collage_neuron.passes.backends.protocol import Backend
 
 _BACKENDS = "collage_neuron.passes.backends"
 
@@ -59,7 +56,8 @@ def register(backend: Backend) -> None:
         TypeError: it does not derive from `protocol.Backend`, its name is not a string, or it cannot be hashed.
         ValueError: the name is empty or taken.
     """
-    if not isinstance(backend, Backend):
+    protocol = importlib.import_module(f"{_BACKENDS}.protocol")
+    if not isinstance(backend, protocol.Backend):
         raise TypeError(f"{type(backend).__name__} is not a backend; derive it from {_BACKENDS}.protocol.Backend")
     _check_usable(backend)
     if backend.name in ("auto", *names()):
@@ -132,29 +130,3 @@ def suits(backend: Backend, device: torch.device) -> bool:
             f"the backend {backend.name!r} could not say whether it suits {device} ({type(error).__name__}: {error}); "
             "unregister it, or choose another one by name with backend="
         ) from error
-
-
-@cache
-def _reason(backend: Backend, update: Update) -> str | None:
-    return backend.supports(update)
-
-
-def check_supported(backend: Backend, update: Update, device: torch.device) -> None:
-    """Raises UnsupportedUpdate with the reason if `backend` cannot run `update`, for parameters on `device`."""
-    reason = _reason(backend, update)
-    if reason is None:
-        return
-    if reason.endswith(AUTO):  # which a backend says without knowing which ones there are, nor what was chosen
-        other = _able(backend, update, device)
-        advice = ": choose another strategy, or leave the optimizer uncompiled"
-        reason = reason.removesuffix(AUTO) + (advice if other is None else f"; use backend={other!r}")
-    raise UnsupportedUpdate(backend.advised(reason, device))
-
-
-def _able(backend: Backend, update: Update, device: torch.device) -> str | None:
-    """Another backend on `device` that can run `update`; the reference only where it needs no probe."""
-    for other in preferred(device):
-        is_there = not isinstance(other.devices, EveryDevice) or other.is_exact_on(device)
-        if other is not backend and is_there and suits(other, device) and _reason(other, update) is None:
-            return other.name
-    return None

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ class Native(Backend):
             return self._run_last(launches, launches, [None] * len(launches))
         if any(x.update.by_rows for x in launches):
             with _counted_first(launches):
-                return [measure for part in _in_turn(launches) for measure in self._run_in_turn(part)]
+                return [measure for x in launches for measure in self._run_alone(x)]
         before = self._found(launches)
         last = [_last_stage(x, found) for x, found in zip(launches, before, strict=True)]
         return self._run_last(launches, last, before)
@@ -159,12 +159,9 @@ class Native(Backend):
         measured |= step.measures_of(launches, totals) if measuring else {}
         return [measured[key] if key in measured else nothing_of(launches[key[0]]) for key in measuring]
 
-    def _run_in_turn(self, launches: Sequence[Launch]) -> Sequence[Measure]:
-        """Runs launches of which either all or none have reductions over rows or columns."""
-        if not launches[0].update.by_rows:
-            return self.run(launches)
-        rows = (run_by_rows(launch, self.engine.kernels, self.engine.run) for launch in launches)
-        return list(chain.from_iterable(rows))
+    def _run_alone(self, launch: Launch) -> Sequence[Measure]:
+        by_rows = launch.update.by_rows
+        return run_by_rows(launch, self.engine.kernels, self.engine.run) if by_rows else self.run([launch])
 
     def _found(self, launches: Sequence[Launch]) -> list[Found | None]:
         """What the stages before the last one find; None if there are none, and of a launch that is skipped.
@@ -198,12 +195,6 @@ class Native(Backend):
 
 def _is_to_find(launch: Launch) -> bool:
     return launch.update.is_staged and bool(launch.reads) and launch.is_taken
-
-
-def _in_turn(launches: Sequence[Launch]) -> Iterator[Sequence[Launch]]:
-    """The launches in their order, in parts of those with reductions over rows or columns, and of others."""
-    for _, part in groupby(launches, lambda x: x.update.by_rows):
-        yield list(part)
 
 
 def _last_stage(launch: Launch, found: Found | None) -> Launch:

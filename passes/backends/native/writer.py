@@ -16,7 +16,7 @@ from collage_neuron.numerics.eft import narrow, round_to, stochastic_round
 from collage_neuron.numerics.reductions import REDUCTIONS, total
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
-from collage_neuron.passes.backends.native.rules import ROUNDINGS, RULES, Rule, to_bf16, with_short_nans
+from collage_neuron.passes.backends.native.rules import RULES, Rule, to_bf16, with_short_nans
 from collage_neuron.passes.backends.native.words import WORDS, load, store
 from collage_neuron.passes.ir.update import Update
 
@@ -174,15 +174,12 @@ class Writer:
         store(self.loop, slot.dtype, f"%p{number}", self.at, (even, odd))
 
     def _stored(self, result: fx.Node, values: Values, dtype: torch.dtype) -> Value:
-        """The numbers for a tensor of `dtype`, rounded to it where it is narrower than what the update stores."""
+        """The numbers for a tensor of `dtype`, which may be wider than what the update stores."""
         value: Value = self.operand(result, values)
         storage = storage_named(result.args[1]) if result.target is narrow else None
         if storage is None or storage.dtype == dtype or dtype == torch.float32:
             return value
-        names = [name for name in ROUNDINGS if storage_named(name).dtype == dtype]
-        if storage.dtype != torch.float32 or not names or not storage_named(names[0]).is_floating:
-            raise NotEmitted(f"{storage.name} in a tensor of {dtype}")
-        return ROUNDINGS[names[0]](self.loop, value)
+        raise NotEmitted(f"{storage.name} in a tensor of {dtype}")
 
     def valid(self, part: int) -> Value:
         """True for the elements below `limit`: in the buffer with the end of a tensor, others follow them."""
