@@ -104,13 +104,14 @@ def find_by_rows(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], 
 
 def run(search: Search, reduce: Reduce) -> tuple[dict[str, Tensor], Found]:
     """What a search returns, with the reductions that it needs."""
-    answer = None
-    try:
-        while True:
-            answer = reduce(*search.send(answer))  # type: ignore[arg-type]  # None begins
-    except StopIteration as end:
-        found: tuple[dict[str, Tensor], Found] = end.value
-        return found
+    answer: Any = None  # begins it
+    while True:
+        try:  # around the search alone: a StopIteration of `reduce` is not its end
+            part, values = search.send(answer)
+        except StopIteration as end:
+            found: tuple[dict[str, Tensor], Found] = end.value
+            return found
+        answer = reduce(part, values)
 
 
 def searching(launch: Launch, compute: Compute | None = None) -> Search:

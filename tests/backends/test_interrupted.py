@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from running import registered
 from torch.optim import AdamW, Optimizer
 
 import collage_neuron
@@ -52,10 +53,8 @@ class Fragile(ByParameter):
 
 @pytest.fixture
 def fragile() -> Iterator[Fragile]:
-    backend = Fragile()
-    registry.register(backend)
-    yield backend
-    registry.unregister("fragile")
+    with registered(Fragile()) as backend:
+        yield backend
 
 
 def made(backend: str = "fragile", **settings: Any) -> tuple[list[torch.nn.Parameter], Optimizer]:
@@ -183,11 +182,8 @@ def test_a_backend_whose_suits_raises_is_named() -> None:
         def suits(self, device: torch.device) -> bool:
             raise OSError("no driver")
 
-    registry.register(Unsure())
-    try:
+    with registered(Unsure()):
         message = r"backend 'unsure' could not say whether it suits cpu \(OSError: no driver\); unregister it, or"
         with pytest.raises(RuntimeError, match=message):
             made("auto")
         made("reference")
-    finally:
-        registry.unregister("unsure")
