@@ -24,6 +24,7 @@ from torch import Tensor
 from collage_neuron.numerics import matrix_sums, tensor_sums
 from collage_neuron.numerics.matrix_sums import COLUMN, ELEMENT, ENDINGS, NUMBER, shape_of, terms_in, view_of
 from collage_neuron.numerics.tensor_sums import OF_TENSOR, Reduction, folded_over
+from collage_neuron.passes.backends.by_parameter import write
 from collage_neuron.passes.backends.protocol import Across, Found, Launch
 from collage_neuron.passes.ir.stage import BETWEEN, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
@@ -159,9 +160,7 @@ def seen_view(launch: Launch) -> tuple[int, int, int]:
 def store_small(launch: Launch, found: Found) -> None:
     """Writes the states without a value for each element, after the last stage, unless the launch is skipped."""
     for name, values in found.small.items():
-        for state, new in zip(launch.small, values.unbind(), strict=True):
-            old = state[name]
-            old.copy_(new if launch.finite is None else torch.where(launch.finite.to(old.device), new, old))
+        write(launch, [states[name] for states in launch.small], values.unbind())
 
 
 def _computed(stage: Stage, given: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -49,11 +49,10 @@ def test_every_rule_has_a_case() -> None:
     tested = {RULES[node.target] for body in ONE_OP.values() for node in captured(body).graph.nodes
               if node.op == "call_function"}  # fmt: skip
     untested = {f.__name__ for f in RULES.values() if f not in tested}
-    # `empty` is written before it is read.
     # Reductions are tested in test_reductions.py, those over rows and columns in tests/optimizers/test_rows.py.
     of_rows = {"sum_of_rows", "mean_of_rows", "norm_of_rows"}
     # What processes do together is tested in tests/distributed/test_traced.py.
-    assert untested == {"empty", "sum_all", "mean_all", "norm_all", "of_processes", *of_rows}
+    assert untested == {"sum_all", "mean_all", "norm_all", "of_processes", *of_rows}
 
 
 @pytest.mark.parametrize("state", ["bf16", "bf16x2"])
