@@ -62,6 +62,7 @@ class Engine:
         stride = step.measures * self.machine.target.width
         measures = self._nothing
         if step.measures:
+            # A row for each thread: none adds to what another one writes.
             measures = torch.zeros(threads, step.measures, self.machine.target.width, dtype=torch.float64, device="cpu")
         jobs = len(step.jobs) // len(JOB)
         context = array("q", [jobs, step.work, measures.data_ptr(), stride, step.jobs.buffer_info()[0]])
@@ -146,7 +147,8 @@ class Native(Backend):
         measured: dict[Place, Measure] = {}
         if step.left:  # first what may raise, so that an error leaves the rest of the step undone
             with _counted_first(launches):
-                measured = {at: measure for at in step.left for measure in _on_reference(launches[at[0]], at[1])}
+                alone = ((at, launches[at[0]].part([at[1]])) for at in step.left)
+                measured = {at: measure for at, one in alone for measure in REFERENCE.run([one])}
         # Counted before it is done: after an interrupt (Ctrl-C) in between, the versions say that a step was begun.
         changed, step.changed = step.changed, []  # a later step may be laid out as this one is
         torch.autograd.graph.increment_version(list(chain.from_iterable(changed)))
@@ -168,7 +170,7 @@ class Native(Backend):
 
         Nothing is written before that, so that parameters which share memory can be left to the reference.
         """
-        return [find(launch, self._sum_groups) if _is_to_find(launch) else None for launch in launches]
+        return [find(x, self._sum_groups) if x.update.is_staged and x.reads and x.is_taken else None for x in launches]
 
     def _sum_groups(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
         """The sums of groups for all parameters, those with equal dtypes at once; some are left to the reference."""
@@ -193,10 +195,6 @@ class Native(Backend):
         return [found[i] for i in range(len(launch.reads))]
 
 
-def _is_to_find(launch: Launch) -> bool:
-    return launch.update.is_staged and bool(launch.reads) and launch.is_taken
-
-
 def _last_stage(launch: Launch, found: Found | None) -> Launch:
     """A launch; if it has several stages, the last one, with the numbers that were found for each parameter."""
     if not launch.update.is_staged or not launch.reads:
@@ -216,11 +214,6 @@ def _counted_first(launches: Sequence[Launch]) -> Iterator[None]:
         if list(map(torch_privates.version, tensors)) != before:
             torch.autograd.graph.increment_version(tensors)
         raise
-
-
-def _on_reference(launch: Launch, param: int) -> Sequence[Measure]:
-    """Runs the update of one parameter of a launch on the reference backend; its measurements, if it has any."""
-    return REFERENCE.run([launch.part([param])])
 
 
 BACKEND = Native()

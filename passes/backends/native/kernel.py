@@ -197,7 +197,6 @@ class FlatWriter(Writer):
         `run` are the lines before that, which may set where it ends (`%stop`); `phis` are those of what it adds up, and
         `ran` those after it.
         """
-        self.loop.declared.add("declare i64 @llvm.smin.i64(i64, i64)")
         before, step = [*run], 2 * self.width
         end = "%stop" if any(line.startswith("  %stop =") for line in before) else "%end"
         ahead = ahead_of(self.loop.lines)
@@ -229,7 +228,6 @@ class FlatWriter(Writer):
 
     def _end_of_run(self) -> Iterator[str]:
         """Where the steps end whose sums are added in fp32."""
-        self.loop.declared.add("declare i64 @llvm.smin.i64(i64, i64)")
         yield f"  %far = add i64 %first, {2 * self.width * RUN}"
         yield "  %stop = call i64 @llvm.smin.i64(i64 %far, i64 %end)"
 

@@ -11,6 +11,13 @@ from typing import Any, NamedTuple
 
 FLOAT, INT, MASK, DOUBLE = "float", "i32", "i1", "double"
 
+INTRINSICS = (
+    "declare i64 @llvm.smin.i64(i64, i64)",
+    "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
+    "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
+)
+"""Those that are written by name; the others `Code.call` and `Code.reduce` declare."""
+
 NAME, RESULT = re.compile(r"%\w+"), re.compile(r" +%\w+ = ")
 
 

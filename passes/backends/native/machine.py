@@ -23,7 +23,7 @@ from collage_neuron.passes.backends.native.writer import Kernel
 WIDTHS: Mapping[str, int] = MappingProxyType({"avx512f": 16, "avx2": 8, "neon": 4})
 """Numbers of fp32 in a vector register of a CPU with a feature; of several, the first that it has decides."""
 
-NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"x86_64": ("avx2",), "aarch64": ("neon",)})
+NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"x86_64": ("avx2", "f16c"), "aarch64": ("neon",)})
 """Features of a CPU without which LLVM would call functions that no library here has, by architecture."""
 
 OLDEST = (0, 45)

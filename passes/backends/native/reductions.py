@@ -131,6 +131,7 @@ class Rows:
         `outs` are tensors that it writes and does not read; `more` are further numbers of each job, behind them.
         """
         _, rows, columns = self.view
+        # Each matrix has its own values of columns, one fp32 number a column, whichever row the element is in.
         at_columns = (first // columns // rows * columns + first % columns) * 4
         slots: list[tuple[Iterable[Tensor], Tensor]] = [
             *((own, first * own[0].element_size()) for own in zip(*self.components, strict=True)),

@@ -15,6 +15,7 @@ import torch.fx as fx
 from collage_neuron.numerics.eft import narrow, round_to, stochastic_round
 from collage_neuron.numerics.reductions import REDUCTIONS, total
 from collage_neuron.numerics.storage import storage_named
+from collage_neuron.passes.backends.native import llvm_builder
 from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
 from collage_neuron.passes.backends.native.rules import RULES, Rule, to_bf16, with_short_nans
 from collage_neuron.passes.backends.native.words import WORDS, load, store
@@ -74,7 +75,7 @@ class Writer:
     """The same as vectors, where such are needed."""
 
     def __post_init__(self) -> None:
-        names, declared = itertools.count(), set[str]()
+        names, declared = itertools.count(), {*llvm_builder.INTRINSICS}  # `whole` leaves out what is not called
         self.host = Code(1, names, declared)
         self.before = Code(self.width, names, declared, self.host.lines)
         self.loop = Code(self.width, names, declared)
@@ -184,7 +185,6 @@ class Writer:
     def valid(self, part: int) -> Value:
         """True for the elements below `limit`: in the buffer with the end of a tensor, others follow them."""
         left = self.loop.op("i64", f"sub i64 %limit, {self.at}").text
-        self.loop.declared.add("declare i64 @llvm.smin.i64(i64, i64)")
         least = self.loop.op("i64", f"call i64 @llvm.smin.i64(i64 {left}, i64 {2 * self.width})").text
         many = self.loop.spread(self.loop.op(INT, f"trunc i64 {least} to i32"))
         return self.loop.compare("icmp slt", INT, self._numbers(part), many)
