@@ -21,8 +21,8 @@ from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import DOWN, ENDINGS, down_columns, view_of
 from collage_neuron.numerics.tensor_sums import RUN, RUNS, groups_of, run_sums, terms_of
 from collage_neuron.passes.backends import staged
-from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.protocol import Backend, EveryDevice, Found, Launch, Measure
+from collage_neuron.passes.backends.staged import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.torch_neuron import narrows
 from collage_neuron.passes.ir.stage import Stage, rearranged
 from collage_neuron.passes.ir.update import Update

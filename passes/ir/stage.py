@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -41,9 +41,12 @@ def returned(graph: fx.Graph) -> Any:
     return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
 
 
-def ancestors(nodes: Iterable[fx.Node], inputs: Callable[[fx.Node], Iterable[fx.Node]]) -> dict[fx.Node, None]:
+T = TypeVar("T")
+
+
+def ancestors(nodes: Iterable[T], inputs: Callable[[T], Iterable[T]]) -> dict[T, None]:
     """The nodes, and all that they are computed from, by those inputs of each that count."""
-    found, todo = dict[fx.Node, None](), list(nodes)
+    found, todo = dict[T, None](), list(nodes)
     while todo:
         node = todo.pop()
         if node not in found:

@@ -40,6 +40,7 @@ from collage_neuron.passes.backends.native.blocks import BlockWriter, size_of_bl
 from collage_neuron.passes.backends.native.llvm_builder import NAME, RESULT, NotEmitted, Value, loop
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot, Values, Writer
+from collage_neuron.passes.ir.stage import ancestors
 from collage_neuron.passes.ir.update import Update
 
 
@@ -293,7 +294,7 @@ def ahead_of(lines: Sequence[str]) -> Ahead:
     """The lines of a loop's body, taken apart; nothing is ahead in a loop without divisions and roots."""
     made = {line.split()[0]: line for line in lines if RESULT.match(line)}
     needs = {name: [x for x in NAME.findall(line)[1:] if x in made] for name, line in made.items()}
-    chain = _closure((name for name, line in made.items() if LONG.search(line)), needs)
+    chain = ancestors((name for name, line in made.items() if LONG.search(line)), needs.__getitem__).keys()
     others = [line for line in lines if line.split()[0] not in chain]
     wanted = [x for line in others for x in NAME.findall(line) if x in chain]
     carried, again = dict[str, str](), set[str]()
@@ -307,14 +308,3 @@ def ahead_of(lines: Sequence[str]) -> Ahead:
     rest = [line for line in lines if line.split()[0] not in chain - again]
     ordered = {name: carried[name] for name in made if name in carried}  # equal kernels have equal texts
     return Ahead([line for line in lines if line.split()[0] in chain], rest, ordered)
-
-
-def _closure(names: Iterator[str], needs: dict[str, list[str]]) -> set[str]:
-    """These names, and all that they need."""
-    found, waiting = set[str](), [*names]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += needs[name]
-    return found

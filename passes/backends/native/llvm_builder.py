@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from collage_neuron.passes.ir.stage import ancestors
+
 FLOAT, INT, MASK, DOUBLE = "float", "i32", "i1", "double"
 
 INTRINSICS = (
@@ -175,12 +177,7 @@ def live(lines: Sequence[str]) -> list[str]:
     """The lines of a function without those whose results nothing needs; loops may use what later lines define."""
     operands = {line.split()[0]: NAME.findall(line) for line in lines if RESULT.match(line)}
     needed = [name for line in lines if not RESULT.match(line) for name in NAME.findall(line)]
-    found: set[str] = set()
-    while needed:
-        name = needed.pop()
-        if name not in found:
-            found.add(name)
-            needed += operands.get(name, [])
+    found = ancestors(needed, lambda name: operands.get(name, ()))
     return [line for line in lines if not RESULT.match(line) or line.split()[0] in found]
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from collage_neuron.passes.backends import torch_neuron
-from collage_neuron.passes.backends.by_parameter import write
 from collage_neuron.passes.backends.nki.calls import call, parts_of
 from collage_neuron.passes.backends.nki.chunk_totals import measure_of
 from collage_neuron.passes.backends.nki.custom_op import in_place_operator, works_in_place
@@ -19,7 +18,7 @@ from collage_neuron.passes.backends.nki.stages import before_of
 from collage_neuron.passes.backends.nki.target import advised, installed, is_trainium, machine_of
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.registry import get
-from collage_neuron.passes.backends.staged import store_small
+from collage_neuron.passes.backends.staged import store_small, write
 from collage_neuron.passes.backends.xla.backend import open_device
 from collage_neuron.passes.ir.update import Update
 

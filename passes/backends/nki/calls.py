@@ -21,7 +21,6 @@ from torch import Tensor
 
 from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
-from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki import custom_op
 from collage_neuron.passes.backends.nki.bodies import with_bodies
 from collage_neuron.passes.backends.nki.docstring import MEASURES
@@ -32,6 +31,7 @@ from collage_neuron.passes.backends.nki.target import Machine, advised
 from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.nki.words import seed_of
 from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.backends.staged import masked
 from collage_neuron.passes.ir.update import Update
 
 

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends import staged
-from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki.calls import call, end_graph, parts_of
 from collage_neuron.passes.backends.nki.chunk_totals import Wanted, computed, sums_for, sums_of
 from collage_neuron.passes.backends.nki.docstring import MEASURES
@@ -121,7 +120,7 @@ def _answers(active: Sequence[tuple[_Alike, Update]], machine: Machine) -> list[
     known = []
     for (group, part), (own, _), more in zip(active, made, stored, strict=True):
         view, (stage,) = seen_view(group.launch), part.stages
-        components = [dict(zip(own.update.inputs, masked(own, reads), strict=True)) for reads in own.reads]
+        components = [dict(zip(own.update.inputs, staged.masked(own, reads), strict=True)) for reads in own.reads]
         operands = [of_one | new for of_one, new in zip(components, more, strict=True)]
         known += [
             Wanted(result.operation, result.extent, [_shaped(of_one[key], view) for of_one in operands])

@@ -13,8 +13,8 @@ import torch
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import ENDINGS
-from collage_neuron.passes.backends.by_parameter import ByParameter, masked, write
 from collage_neuron.passes.backends.protocol import AUTO, Launch, Measure
+from collage_neuron.passes.backends.staged import ByParameter, masked, write
 from collage_neuron.passes.backends.xla.compilers import BY_KIND
 from collage_neuron.passes.backends.xla.hlo import Computation
 from collage_neuron.passes.backends.xla.lower import Own, XlaUpdate, stored
