@@ -20,9 +20,8 @@ from collage_neuron.numerics.block_formats import BLOCK, first_of_each, spread
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import DOWN, ENDINGS, down_columns, view_of
 from collage_neuron.numerics.tensor_sums import RUN, RUNS, groups_of, run_sums, terms_of
-from collage_neuron.passes.backends import staged
-from collage_neuron.passes.backends.protocol import Backend, EveryDevice, Found, Launch, Measure
-from collage_neuron.passes.backends.staged import ByParameter, Lowered, masked, write
+from collage_neuron.passes.backends import protocol, staged
+from collage_neuron.passes.backends.protocol import ByParameter, Found, Launch, Lowered, Measure
 from collage_neuron.passes.backends.torch_neuron import narrows
 from collage_neuron.passes.ir.stage import Stage, rearranged
 from collage_neuron.passes.ir.update import Update
@@ -206,7 +205,7 @@ class Reference(ByParameter):
     """Runs the graph itself, on any device."""
 
     name = "reference"
-    devices = EveryDevice()
+    devices = protocol.EveryDevice()
     layouts = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
     takes_rows = True
     measures = True
@@ -243,13 +242,13 @@ class Reference(ByParameter):
             return super().run_one(launch)
         measured = []
         for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
-            one = launch.part([i])._replace(reads=[masked(launch, reads)])
+            one = launch.part([i])._replace(reads=[launch.masked(reads)])
             if update.by_rows:
                 results, found = self._by_rows(one)
             else:
                 found = staged.find(one, self._sums_of) if before is None else before.of(i)
                 results = self.lowered(update.parts[-1])(one.reads[0], found.rows[0])
-            write(one, writes, results[:size])
+            one.write(writes, results[:size])
             staged.store_small(one, found)
             measured += [Measure(*results[size:])] if update.sums else []
         return measured
@@ -293,7 +292,7 @@ class Reference(ByParameter):
 # Devices without float64 and int64
 
 
-def on_host(backend: Backend, launches: Sequence[Launch]) -> Sequence[Measure]:
+def on_host(backend: protocol.Backend, launches: Sequence[Launch]) -> Sequence[Measure]:
     """What `backend` makes of the launches on the CPU, written to their own tensors: all components are copied there.
 
     For a device that has no float64 or int64 of its own, in which roots, sums and random bits are computed here, and

@@ -1,6 +1,4 @@
-"""Runs launches: one parameter after the other, and the stages of an update before its last one (`ir/stage.py`).
-
-These find the numbers that the last one reads.
+"""Runs the stages of an update before its last one (`ir/stage.py`): they find the numbers that the last one reads.
 
 Given (a second moment of rows, as Adafactor has it)::
 
@@ -17,10 +15,8 @@ States without a value for each element are read before the first stage, and sto
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +24,7 @@ from torch import Tensor
 from collage_neuron.numerics import matrix_sums, tensor_sums
 from collage_neuron.numerics.matrix_sums import COLUMN, ELEMENT, ENDINGS, NUMBER, shape_of, terms_in, view_of
 from collage_neuron.numerics.tensor_sums import OF_TENSOR, Reduction, folded_over
-from collage_neuron.passes.backends.protocol import Across, Backend, Found, Launch, Measure
+from collage_neuron.passes.backends.protocol import Across, Found, Launch
 from collage_neuron.passes.ir.stage import BETWEEN, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
@@ -163,7 +159,7 @@ def seen_view(launch: Launch) -> tuple[int, int, int]:
 def store_small(launch: Launch, found: Found) -> None:
     """Writes the states without a value for each element, after the last stage, unless the launch is skipped."""
     for name, values in found.small.items():
-        write(launch, [states[name] for states in launch.small], values.unbind())
+        launch.write([states[name] for states in launch.small], values.unbind())
 
 
 def _computed(stage: Stage, given: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -209,66 +205,3 @@ def _finished_runs(result: Reduced, runs: Tensor, view: tuple[int, int, int]) ->
     sums = folded_over(runs, -2 if result.by_columns else -1)
     terms = terms_in(view, ELEMENT, result.extent)
     return matrix_sums.finished(ENDINGS[result.operation], sums, result.extent, terms)
-
-
-# One parameter after the other
-
-
-class Lowered(Protocol):
-    """An update that is ready to run on one parameter."""
-
-    def __call__(self, components: Sequence[Tensor], scalars: Tensor) -> Sequence[Tensor]:
-        """Returns new components from the old ones and the scalar vector, then sums and counts if it measures."""
-
-
-class ByParameter(Backend):
-    """Runs a step one parameter after the other, so that the new components of only one need memory at a time."""
-
-    @cached_property
-    def _lowered(self) -> dict[Update, Lowered]:
-        return {}  # not in a constructor, which a subclass may forget to call
-
-    @abstractmethod
-    def lower(self, update: Update) -> Lowered:
-        """Returns the callable form of `update`."""
-
-    def lowered(self, update: Update) -> Lowered:
-        """The same, cached."""
-        if update not in self._lowered:
-            self._lowered[update] = self.lower(update)
-        return self._lowered[update]
-
-    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
-        """Runs each launch, parameter by parameter."""
-        return [measure for launch in launches for measure in self.run_one(launch)]
-
-    def run_one(self, launch: Launch) -> list[Measure]:
-        """Runs one launch; its measurements, of each parameter, if the update has any."""
-        call, size = self.lowered(launch.update), len(launch.update.outputs)
-        rows = launch.vector.to(launch.reads[0][0].device).expand(len(launch.reads), -1)
-        measured = []
-        for reads, writes, scalars in zip(launch.reads, launch.writes, rows, strict=True):
-            results = call(masked(launch, reads), scalars)
-            write(launch, writes, results[:size])
-            measured += [Measure(*results[size:])] if launch.update.sums else []
-        return measured
-
-
-def masked(launch: Launch, reads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors that an update reads for a parameter; the gradient is zero if the launch is skipped."""
-    if launch.finite is None:
-        return reads
-    named = zip(launch.update.inputs, reads, strict=True)
-    return [torch.where(launch.finite.to(x.device), x, 0.0) if key == "grad" else x for key, x in named]
-
-
-def write(launch: Launch, writes: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Writes the new components of a parameter, unless the launch is skipped or they are there already.
-
-    It uses `copy_` and never replaces the data: on XLA, only `copy_` lets the result reuse the old tensor's buffer.
-    `torch._foreach_copy_` saves nothing there: it calls `copy_` for each tensor too (740 tensors: 3.5 ms either way).
-    """
-    for old, new in zip(writes, results, strict=True):
-        if new is old:  # a kernel has stored it
-            continue
-        old.copy_(new if launch.finite is None else torch.where(launch.finite.to(old.device), new, old))

@@ -17,9 +17,8 @@ import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.errors import StepInterrupted
 from collage_neuron.passes.backends import registry
-from collage_neuron.passes.backends.protocol import Launch, Measure
+from collage_neuron.passes.backends.protocol import ByParameter, Launch, Measure
 from collage_neuron.passes.backends.reference import ReferenceUpdate
-from collage_neuron.passes.backends.staged import ByParameter
 from collage_neuron.passes.ir.update import Update
 
 

@@ -17,10 +17,9 @@ from worlds import run_script
 import collage_neuron
 from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.numerics.eft import beyond, capped, narrow, round_to
-from collage_neuron.passes.backends.protocol import Backend, EveryDevice
+from collage_neuron.passes.backends.protocol import Backend, ByParameter, EveryDevice, Lowered
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import get
-from collage_neuron.passes.backends.staged import ByParameter, Lowered
 from collage_neuron.passes.backends.xla.hlo import Computation
 from collage_neuron.passes.backends.xla.lower import XlaUpdate
 from collage_neuron.passes.ir.update import Update

@@ -18,7 +18,7 @@ from collage_neuron.passes.backends.nki.stages import before_of
 from collage_neuron.passes.backends.nki.target import advised, installed, is_trainium, machine_of
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.registry import get
-from collage_neuron.passes.backends.staged import store_small, write
+from collage_neuron.passes.backends.staged import store_small
 from collage_neuron.passes.backends.xla.backend import open_device
 from collage_neuron.passes.ir.update import Update
 
@@ -112,7 +112,7 @@ class Nki(Backend):
         for launch, done in zip(launches, before, strict=True):
             for writes in launch.writes:
                 components, measure = next(results)
-                write(launch, writes, components)
+                launch.write(writes, components)
                 measured += [measure] if measure is not None else []
             for part, found in done.stored:
                 store_small(part, found)

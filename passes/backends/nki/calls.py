@@ -31,7 +31,6 @@ from collage_neuron.passes.backends.nki.target import Machine, advised
 from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.nki.words import seed_of
 from collage_neuron.passes.backends.protocol import Launch
-from collage_neuron.passes.backends.staged import masked
 from collage_neuron.passes.ir.update import Update
 
 
@@ -61,7 +60,7 @@ class Part:
 def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
     """The parts of a launch of one stage, which has this index among those of a call."""
     for place, reads in enumerate(launch.reads):
-        named = zip(launch.update.inputs, masked(launch, reads), strict=True)
+        named = zip(launch.update.inputs, launch.masked(reads), strict=True)
         given = {k: _in_hbm(x) for k, x in named}
         like = given[launch.update.inputs[0]]
         try:

@@ -97,6 +97,7 @@ def before_last(launches: Sequence[Launch], machine: Machine) -> list[Before]:
     groups = [group for of_launch in alike for group in of_launch]
     for group in groups:
         group.ask()
+    # One call of kernels for all groups: each call is a graph of its own on trn1.
     while active := [(group, group.part) for group in groups if group.part is not None]:
         for (group, _), answer in zip(active, _answers(active, machine), strict=True):
             group.ask(answer)
@@ -120,7 +121,7 @@ def _answers(active: Sequence[tuple[_Alike, Update]], machine: Machine) -> list[
     known = []
     for (group, part), (own, _), more in zip(active, made, stored, strict=True):
         view, (stage,) = seen_view(group.launch), part.stages
-        components = [dict(zip(own.update.inputs, staged.masked(own, reads), strict=True)) for reads in own.reads]
+        components = [dict(zip(own.update.inputs, own.masked(reads), strict=True)) for reads in own.reads]
         operands = [of_one | new for of_one, new in zip(components, more, strict=True)]
         known += [
             Wanted(result.operation, result.extent, [_shaped(of_one[key], view) for of_one in operands])
