@@ -120,7 +120,7 @@ def searching(launch: Launch, compute: Compute | None = None) -> Search:
     scalars = launch.vector.to(launch.reads[0][0].device)
     rows = scalars.expand(count, -1)
     entries = rows.unbind(1)
-    if update.by_rows:
+    if update.by_rows:  # a number that all parameters share stays 0-d: it meets values of every extent
         entries = tuple(x if x.dim() == 0 else x.reshape(-1, 1, 1, 1) for x in scalars.unbind(-1))
     values = dict[str, Tensor]()
     for name in update.reads_small:

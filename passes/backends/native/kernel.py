@@ -302,7 +302,7 @@ def ahead_of(lines: Sequence[str]) -> Ahead:
         name = wanted.pop()
         if arithmetic := CARRIED.match(made[name]):
             carried[name] = arithmetic[1]
-        elif name not in again:
+        elif name not in again:  # a word or a mask: made again beside the rest, with what it needs
             again.add(name)
             wanted += needs[name]
     rest = [line for line in lines if line.split()[0] not in chain - again]

@@ -184,6 +184,7 @@ class Writer:
 
     def valid(self, part: int) -> Value:
         """True for the elements below `limit`: in the buffer with the end of a tensor, others follow them."""
+        # Limited before it is cut to 32 bits: a tensor may have more elements than these count.
         left = self.loop.op("i64", f"sub i64 %limit, {self.at}").text
         least = self.loop.op("i64", f"call i64 @llvm.smin.i64(i64 {left}, i64 {2 * self.width})").text
         many = self.loop.spread(self.loop.op(INT, f"trunc i64 {least} to i32"))
@@ -196,6 +197,7 @@ class Writer:
         found = Value(f"%sum{number}", FLOAT if measure.target is total else INT)
         for values, mask in zip(parts, valid, strict=True):
             term = self.operand(x, values)
+            # Beyond the end, terms are computed of zeros and may be NaN: they are replaced, not multiplied by 0.
             if measure.target is total:
                 found = code.binary("fadd", FLOAT, found, code.select(mask, term, 0.0, FLOAT))
             else:

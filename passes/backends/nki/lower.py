@@ -120,6 +120,7 @@ class Kernel(Design):
                 )
         if rows is None:
             return torch.stack([c.value(entries) for c in self.plan.columns]).expand(PARTITIONS, -1).contiguous()
+        # What the host knows goes to the device at once; what stages have found is there already.
         given = [c.value(entries) for c in self.plan.columns if not c.is_found]
         known = torch.stack(given or [torch.zeros((), dtype=torch.float32, device="cpu")])
         known_rows, found = iter(known.to(rows.device).expand(len(rows), -1).unbind(1)), rows.unbind(1)
@@ -160,6 +161,7 @@ def lower_to_nki(
     program, plain = _programs_of(update, storage)
     if not program.roots:
         raise UnsupportedUpdate("the update stores nothing but what it loaded: there is no kernel to generate")
+    # First without a monitor: measuring must not change by which instructions anything is stored.
     plan = assign(plain, g)
     if program is not plain:
         plan = assign(program, g, plan)

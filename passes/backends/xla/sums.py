@@ -102,6 +102,7 @@ class Adder:
     def _finished(self, operation: Any, sums: Instruction, count: int) -> Instruction:
         hlo, finish = self.hlo, FINISH[operation]
         if finish is not None:
+            # Plus a zero that XLA does not know: else it would multiply by the reciprocal of the count.
             known = hlo.constant(count, "f64")
             zero = hlo.reshape(hlo.add("convert", Shape("f64", (1,)), [self._zero]), ())
             sums = finish(hlo, sums, hlo.on("add", zero, known))
