@@ -22,7 +22,7 @@ from collage_neuron.optimizer import first_step_report
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.optimizer.first_step_report import line_of
 from collage_neuron.optimizer.pending_models import require_compiled
-from collage_neuron.passes.analysis.state_roles import denominators, slow_states
+from collage_neuron.passes.analysis.state_roles import structure
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir import printer
 from collage_neuron.passes.ir.update import Captured, Recording
@@ -266,8 +266,8 @@ def _explain_roles(job: step_plan.Job, settings: Settings) -> Iterator[str]:
     graph, dtype = job.recording.captured.graph, job.params[0].dtype
     lacking = imprecise_states(graph, settings, dtype).difference(job.recording.captured.small)
     lines = {
-        "accumulate slowly": slow_states(graph),
-        "under a root or a division": denominators(graph),
+        "accumulate slowly": structure(graph).slow,
+        "under a root or a division": structure(graph).denominators,
         "of these not recognised, and imprecise in one word": lacking,
     }
     yield from (f"{what}: {', '.join(sorted(names))}" for what, names in lines.items() if names)

@@ -166,7 +166,8 @@ state kept as `hi + lo` is a pair.
 * Without a rule is what no optimizer of torch and of the packages above computes an update with: whole numbers
   (`round`, `floor`), remainders, `copysign` and `signbit`, trigonometric and hyperbolic functions but `atan2`,
   logarithms but `log`, `expm1`, `erf` and other special functions, `logical_xor`, activations of networks (`silu`,
-  `gelu`, ...), `nextafter`, `frexp`, and operations on integers. A step that uses one runs
+  `gelu`, ...), `nextafter`, `frexp`, operations on integers, and `x[mask] = y` of a tensor (that of a number is a
+  `masked_fill`). A step that uses one runs
   [as written](../as_written.md)
   (`tests/eager/test_as_written.py::test_functions_without_a_rule_are_those_of_torch_in_fp32`).
 

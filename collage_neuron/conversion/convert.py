@@ -32,8 +32,8 @@ from collage_neuron.optimizer.pending_models import (
     warn_of_rounded,
     written_in_all_processes,
 )
+from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import choose
-from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import fallback_warning, update_formats

@@ -16,9 +16,8 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.numerics.eft import narrow
 from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.backends.protocol import Backend, Launch, check_supported
 from collage_neuron.passes.backends.registry import choose
-from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.rewrite.graph_writer import Writer
 from collage_neuron.passes.rewrite.round_and_store import Randomness

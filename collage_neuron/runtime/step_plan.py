@@ -19,9 +19,8 @@ from collage_neuron.numerics.strategies import (
     formats_of_shape,
     has_blocks,
 )
-from collage_neuron.passes.backends.protocol import Backend
+from collage_neuron.passes.backends.protocol import Backend, check_supported
 from collage_neuron.passes.backends.registry import choose
-from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.update import Captured, Recording, Update
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime.preconditions import check_settings, check_stepped

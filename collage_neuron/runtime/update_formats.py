@@ -18,7 +18,7 @@ from collage_neuron.numerics.strategies import (
     formats_for,
     tells_roles,
 )
-from collage_neuron.passes.analysis.state_roles import idle_states, pattern, roles_of, slow_states
+from collage_neuron.passes.analysis.state_roles import pattern, roles_of, structure
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states import step_inventory, strategy_checks
@@ -87,7 +87,7 @@ def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
             _known.clear()
         check_strategy(settings.strategy, settings.arithmetic)  # again
         _check_beginnings(recording, settings, dtype)
-        slow, idle = slow_states(captured.graph), idle_states(captured.graph).difference(captured.small)
+        slow, idle = structure(captured.graph).slow, structure(captured.graph).idle.difference(captured.small)
         roles = roles_of(captured, recording.slots, recording.following)
         formats = formats_for(settings.strategy, captured.states, roles, dtype)
         lacking = strategy_checks.imprecise_states(captured.graph, settings, dtype)
@@ -125,7 +125,7 @@ def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
 
 def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
     """The current formats of states that this step does not change, so that their low words are not dropped."""
-    return as_stored(optimizer, p, idle_states(recording.captured.graph).difference(recording.captured.small))
+    return as_stored(optimizer, p, structure(recording.captured.graph).idle.difference(recording.captured.small))
 
 
 def as_stored(optimizer: Optimizer, p: torch.Tensor, idle: frozenset[str]) -> dict[str, Format]:

@@ -35,7 +35,7 @@ from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, StrategyLike, bytes_with_adam, param_format
 from collage_neuron.numerics.underflow import LOST, Pace, Scale, cheapest, is_short, lost
-from collage_neuron.passes.analysis.state_roles import decays, denominators, lossy_denominators, slow_states
+from collage_neuron.passes.analysis.state_roles import decays, structure
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -118,14 +118,14 @@ def imprecise_states(graph: fx.Graph, settings: Settings, dtype: torch.dtype) ->
     if dtype == torch.float32:
         return frozenset()
     if not isinstance(settings.strategy, str):
-        names, others = denominators(graph), settings.strategy.get("*", "bf16")
+        names, others = structure(graph).denominators, settings.strategy.get("*", "bf16")
         formats = {name: format_named(settings.strategy.get(name, others)) for name in names}
         # With signs, numbers that are small beside their neighbours become 0.
         return frozenset(name for name, fmt in formats.items() if fmt.is_coded and fmt.signed)
     strategy = STRATEGIES[settings.strategy]
     if format_named(strategy.slow).bytes <= format_named(strategy.state).bytes:
         return frozenset()
-    return lossy_denominators(graph)
+    return structure(graph).lossy_denominators
 
 
 def warn_imprecise(
@@ -164,7 +164,7 @@ def warn_stuck(
 def _stuck(recording: Recording, formats: Mapping[str, Format]) -> dict[str, float]:
     """The decays of the averages of magnitudes that are rounded to nearest, and which half an ulp is larger than."""
     graph = recording.captured.graph
-    words = [n for n in slow_states(graph) if n in formats and formats[n].draw is None and not formats[n].is_coded]
+    words = [n for n in structure(graph).slow if n in formats and formats[n].draw is None and not formats[n].is_coded]
     narrow = [n for n in words if digits(formats[n]) <= digits(format_named("bf16"))]
     decay_of = decays(graph, recording.slots) if narrow else {}
     return {n: decay_of[n] for n in narrow if n in decay_of and decay_of[n] < 2.0 ** -digits(formats[n])}
@@ -183,7 +183,7 @@ def _imprecise_sentence(
             "(collage_neuron.ImpreciseState)"
         )
     wide = format_named(STRATEGIES[str(settings.strategy)].slow).name
-    mapping = {"param": formats["param"].name} | dict.fromkeys(sorted({*slow_states(graph), *names}), wide)
+    mapping = {"param": formats["param"].name} | dict.fromkeys(sorted({*structure(graph).slow, *names}), wide)
     return (
         f"{base.__name__}: strategy={settings.strategy!r} keeps {which} in {formats[names[0]].name}, and the update "
         "divides by it or takes its root. It adds to itself in a way that is not recognised as a second moment; if it "
@@ -328,7 +328,7 @@ def _warned(cls: type, what: str) -> WeakSet[Optimizer]:
 
 
 def _is_normalized(graph: fx.Graph) -> bool:
-    return bool(denominators(graph)) or any("sign" in str(node.target) for node in graph.nodes)
+    return bool(structure(graph).denominators) or any("sign" in str(node.target) for node in graph.nodes)
 
 
 def _decay(recording: Recording, rate: float, largest: float) -> float:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
-from collage_neuron.passes.analysis.state_roles import unread_states
+from collage_neuron.passes.analysis.state_roles import structure
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -93,7 +93,7 @@ def _run(base: type[Optimizer], optimizer: Optimizer) -> Known:
         with warnings.catch_warnings(), _unheard(), undone([*classes, *methods, *copied.copies.shared]):
             warnings.simplefilter("ignore")
             found = _recordings(copied)
-            if any(unread_states(each.captured.graph) for each in found.values()):
+            if any(structure(each.captured.graph).unread for each in found.values()):
                 found = _with_following(found, copied)
     except (UnsupportedUpdate, Uncompiled) as error:
         return Known(base, found, error)
@@ -180,6 +180,6 @@ def _with_following(found: Mapping[int, Recording], copied: Copied) -> dict[int,
     except (UnsupportedUpdate, Uncompiled):
         return dict(found)
     return {
-        key: replace(each, following=later.get(key)) if unread_states(each.captured.graph) else each
+        key: replace(each, following=later.get(key)) if structure(each.captured.graph).unread else each
         for key, each in found.items()
     }

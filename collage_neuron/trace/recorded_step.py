@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.analysis.state_roles import unread_states
+from collage_neuron.passes.analysis.state_roles import structure
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.states.visible_states import ParamShaped, require_known, visible
 from collage_neuron.trace.calls import Uncompiled
@@ -61,7 +61,7 @@ def _record(
             break
         shown |= dict.fromkeys(tensors, ParamShaped(p))
     found = recording_of(copied, stepped)
-    if unread_states(found.captured.graph):
+    if structure(found.captured.graph).unread:
         return replace(found, following=recording_of(copied, copied.step()))
     return found
 

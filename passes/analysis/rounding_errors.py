@@ -15,7 +15,7 @@ on it in this way has its errors too, so the same is required of that. A state o
 bits.
 
 A state that the step makes of the gradient and does not read (momentum of SGD, in its first step) shows nothing of
-this: the step that follows it does (`state_roles.unread_states`).
+this: the step that follows it does (`state_roles.Structure.unread`).
 """
 
 from __future__ import annotations

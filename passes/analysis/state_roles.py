@@ -1,6 +1,6 @@
 """The roles of the states of an update, by which a strategy chooses their formats (`numerics.strategies`).
 
-What holds whatever the numbers of a step are (`slow_states` and its neighbours) is found in sums of products whose
+What holds whatever the numbers of a step are (`Structure`) is found in sums of products whose
 numbers are wildcards, so the way a value is written is irrelevant. Slow are:
 
 * sums and averages of magnitudes (`signs`). At a decay near 1 such a state moves by less than half an ulp of bf16 per
@@ -39,46 +39,10 @@ COPIES = (aten.clone.default, aten._to_copy.default, aten.detach.default, aten.c
 LERPS = (aten.lerp.Scalar, aten.lerp.Tensor)
 
 
-def slow_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states that accumulate slowly, which `plus` stores as pairs."""
-    return _structure(graph).slow
-
-
-def magnitude_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states of a captured update that accumulate a magnitude."""
-    return _structure(graph).magnitudes
-
-
-def sum_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states that are sums without decay, or copies or averages of the parameter or of such a state."""
-    return _structure(graph).sums
-
-
-def idle_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states that this update does not change, so that it cannot show what they accumulate."""
-    states = _outputs(graph).items()
-    return frozenset(name for name, node in states if name != "param" and _is_placeholder(node, name))
-
-
-def denominators(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states of which the parameter's update takes a root, or by which it divides."""
-    return _structure(graph).denominators
-
-
-def lossy_denominators(graph: fx.Graph) -> frozenset[str]:
-    """Names of the denominators that add to themselves, are not slow, and do not change sign with the gradient."""
-    states = _structure(graph)
-    return frozenset(n for n in states.denominators - states.slow if states.reads_itself(n) and n not in states.odd)
-
-
-def unread_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states that a captured update makes of the gradient and the parameter, without reading them."""
-    return _structure(graph).unread
-
-
 @lru_cache(maxsize=256)  # asked again in each step, for the same few graphs
-def _structure(graph: fx.Graph) -> _Structure:
-    return _Structure(graph)
+def structure(graph: fx.Graph) -> Structure:
+    """What a captured update does to its states, whatever its numbers are."""
+    return Structure(graph)
 
 
 def _outputs(graph: fx.Graph) -> dict[str, Any]:
@@ -87,7 +51,7 @@ def _outputs(graph: fx.Graph) -> dict[str, Any]:
     return outputs
 
 
-class _Structure:
+class Structure:
     """What a captured update does to its states, whatever its numbers are."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -114,17 +78,25 @@ class _Structure:
         return any(name in self.values.inputs(x) for x in self.next[name])
 
     @cached_property
+    def idle(self) -> frozenset[str]:
+        """The states that it does not change, so that it cannot show what they accumulate."""
+        return frozenset(n for n, node in self.outputs.items() if n != "param" and _is_placeholder(node, n))
+
+    @cached_property
     def unread(self) -> frozenset[str]:
+        """The states that it makes of the gradient and the parameter, without reading them."""
         read = {str(n.target) for n in self.graph.nodes if n.op == "placeholder" and n.users}
         inputs = {name: self.values.inputs(x) for name, x in self.new.items() if name not in read}
         return frozenset(n for n, of_one in inputs.items() if {"grad"} <= of_one <= {"grad", "param", COPY})
 
     @cached_property
     def slow(self) -> frozenset[str]:
+        """The states that accumulate slowly, which `plus` stores as pairs."""
         return self.magnitudes | self.sums | self.maxima
 
     @cached_property
     def magnitudes(self) -> frozenset[str]:
+        """The states that accumulate a magnitude."""
         return magnitudes(self.values, self.next) - self.maxima
 
     @cached_property
@@ -139,10 +111,13 @@ class _Structure:
 
     @cached_property
     def sums(self) -> frozenset[str]:
-        """A fixed point, since an average of an average of the parameter is an average of the parameter too."""
+        """The states that are sums without decay, or copies or averages of the parameter or of such a state.
+
+        A fixed point, since an average of an average of the parameter is an average of the parameter too.
+        """
         param = _original(self.outputs["param"])
         sums = frozenset(n for n in self.new if self._is_sum(n) or _original(self.outputs[n]) is param)
-        sums |= idle_states(self.graph) | self._positions
+        sums |= self.idle | self._positions
         while True:
             averages = _ParameterAverages(self.graph, self.outputs, sums)
             now = sums | {name for name in self.new if averages.has_average(name)}
@@ -182,9 +157,15 @@ class _Structure:
 
     @cached_property
     def denominators(self) -> frozenset[str]:
+        """The states of which the parameter's update takes a root, or by which it divides."""
         cone = _ancestors([self.outputs["param"]])
         under = [x for node in cone if isinstance(x := _denominator(node), fx.Node)]
         return frozenset(name for node in _ancestors(under, self._names) for name in self._names(node))
+
+    @property
+    def lossy_denominators(self) -> frozenset[str]:
+        """The denominators that add to themselves, are not slow, and do not change sign with the gradient."""
+        return frozenset(n for n in self.denominators - self.slow if self.reads_itself(n) and n not in self.odd)
 
     def _names(self, node: fx.Node) -> list[str]:
         """Names of the states whose value, before or after the step, is this node."""
@@ -323,8 +304,8 @@ def _ancestors(nodes: Sequence[fx.Node], is_end: Callable[[fx.Node], Any] = lamb
 
 def roles_of(captured: Captured, slots: Sequence[float], following: Recording | None = None) -> dict[str, Role]:
     """The roles of the states that have one; `slots` are the numbers of a step, `following` is the step after it."""
-    graph = captured.graph
-    idle, sums, slow = idle_states(graph), sum_states(graph), slow_states(graph)
+    graph, own = captured.graph, structure(captured.graph)
+    idle, sums, slow = own.idle, own.sums, own.slow
     values, new = _numbered(graph, slots)
     unsigned = nonnegative(values, {name: x for name, x in new.items() if captured.fresh.get(name, 0.0) >= 0})
     others = sorted(new.keys() - slow - idle - {"param"})
@@ -334,12 +315,12 @@ def roles_of(captured: Captured, slots: Sequence[float], following: Recording | 
     roles |= {name: "maximum" for name in others if name in unsigned and _is_maximum(values, new[name], name)}
     gains = Gains(values, new, unsigned, sums)
     roles |= dict.fromkeys(sorted(sensitive(gains, new, roles)), "signed")
-    averages = sorted(first_moments(new, _structure(graph).odd & set(others), gains))
+    averages = sorted(first_moments(new, own.odd & set(others), gains))
     roles |= {n: "long" if is_long(values, new[n], n) else "average" for n in averages}
     roles |= {n: role for n, role in _later(graph, following).items() if n in others}
     roles |= {name: "counter" for name in sorted(new.keys() - {"param"}) if _counts(values, new[name], name)}
     roles |= dict.fromkeys(sorted(idle), "idle")
-    return roles | dict.fromkeys(sorted(idle & denominators(graph)), "decaying")  # a position divides nothing
+    return roles | dict.fromkeys(sorted(idle & own.denominators), "decaying")  # a position divides nothing
 
 
 def _numbered(graph: fx.Graph, slots: Sequence[float]) -> tuple[Values, dict[str, Sum]]:
@@ -351,7 +332,7 @@ def _numbered(graph: fx.Graph, slots: Sequence[float]) -> tuple[Values, dict[str
 def _later(graph: fx.Graph, following: Recording | None) -> dict[str, Role]:
     """The roles in the step after of first moments that this step makes without reading them."""
     later = {} if following is None else roles_of(following.captured, following.slots)
-    return {n: later[n] for n in sorted(unread_states(graph)) if later.get(n) in ("average", "long")}
+    return {n: later[n] for n in sorted(structure(graph).unread) if later.get(n) in ("average", "long")}
 
 
 def _is_maximum(values: Values, x: Sum, name: str) -> bool:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import cache, cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BY_ELEMENT
+from collage_neuron.passes.backends.registry import preferred, suits
 from collage_neuron.passes.ir.update import Update
 
 AUTO = "; use backend='auto'"
-"""The end of a reason why a backend cannot run an update: it is replaced by what can (`supported`)."""
+"""The end of a reason why a backend cannot run an update: it is replaced by what can (`check_supported`)."""
 
 
 Across = Callable[[Tensor, str, str], Tensor]
@@ -66,9 +69,28 @@ class Launch(NamedTuple):
         vector = self.vector if self.vector.dim() == 1 else self.vector[numbers[0] if len(numbers) == 1 else [*numbers]]
         return self._replace(vector=vector, reads=reads, writes=writes, small=small, kept=None)
 
+    def masked(self, reads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors that an update reads for a parameter; the gradient is zero if the launch is skipped."""
+        if self.finite is None:
+            return reads
+        named = zip(self.update.inputs, reads, strict=True)
+        return [torch.where(self.finite.to(x.device), x, 0.0) if key == "grad" else x for key, x in named]
+
+    def write(self, writes: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Writes the new components of a parameter, unless the launch is skipped or they are there already.
+
+        It uses `copy_` and never replaces the data: on XLA, only `copy_` lets the result reuse the old tensor's buffer.
+        `torch._foreach_copy_` saves nothing there: it calls `copy_` for each tensor too (740 tensors: 3.5 ms either
+        way).
+        """
+        for old, new in zip(writes, results, strict=True):
+            if new is old:  # a kernel has stored it
+                continue
+            old.copy_(new if self.finite is None else torch.where(self.finite.to(old.device), new, old))
+
 
 class Found(NamedTuple):
-    """What the stages before the last one have found, for the parameters of a launch (`staged`, `by_rows`)."""
+    """What the stages before the last one have found, for the parameters of a launch (`staged`)."""
 
     rows: Tensor
     """The scalar vectors of the last stage, one row for each parameter, on the parameters' device."""
@@ -142,7 +164,7 @@ class Backend(ABC):
     def supports(self, update: Update) -> str | None:
         """The reason why it cannot run `update`, as a sentence with a remedy; None if it can.
 
-        Where one ends with `AUTO`, the remedy becomes a backend that can, or another strategy (`supported`).
+        Where one ends with `AUTO`, the remedy becomes a backend that can, or another strategy (`check_supported`).
         The answer must depend on `update` alone: it is asked once for each update, and remembered.
         """
         is_seen = update.seen_as is not None
@@ -193,3 +215,69 @@ class Backend(ABC):
     def found(self) -> Iterator[Callable[[], torch.device]]:
         """Functions that open the devices of this machine on which to probe it (`doctor`); opening may fail."""
         yield from ()
+
+
+class Lowered(Protocol):
+    """An update that is ready to run on one parameter."""
+
+    def __call__(self, components: Sequence[Tensor], scalars: Tensor) -> Sequence[Tensor]:
+        """Returns new components from the old ones and the scalar vector, then sums and counts if it measures."""
+
+
+class ByParameter(Backend):
+    """Runs a step one parameter after the other, so that the new components of only one need memory at a time."""
+
+    @cached_property
+    def _lowered(self) -> dict[Update, Lowered]:
+        return {}  # not in a constructor, which a subclass may forget to call
+
+    @abstractmethod
+    def lower(self, update: Update) -> Lowered:
+        """Returns the callable form of `update`."""
+
+    def lowered(self, update: Update) -> Lowered:
+        """The same, cached."""
+        if update not in self._lowered:
+            self._lowered[update] = self.lower(update)
+        return self._lowered[update]
+
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        """Runs each launch, parameter by parameter."""
+        return [measure for launch in launches for measure in self.run_one(launch)]
+
+    def run_one(self, launch: Launch) -> list[Measure]:
+        """Runs one launch; its measurements, of each parameter, if the update has any."""
+        call, size = self.lowered(launch.update), len(launch.update.outputs)
+        rows = launch.vector.to(launch.reads[0][0].device).expand(len(launch.reads), -1)
+        measured = []
+        for reads, writes, scalars in zip(launch.reads, launch.writes, rows, strict=True):
+            results = call(launch.masked(reads), scalars)
+            launch.write(writes, results[:size])
+            measured += [Measure(*results[size:])] if launch.update.sums else []
+        return measured
+
+
+@cache
+def _reason(backend: Backend, update: Update) -> str | None:
+    return backend.supports(update)
+
+
+def check_supported(backend: Backend, update: Update, device: torch.device) -> None:
+    """Raises UnsupportedUpdate with the reason if `backend` cannot run `update`, for parameters on `device`."""
+    reason = _reason(backend, update)
+    if reason is None:
+        return
+    if reason.endswith(AUTO):  # which a backend says without knowing which ones there are, nor what was chosen
+        other = _able(backend, update, device)
+        advice = ": choose another strategy, or leave the optimizer uncompiled"
+        reason = reason.removesuffix(AUTO) + (advice if other is None else f"; use backend={other!r}")
+    raise UnsupportedUpdate(backend.advised(reason, device))
+
+
+def _able(backend: Backend, update: Update, device: torch.device) -> str | None:
+    """Another backend on `device` that can run `update`; the reference only where it needs no probe."""
+    for other in preferred(device):
+        is_there = not isinstance(other.devices, EveryDevice) or other.is_exact_on(device)
+        if other is not backend and is_there and suits(other, device) and _reason(other, update) is None:
+            return other.name
+    return None

@@ -20,14 +20,10 @@ from collage_neuron.numerics.block_formats import BLOCK, first_of_each, spread
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import DOWN, ENDINGS, down_columns, view_of
 from collage_neuron.numerics.tensor_sums import RUN, RUNS, groups_of, run_sums, terms_of
-from collage_neuron.passes.backends import by_rows
-from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
-from collage_neuron.passes.backends.by_rows import Reduced, Values, results_of
-from collage_neuron.passes.backends.inline import inlined
-from collage_neuron.passes.backends.protocol import Backend, EveryDevice, Found, Launch, Measure
-from collage_neuron.passes.backends.staged import find, reductions_of, store_small
+from collage_neuron.passes.backends import protocol, staged
+from collage_neuron.passes.backends.protocol import ByParameter, Found, Launch, Lowered, Measure
 from collage_neuron.passes.backends.torch_neuron import narrows
-from collage_neuron.passes.ir.stage import Stage
+from collage_neuron.passes.ir.stage import Stage, rearranged
 from collage_neuron.passes.ir.update import Update
 
 T = TypeVar("T")
@@ -85,10 +81,8 @@ def numbers(like: Tensor, first: int) -> Tensor:
 
 def operands_of(stage: Stage) -> Callable[..., Sequence[Tensor]]:
     """Computes what the results of a reduction add up, from what its body is given."""
-    body = fx.Graph()
-    results: Any = body.graph_copy(stage.body, {})
-    body.output(tuple(node.args[0] for node in results))
-    return inlined(fx.GraphModule(torch.nn.Module(), body)).forward
+    body = rearranged(stage.body, (), (node.all_input_nodes[0] for node in stage.results))
+    return fx.GraphModule(torch.nn.Module(), body).forward
 
 
 class GroupSums:
@@ -96,7 +90,7 @@ class GroupSums:
 
     def __init__(self, part: Update) -> None:
         (stage,) = part.stages
-        self._reductions, self._forward = reductions_of(stage), operands_of(stage)
+        self._reductions, self._forward = staged.reductions_of(stage), operands_of(stage)
         self._reads = [part.blocks.get(key, 0) for key in part.inputs]
 
     def __call__(self, components: Sequence[Tensor], scalars: Tensor) -> list[Tensor]:
@@ -119,13 +113,13 @@ def _spread(components: Sequence[Tensor], blocks: Sequence[int], length: int) ->
 
 
 class RowSums:
-    """Sums the runs of a reduction's operands over rows or columns (`by_rows.SumRuns`), some rows at a time."""
+    """Sums the runs of a reduction's operands over rows or columns (`staged.SumRuns`), some rows at a time."""
 
     def __init__(self, part: Update) -> None:
         (self._stage,) = part.stages
-        self._results, self._forward = results_of(self._stage), operands_of(self._stage)
+        self._results, self._forward = staged.results_of(self._stage), operands_of(self._stage)
 
-    def __call__(self, components: Sequence[Tensor], scalars: Tensor, values: Values) -> list[Tensor]:
+    def __call__(self, components: Sequence[Tensor], scalars: Tensor, values: staged.Values) -> list[Tensor]:
         """For each result the sums of the runs of its terms."""
         pieces = list(rows_of(components, [values[name] for name in self._stage.numbers]))
         found = [self._of_piece(piece, scalars) for piece in pieces]
@@ -136,7 +130,7 @@ class RowSums:
         return [_runs(r, x) for r, x in zip(self._results, operands, strict=True)]
 
 
-def _runs(result: Reduced, x: Tensor) -> Tensor:
+def _runs(result: staged.Reduced, x: Tensor) -> Tensor:
     add: Callable[[Tensor], Tensor] = down_columns if result.by_columns else run_sums
     return add(terms_of(ENDINGS[result.operation], x))
 
@@ -155,7 +149,7 @@ class ReferenceUpdate:
     """Callable form of an elementwise stage on the reference backend."""
 
     def __init__(self, update: Update) -> None:
-        self._forward = inlined(update.graph).forward
+        self._forward = update.graph.forward
         self._draws = update.draws
         self._elementwise, self._sums = len(update.outputs + update.wanted), len(update.sums)
         self._reads = [update.blocks.get(key, 0) for key in update.inputs]
@@ -211,7 +205,7 @@ class Reference(ByParameter):
     """Runs the graph itself, on any device."""
 
     name = "reference"
-    devices = EveryDevice()
+    devices = protocol.EveryDevice()
     layouts = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
     takes_rows = True
     measures = True
@@ -229,7 +223,7 @@ class Reference(ByParameter):
         if any(narrows(reads[0].device) for launch in launches for reads in launch.reads[:1]):
             return on_host(self, launches)
         # Of all parameters of a launch at once: processes send one message, as with any other backend.
-        found = [find(x, self._sums_of) if x.update.between and x.is_taken else None for x in launches]
+        found = [staged.find(x, self._sums_of) if x.update.between and x.is_taken else None for x in launches]
         return self.run_found(launches, found)
 
     def _sums_of(self, part: Launch, rows: Tensor) -> Sequence[Sequence[Tensor]]:
@@ -248,14 +242,14 @@ class Reference(ByParameter):
             return super().run_one(launch)
         measured = []
         for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
-            one = launch.part([i])._replace(reads=[masked(launch, reads)])
+            one = launch.part([i])._replace(reads=[launch.masked(reads)])
             if update.by_rows:
                 results, found = self._by_rows(one)
             else:
-                found = find(one, self._sums_of) if before is None else before.of(i)
+                found = staged.find(one, self._sums_of) if before is None else before.of(i)
                 results = self.lowered(update.parts[-1])(one.reads[0], found.rows[0])
-            write(one, writes, results[:size])
-            store_small(one, found)
+            one.write(writes, results[:size])
+            staged.store_small(one, found)
             measured += [Measure(*results[size:])] if update.sums else []
         return measured
 
@@ -264,10 +258,10 @@ class Reference(ByParameter):
         (components,), last = one.reads, one.update.parts[-1]
         scalars = one.vector.to(components[0].device)
 
-        def sums(part: Update, reads: Sequence[Sequence[Tensor]], known: Values) -> Sequence[Tensor]:
+        def sums(part: Update, reads: Sequence[Sequence[Tensor]], known: staged.Values) -> Sequence[Tensor]:
             return self._of(part, RowSums)(reads[0], scalars, known)
 
-        values, found = by_rows.find(one, sums)
+        values, found = staged.find_by_rows(one, sums)
         return self._of(last, ReferenceUpdate)(components, scalars, [values[n] for n in last.stages[0].numbers]), found
 
     @cached_property
@@ -298,7 +292,7 @@ class Reference(ByParameter):
 # Devices without float64 and int64
 
 
-def on_host(backend: Backend, launches: Sequence[Launch]) -> Sequence[Measure]:
+def on_host(backend: protocol.Backend, launches: Sequence[Launch]) -> Sequence[Measure]:
     """What `backend` makes of the launches on the CPU, written to their own tensors: all components are copied there.
 
     For a device that has no float64 or int64 of its own, in which roots, sums and random bits are computed here, and

@@ -19,8 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_neuron.passes.fp8_scaling.scaled_matmul import LIMITS, largest
-from collage_neuron.passes.fp8_scaling.size_rules import analyse, known, reason
-from collage_neuron.passes.fp8_scaling.sizes import Size, packet
+from collage_neuron.passes.fp8_scaling.sizes import Size, analyse, known, packet, reason
 from collage_neuron.passes.ir.stage import ancestors
 
 aten: Any = torch.ops.aten

@@ -89,7 +89,7 @@ def _graph_of(step: Step, slots: int) -> _Graph:
             for attempt in _other_graphs(step, slots):
                 with suppress(UnsupportedUpdate):
                     return attempt()
-        raise
+        raise  # the reason of the first attempt, which speaks of the shapes that the user's code has
 
 
 def _other_graphs(step: Step, slots: int) -> Iterator[Callable[[], _Graph]]:

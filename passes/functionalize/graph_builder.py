@@ -81,11 +81,14 @@ def _pure_overload(name: str, func: Any) -> Any:
     raise UnsupportedUpdate(f"the update calls {func}, which has no form that writes to nothing; use plain operations")
 
 
+def arguments(op: Op) -> dict[str, Any]:
+    """What an operation is given, by name."""
+    return dict(zip([a.name for a in schema(op.target).arguments], op.args, strict=False)) | dict(op.kwargs)
+
+
 def dimensions(op: Op) -> Any:
     """The dimensions that a reduction is given, if it is given any: then its meaning depends on the tensor's shape."""
-    names = [a.name for a in schema(op.target).arguments]
-    given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
-    return given.get("dim") or ()
+    return arguments(op).get("dim") or ()
 
 
 def reduces_all(op: Op) -> bool:
@@ -136,12 +139,14 @@ class Builder:
         if op.target is WAIT:
             self._bind(op.outs[0], self.value_of(op.args[0]))
             return
-        target = across if op.target is ALL_REDUCE else target
-        args = tuple(map(self._argument, op.args))
+        self._bind(op.outs[0], self._call(across if op.target is ALL_REDUCE else target, op), op)
+
+    def _call(self, target: Any, op: Op) -> fx.Node:
+        """The node that does with the operands of a recorded operation what `target` does."""
         kwargs = {k: self._argument(x) for k, x in op.kwargs}
-        node = self.graph.call_function(target, args, kwargs)
+        node = self.graph.call_function(target, tuple(map(self._argument, op.args)), kwargs)
         node.meta["place"] = op.place
-        self._bind(op.outs[0], node, op)
+        return node
 
     def _bind(self, ref: Ref | None, node: fx.Node, op: Op | None = None) -> None:
         if ref is None:
@@ -161,6 +166,9 @@ class Builder:
         if isinstance(x, Ref):
             return self.value_of(x)
         return tuple(map(self._argument, x)) if isinstance(x, tuple) else x
+
+    def _refs(self, op: Op) -> list[Ref]:
+        return [x for x in (*op.args, *(x for _, x in op.kwargs)) if isinstance(x, Ref)]
 
     def _check_elementwise(self, op: Op) -> None:
         for out in op.outs:
@@ -188,7 +196,7 @@ class Builder:
             return False
         if out.shape == self.shape or (not out.shape and fills(op)):
             return True
-        read = [x for x in (*op.args, *(x for _, x in op.kwargs)) if isinstance(x, Ref)]
+        read = self._refs(op)
         return bool(read) and all(x.shape != self.shape and math.prod(x.shape) == 1 for x in (*read, out))
 
     def _change(self, op: Op) -> str:

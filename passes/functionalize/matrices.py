@@ -29,9 +29,8 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import ENDINGS, MATRIX, NUMBER, extent_of, mean_to, norm_to, sum_to
-from collage_neuron.passes.functionalize.graph_builder import Builder, dimensions, fills, functional_overload
+from collage_neuron.passes.functionalize.graph_builder import Builder, arguments, dimensions, fills, functional_overload
 from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Op, Ref, is_outer, is_reduction
-from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
 
@@ -99,10 +98,7 @@ class MatrixBuilder(Builder):
             self._axes[out] = self._view(op, out)
             return
         axes = self._combined(op, out)
-        args = tuple(map(self._argument, op.args))
-        kwargs = {k: self._argument(x) for k, x in op.kwargs}
-        node = self.graph.call_function(aten.mul.Tensor if is_outer(target) else target, args, kwargs)
-        self._keep(op, out, node, axes)
+        self._keep(op, out, self._call(aten.mul.Tensor if is_outer(target) else target, op), axes)
 
     def _keep(self, op: Op, out: Ref, node: fx.Node, axes: Axes) -> None:
         if out in self._axes:  # written: what it shows is known
@@ -110,9 +106,6 @@ class MatrixBuilder(Builder):
         node.meta["place"] = op.place
         self._axes[out] = self._of_nodes[node] = axes
         self.cells[out.storage] = node
-
-    def _refs(self, op: Op) -> list[Ref]:
-        return [x for x in (*op.args, *(x for _, x in op.kwargs)) if isinstance(x, Ref)]
 
     def _axes_of(self, op: Op, ref: Ref) -> Axes:
         if ref not in self._axes:
@@ -160,7 +153,7 @@ class MatrixBuilder(Builder):
         x = op.args[0]
         axes, count = self._axes_of(op, x), len(x.shape)
         gone = {d % count for d in dimensions(op)} or set(range(count))
-        given = dict(zip([a.name for a in schema(op.target).arguments], op.args, strict=False)) | dict(op.kwargs)
+        given = arguments(op)
         if given.get("ord", 2) != 2 or given.get("dtype") not in (None, torch.float32, torch.float64):
             raise self._refusal(op)
         if out.shape == x.shape and _REDUCED[op.target] is not norm_to:  # each of one element: the second moment of a

@@ -72,16 +72,11 @@ class Scalar(Value):
     def __rtruediv__(self, other: Number) -> Scalar:
         return Scalar("/", (other, self))
 
-    def __neg__(self) -> Scalar:
-        return Scalar("*", (-1, self))
-
     def __str__(self) -> str:
         if self.op in DRAWING:
             return self.op
         if self.op == "slot":
             return f"s{self.args[0]}"
-        if self.op == "*" and self.args[0] == -1:
-            return f"-{self.args[1]}"
         return f"({self.args[0]} {self.op} {self.args[1]})"
 
 

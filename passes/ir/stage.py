@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -41,15 +41,28 @@ def returned(graph: fx.Graph) -> Any:
     return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
 
 
-def ancestors(nodes: Iterable[fx.Node], inputs: Callable[[fx.Node], Iterable[fx.Node]]) -> dict[fx.Node, None]:
+T = TypeVar("T")
+
+
+def ancestors(nodes: Iterable[T], inputs: Callable[[T], Iterable[T]]) -> dict[T, None]:
     """The nodes, and all that they are computed from, by those inputs of each that count."""
-    found, todo = dict[fx.Node, None](), list(nodes)
+    found, todo = dict[T, None](), list(nodes)
     while todo:
         node = todo.pop()
         if node not in found:
             found[node] = None
             todo += inputs(node)
     return found
+
+
+def rearranged(body: fx.Graph, order: Iterable[str], results: Iterable[fx.Node]) -> fx.Graph:
+    """A copy of a graph with these placeholders first, in this order, and results of its nodes as its own."""
+    graph, given = fx.Graph(), {str(node.target): node for node in body.nodes if node.op == "placeholder"}
+    made = {given[name]: graph.placeholder(name) for name in order}
+    graph.graph_copy(body, made)  # which also notes what it makes of the other nodes
+    graph.output(tuple(made[node] for node in results))
+    graph.eliminate_dead_code()
+    return graph
 
 
 @dataclass(frozen=True, eq=False)

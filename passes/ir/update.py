@@ -107,11 +107,6 @@ class Update:
         }
 
     @property
-    def reduces(self) -> bool:
-        """Returns True if an element depends on others of its parameter: a part of it must not be updated alone."""
-        return [stage.kind for stage in self.stages] != [ELEMENTWISE]
-
-    @property
     def is_cut(self) -> bool:
         """Returns True if its last stage is elementwise, and all before it give numbers: what `cut` makes."""
         *before, last = [stage.kind for stage in self.stages] or [""]

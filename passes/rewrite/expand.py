@@ -17,9 +17,8 @@ from collage_neuron.passes.analysis.parameter_path import spine
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.values import lift
-from collage_neuron.passes.rewrite.arithmetic import Arithmetic, total_increment
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Fp32Arithmetic, total_increment
 from collage_neuron.passes.rewrite.bf16_arithmetic import Bf16Arithmetic
-from collage_neuron.passes.rewrite.fp32_arithmetic import Fp32Arithmetic
 from collage_neuron.passes.rewrite.graph_writer import Writer
 from collage_neuron.passes.rewrite.round_and_store import word_keys
 from collage_neuron.passes.rewrite.rules import CARRIES, rule_for

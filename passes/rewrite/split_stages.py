@@ -146,6 +146,7 @@ class _Cutting:
             ]
             for node in own:
                 self._check(node)
+            # In this order each reads what is there: sums, then what processes make of them, then arithmetic with both.
             reductions = [node for node in own if _adds_elements(node, self.places)]
             if reductions:
                 yield self._small(REDUCTION, "reduced", reductions)

@@ -14,6 +14,7 @@ import numpy_backend
 import pytest
 import torch
 from numpy_backend import NumPy
+from running import registered
 from sampling import part
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
@@ -54,10 +55,8 @@ class Counted(NumPy):
 
 @pytest.fixture
 def numpy() -> Iterator[Counted]:
-    backend = Counted()
-    registry.register(backend)
-    yield backend
-    registry.unregister("numpy")
+    with registered(Counted()) as backend:
+        yield backend
 
 
 def parameters(shapes: Sequence[tuple[int, ...]] = ((3, 5), (40,), (), (0, 4))) -> list[torch.nn.Parameter]:
@@ -197,8 +196,7 @@ class NoRoots(NumPy):
 
 
 def test_its_own_reason_is_what_the_user_reads() -> None:
-    registry.register(NoRoots())
-    try:
+    with registered(NoRoots()):
         rejected(UnsupportedUpdate, "be compiled: no roots here; use backend='reference'$", backend="no roots")
         train(collage_neuron.compile(SGD(parameters(), lr=0.1), strategy="plus", backend="no roots"))
         optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus", backend="reference")
@@ -207,8 +205,6 @@ def test_its_own_reason_is_what_the_user_reads() -> None:
         with pytest.raises(UnsupportedUpdate, match="no roots here"):
             train(optimizer)
         assert_same_bits(before, [p.detach() for p in optimizer.param_groups[0]["params"]])
-    finally:
-        registry.unregister("no roots")
 
 
 def test_a_device_that_it_does_not_serve_is_rejected(numpy: Counted, xla: torch.device) -> None:

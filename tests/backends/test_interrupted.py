@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from running import registered
 from torch.optim import AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.errors import StepInterrupted
 from collage_neuron.passes.backends import registry
-from collage_neuron.passes.backends.by_parameter import ByParameter
-from collage_neuron.passes.backends.protocol import Launch, Measure
+from collage_neuron.passes.backends.protocol import ByParameter, Launch, Measure
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.update import Update
 
@@ -52,10 +52,8 @@ class Fragile(ByParameter):
 
 @pytest.fixture
 def fragile() -> Iterator[Fragile]:
-    backend = Fragile()
-    registry.register(backend)
-    yield backend
-    registry.unregister("fragile")
+    with registered(Fragile()) as backend:
+        yield backend
 
 
 def made(backend: str = "fragile", **settings: Any) -> tuple[list[torch.nn.Parameter], Optimizer]:
@@ -183,11 +181,8 @@ def test_a_backend_whose_suits_raises_is_named() -> None:
         def suits(self, device: torch.device) -> bool:
             raise OSError("no driver")
 
-    registry.register(Unsure())
-    try:
+    with registered(Unsure()):
         message = r"backend 'unsure' could not say whether it suits cpu \(OSError: no driver\); unregister it, or"
         with pytest.raises(RuntimeError, match=message):
             made("auto")
         made("reference")
-    finally:
-        registry.unregister("unsure")

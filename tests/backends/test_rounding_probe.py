@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.fx as fx
 from exact import edited
+from running import registered
 from worlds import run_script
 
 import collage_neuron
 from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.numerics.eft import beyond, capped, narrow, round_to
-from collage_neuron.passes.backends import registry
-from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
-from collage_neuron.passes.backends.protocol import Backend, EveryDevice
+from collage_neuron.passes.backends.protocol import Backend, ByParameter, EveryDevice, Lowered
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla.hlo import Computation
@@ -139,10 +138,8 @@ WRONG: dict[str, Callable[[Update], ReferenceUpdate]] = {
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of a new backend that fails a check."""
-    name = f"losing {request.param}"
-    registry.register(Another(name, WRONG[request.param]))
-    yield name
-    registry.unregister(name)
+    with registered(Another(f"losing {request.param}", WRONG[request.param])) as backend:
+        yield backend.name
 
 
 def test_the_probe_passes_on_the_reference_backend() -> None:
@@ -207,15 +204,12 @@ class ConvertsElsewhere(Another):
 @pytest.mark.parametrize("backend", ["two_sum"], indirect=True)
 def test_the_backend_that_converts_for_steps_as_written_is_probed_too(backend: str) -> None:
     name = f"sound beside {backend}"
-    registry.register(ConvertsElsewhere(name, ReferenceUpdate))
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
-    try:
+    with registered(ConvertsElsewhere(name, ReferenceUpdate)):
         collage_neuron.compile(torch.optim.SGD([p], lr=0.1), backend=name, strategy="plus").step()
         with pytest.raises(UnsafeEnvironment, match=f"backend '{backend}' on cpu loses roundings"):
             collage_neuron.compile(ReadsBack([p], lr=0.1), backend=name, strategy="plus").step()
-    finally:
-        registry.unregister(name)
 
 
 def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: torch.device, tmp_path: Path) -> None:

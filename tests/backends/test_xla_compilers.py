@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import compiled_only
+from running import compiled_only, registered
 from torch import Tensor
 from updates import random_inputs, whole_update
 
@@ -22,7 +22,6 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, possible
-from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.nki import target
 from collage_neuron.passes.backends.xla.backend import Xla
 from collage_neuron.passes.backends.xla.compilers import ForNeuron
@@ -222,9 +221,8 @@ INSTRUCTION = re.compile(r"^ *(?:ROOT )?%?\S+ = (\([^()]*\)|\S+) ([a-z-]+)\(", r
 @pytest.fixture
 def for_neuron() -> Iterator[str]:
     """The name of a backend that writes for neuronx-cc."""
-    registry.register(Xla(ForNeuron, "xla for neuronx-cc"))
-    yield "xla for neuronx-cc"
-    registry.unregister("xla for neuronx-cc")
+    with registered(Xla(ForNeuron, "xla for neuronx-cc")) as backend:
+        yield backend.name
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -59,6 +59,7 @@ class WithoutRules(Written):
     """A momentum through functions of which no published optimizer computes an update, so that none has a rule."""
 
     def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        (g := g.clone())[g > 0.5] = torch.tensor(0.5)
         m = state.setdefault("momentum_buffer", torch.zeros_like(p)).mul_(0.9).add_(g)
         bent = torch.erf(m) + torch.logaddexp(m, g).sinh() * torch.atan(m) + g.sin().clone().fmod_(0.03)
         p.sub_(torch.where(torch.heaviside(g, m) > 0, bent, torch.hypot(m, g) // 0.5), alpha=group["lr"])

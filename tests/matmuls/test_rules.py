@@ -13,8 +13,17 @@ from torch import Tensor
 from torch.fx import Graph
 
 from collage_neuron.matmuls.scales import size_of
-from collage_neuron.passes.fp8_scaling.size_rules import analyse, known, reason
-from collage_neuron.passes.fp8_scaling.sizes import RULES, Size, added, multiplied, of_number, summed
+from collage_neuron.passes.fp8_scaling.sizes import (
+    RULES,
+    Size,
+    added,
+    analyse,
+    known,
+    multiplied,
+    of_number,
+    reason,
+    summed,
+)  # fmt: skip
 
 aten: Any = torch.ops.aten
 

@@ -21,8 +21,8 @@ import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.numerics.matrix_sums import mean_to
 from collage_neuron.numerics.tensor_sums import norm_of
+from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import get
-from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.backends.xla import lower, sums
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace.deferred_calls import DeferredCalls

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.analysis.state_roles import roles_of, slow_states
+from collage_neuron.passes.analysis.state_roles import roles_of, structure
 from collage_neuron.passes.ir.update import Recording
 
 SLOW = {name: (idiom, ("v",), {"v"}) for name, idiom in AVERAGES.items()} | OTHERS
@@ -44,7 +44,7 @@ def found(make: Any) -> set[frozenset[str]]:
     kinds = set()
     for step in range(3):
         p.grad = gradient(step)
-        kinds.add(slow_states(recorded(optimizer).captured.graph))
+        kinds.add(structure(recorded(optimizer).captured.graph).slow)
         optimizer.step()
     return kinds
 
@@ -72,7 +72,7 @@ def test_a_state_is_recognised_however_it_is_written(name: str) -> None:
         p.grad = gradient(step)
         if step < 3:
             recording = recorded(optimizer)
-            assert slow_states(recording.captured.graph) == slow
+            assert structure(recording.captured.graph).slow == slow
             roles = dict(roles_of(recording.captured, recording.slots, recording.following))
         optimizer.step()
         assert all((optimizer.state[p][s] >= 0).all() for s, role in roles.items() if role in ("slow", "sum"))

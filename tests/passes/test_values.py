@@ -13,7 +13,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.values import Fp32, Reader, Value
 from collage_neuron.passes.rewrite import expand, rules
-from collage_neuron.passes.rewrite.fp32_arithmetic import Fp32Arithmetic
+from collage_neuron.passes.rewrite.arithmetic import Fp32Arithmetic
 from collage_neuron.passes.rewrite.rules import RULES, elementwise
 
 

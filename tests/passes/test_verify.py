@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODES
+from models import MODES, REPRESENTATIVE
 from planned import capture
 from torch.optim import AdamW
 from updates import rewritten
@@ -36,7 +36,8 @@ def adamw_update(strategy: str, arithmetic: str) -> Update:
 def test_golden_text_of_adamw(strategy: str, arithmetic: str, golden: Callable[[str, str], None]) -> None:
     update = adamw_update(strategy, arithmetic)
     verify(update)
-    golden(f"adamw_{strategy}_{arithmetic}.txt", f"{update.scalars}\n{format_graph(update.graph.graph)}")
+    if strategy in REPRESENTATIVE:  # the others keep each value in a format that one of these has
+        golden(f"adamw_{strategy}_{arithmetic}.txt", f"{update.scalars}\n{format_graph(update.graph.graph)}")
 
 
 def without(update: Update, index: int) -> Update:

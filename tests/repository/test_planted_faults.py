@@ -32,7 +32,7 @@ class Fault(NamedTuple):
 
 EFT, BLOCKS, FP32, PAPER = (
     "collage_neuron/numerics/eft.py", "collage_neuron/numerics/block_formats.py",
-    "passes/rewrite/fp32_arithmetic.py", "passes/rewrite/bf16_arithmetic.py",
+    "passes/rewrite/arithmetic.py", "passes/rewrite/bf16_arithmetic.py",
 )  # fmt: skip
 RULES, NATIVE, EMIT = (
     "passes/rewrite/rules/elementwise.py", "passes/backends/native/rules.py", "passes/backends/nki/emit.py",
@@ -110,7 +110,7 @@ FAULTS = [
           CHANCES + "a_store_without_its_rounding_is_an_error"),
     Fault("passes/analysis/state_roles.py", "self.magnitudes | self.sums | self.maxima", "self.magnitudes | self.sums",
           "passes/test_accumulators.py::test_a_state_is_recognised_however_it_is_written[maximum with decay]"),
-    Fault("passes/analysis/state_roles.py", "states.reads_itself(n) and n not in states.odd", "states.reads_itself(n)",
+    Fault("passes/analysis/state_roles.py", "self.reads_itself(n) and n not in self.odd", "self.reads_itself(n)",
           "optimizers/test_random.py::test_they_are_of_many_kinds"),
     # backends
     Fault(NATIVE, "code.select(odd, 0x8000, 0x7FFF, INT)", "0x8000", OPERATIONS + "[beyond]"),
@@ -230,7 +230,7 @@ FAULTS = [
           "monitoring/test_monitor.py::test_fp32_loses_nothing_and_its_high_word_what_bf16_would"),
     Fault("collage_neuron/matmuls/scales.py", "self.inverse[at] * drift", "self.inverse[at] / drift",
           "matmuls/test_changes.py::test_a_batch_of_another_shape_leaves_the_scales_of_inputs_alone"),
-    Fault("passes/fp8_scaling/size_rules.py", "Size(-x[0].log / 2, True)", "Size(x[0].log / 2, True)",
+    Fault("passes/fp8_scaling/sizes.py", "Size(-x[0].log / 2, True)", "Size(x[0].log / 2, True)",
           "matmuls/test_rules.py::test_the_size_of_a_result[aten.rsqrt.default-]"),
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import collage_neuron
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.analysis.state_roles import idle_states, magnitude_states, sum_states
+from collage_neuron.passes.analysis.state_roles import structure
 from collage_neuron.runtime.step_plan import Job
 
 Make = Callable[[list[torch.nn.Parameter]], Optimizer]
@@ -172,8 +172,8 @@ def compare(
     for gradient in gradients(steps):
         job = twins.step(gradient)
         graph = job.recording.captured.graph
-        squares |= magnitude_states(graph)
-        sums |= sum_states(graph) - magnitude_states(graph) - idle_states(graph)
+        squares |= structure(graph).magnitudes
+        sums |= structure(graph).sums - structure(graph).magnitudes - structure(graph).idle
         for name, fmt in twins.formats.items():
             formats.setdefault(name, set()).add(fmt)
     values, exact = twins.compiled_values(job), twins.exact_values()

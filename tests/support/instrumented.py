@@ -14,7 +14,7 @@ from torch import Tensor
 from updates import OPTIMIZERS, rewritten
 
 from collage_neuron.numerics.strategies import formats_for
-from collage_neuron.passes.analysis.state_roles import roles_of, slow_states
+from collage_neuron.passes.analysis.state_roles import roles_of, structure
 from collage_neuron.passes.ir.update import Recording, Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
@@ -39,7 +39,7 @@ class Updates(NamedTuple):
 
 def updates_of(recording: Recording, strategy: str, arithmetic: str) -> Updates:
     captured = recording.captured
-    slow = slow_states(captured.graph)
+    slow = structure(captured.graph).slow
     formats = formats_for(strategy, captured.states, roles_of(captured, recording.slots), torch.bfloat16)
     recorded = rewritten(captured, formats, arithmetic, {"param", *slow})
     measured = rewrite(captured, formats, arithmetic, frozenset({"param", *slow}))

@@ -12,10 +12,12 @@ from torch import Tensor
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Native
 from collage_neuron.passes.backends.native.jobs import lay_out
-from collage_neuron.passes.backends.native.rules import INEXACT
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.update import Update
+
+INEXACT = frozenset({torch.exp, torch.log, torch.pow})
+"""The operations whose bits may differ from those of the reference."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -23,8 +23,8 @@ OLD_ENGINES = frozenset({"vector_engine", "scalar_engine", "gpsimd_engine", "unk
 OPERATORS = frozenset(
     {
         "add", "subtract", "multiply", "maximum", "minimum", "power", "equal", "not_equal", "less", "less_equal",
-        "greater", "greater_equal", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_xor",
-        "right_shift", "abs", "square", "relu", "copy", "sign", "exp", "log", "sqrt", "rsqrt", "reciprocal",
+        "greater", "greater_equal", "logical_and", "logical_or", "bitwise_and", "bitwise_xor", "right_shift", "abs",
+        "square", "relu", "copy", "sign", "exp", "log", "sqrt", "rsqrt", "reciprocal",
     }
 )  # fmt: skip
 TOKENS = frozenset(

@@ -204,13 +204,7 @@ LIMITS: dict[str, Limit] = {
         "nisa.tensor_tensor(new, x, y, nl.subtract, engine=nisa.engine.gpsimd)",
         "nl.subtract does not run on engine gpsimd",
     ),
-    "engine too old": Limit(
-        "nisa.tensor_copy(new, x, engine=nisa.engine.scalar)",
-        "tensor_copy on engine scalar needs NeuronCore-v3; trn1 is v2",
-    ),
-    "operator too old": Limit(
-        "nisa.tensor_scalar(new, x, nl.square, None)", "nl.square on engine vector needs NeuronCore-v4"
-    ),
+    "engine too old": Limit("nisa.rng(i, engine=nisa.engine.gpsimd)", "rng on engine gpsimd needs NeuronCore-v3; trn1"),
     "sqrt of the vector engine": Limit(
         "nisa.tensor_scalar(new, x, nl.sqrt, None)", "none as an ALU operator, only in activation"
     ),
@@ -224,7 +218,7 @@ LIMITS: dict[str, Limit] = {
     "reduced product": Limit(
         "nisa.tensor_reduce(v, nl.multiply, f, 1)", "nl.multiply is not in the stand-in, which has"
     ),
-    "reduced axis": Limit("nisa.tensor_reduce(v, nl.maximum, f, 0)", "axis 0 of .*: the last ones, without axis 0"),
+    "reduced axis": Limit("nisa.tensor_reduce(v, nl.maximum, f, 0)", "axis 0 of .*: the last one, which is not axis 0"),
     "reduced to": Limit("nisa.tensor_reduce(x, nl.maximum, f, 1)", "along 1 does not give"),
     # memset
     "memset kind": Limit("nisa.memset(dst=i, value=2.0)", "memset of .* needs a Python int, got 2.0"),
@@ -264,7 +258,7 @@ LIMITS: dict[str, Limit] = {
     "reduction": Limit(
         "nisa.activation(new, nl.copy, x, reduce_op=nl.add)", "activation: reduce_op=nl.add is not in the"
     ),
-    "number as bias": Limit("nisa.activation(new, nl.copy, x, bias=1.0)", "a number as bias needs NeuronCore-v3"),
+    "number as bias": Limit("nisa.activation(new, nl.copy, x, bias=1.0)", "activation: bias must be a tile, got 1.0"),
     "reciprocal bias": Limit(
         "nisa.activation(new, nl.reciprocal, x, bias=v)", "reciprocal takes no bias on NeuronCore-v2"
     ),
@@ -283,7 +277,6 @@ LIMITS: dict[str, Limit] = {
     # tensor_copy_predicated
     "predicate": Limit("nisa.tensor_copy_predicated(new, x, i)", "predicate must be uint8, uint16 or uint32"),
     "predicated types": Limit("nisa.tensor_copy_predicated(x, f, u)", "differ in type"),
-    "predicated number": Limit("nisa.tensor_copy_predicated(x, 'one', u)", "src must be a tile or a number, got 'one'"),
     "predicated unwritten": Limit(
         "nisa.memset(dst=u, value=0)\nnisa.tensor_copy_predicated(new, x, u)", "keeps elements of .* never written"
     ),
@@ -323,7 +316,6 @@ BETA1_LIMITS: dict[str, Limit] = {
         "nisa.dma_copy(dst=out, src=x, dst_rmw_op=nl.add)", "dma_copy: dst_rmw_op=nl.add is not in the"
     ),
     "promotion": Limit("nisa.tensor_tensor(x, f, nl.add)", "needs dtype=: inputs of two types are promoted"),
-    "bias": Limit("nisa.activation(nl.copy, f, bias=1.0)", "activation: bias must be a tile, got 1.0"),
     "predicated dtype": Limit(
         "nisa.tensor_copy_predicated(src=f, dst=f, predicate=u, dtype=nl.bfloat16)",
         "dtype nl.bfloat16 and dst .* differ",

@@ -7,6 +7,7 @@ import operator
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,7 +209,8 @@ def squares(state: Any, p: Any, g: Any) -> None:
 def test_a_second_moment_that_stands_still_in_bf16_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_formats, "_known", {})
     monkeypatch.setattr(update_formats, "roles_of", lambda *_: {})  # as if it were not seen to be one
-    monkeypatch.setattr(update_formats, "slow_states", lambda graph: frozenset())
+    not_seen = SimpleNamespace(slow=frozenset(), idle=frozenset())
+    monkeypatch.setattr(update_formats, "structure", lambda graph: not_seen)
     optimizer = collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="plus")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

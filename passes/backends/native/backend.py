@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from collage_neuron.passes.backends.native.jobs import Place, Step, lay_out
 from collage_neuron.passes.backends.native.kernel import Compiled, Kernels
 from collage_neuron.passes.backends.native.machine import Machine, Target, Team, loaded_libgomp, missing_here
 from collage_neuron.passes.backends.native.memory import in_memory
-from collage_neuron.passes.backends.native.reduction_kernels import fold_of, runs_of, write_fold
-from collage_neuron.passes.backends.native.reductions import ReductionKernels, nothing_of, run_by_rows
+from collage_neuron.passes.backends.native.reduction_kernels import fold_of, runs_of, write_fold, write_runs
+from collage_neuron.passes.backends.native.reductions import nothing_of, run_by_rows
 from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.staged import find, store_small
@@ -46,7 +46,6 @@ class Engine:
         self.team = Team(path)
         self.machine = Machine(self.team.symbols(), target)
         self.kernels = Kernels(self.machine)
-        self.reductions = ReductionKernels(self.machine)
         self._nothing = torch.zeros(1, 0, self.machine.target.width, dtype=torch.float64, device="cpu")
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
 
@@ -63,6 +62,7 @@ class Engine:
         stride = step.measures * self.machine.target.width
         measures = self._nothing
         if step.measures:
+            # A row for each thread: none adds to what another one writes.
             measures = torch.zeros(threads, step.measures, self.machine.target.width, dtype=torch.float64, device="cpu")
         jobs = len(step.jobs) // len(JOB)
         context = array("q", [jobs, step.work, measures.data_ptr(), stride, step.jobs.buffer_info()[0]])
@@ -130,7 +130,7 @@ class Native(Backend):
             return self._run_last(launches, launches, [None] * len(launches))
         if any(x.update.by_rows for x in launches):
             with _counted_first(launches):
-                return [measure for part in _in_turn(launches) for measure in self._run_in_turn(part)]
+                return [measure for x in launches for measure in self._run_alone(x)]
         before = self._found(launches)
         last = [_last_stage(x, found) for x, found in zip(launches, before, strict=True)]
         return self._run_last(launches, last, before)
@@ -147,7 +147,8 @@ class Native(Backend):
         measured: dict[Place, Measure] = {}
         if step.left:  # first what may raise, so that an error leaves the rest of the step undone
             with _counted_first(launches):
-                measured = {at: measure for at in step.left for measure in _on_reference(launches[at[0]], at[1])}
+                alone = ((at, launches[at[0]].part([at[1]])) for at in step.left)
+                measured = {at: measure for at, one in alone for measure in REFERENCE.run([one])}
         # Counted before it is done: after an interrupt (Ctrl-C) in between, the versions say that a step was begun.
         changed, step.changed = step.changed, []  # a later step may be laid out as this one is
         torch.autograd.graph.increment_version(list(chain.from_iterable(changed)))
@@ -160,19 +161,16 @@ class Native(Backend):
         measured |= step.measures_of(launches, totals) if measuring else {}
         return [measured[key] if key in measured else nothing_of(launches[key[0]]) for key in measuring]
 
-    def _run_in_turn(self, launches: Sequence[Launch]) -> Sequence[Measure]:
-        """Runs launches of which either all or none have reductions over rows or columns."""
-        if not launches[0].update.by_rows:
-            return self.run(launches)
-        rows = (run_by_rows(launch, self.engine.reductions, self.engine.run) for launch in launches)
-        return list(chain.from_iterable(rows))
+    def _run_alone(self, launch: Launch) -> Sequence[Measure]:
+        by_rows = launch.update.by_rows
+        return run_by_rows(launch, self.engine.kernels, self.engine.run) if by_rows else self.run([launch])
 
     def _found(self, launches: Sequence[Launch]) -> list[Found | None]:
         """What the stages before the last one find; None if there are none, and of a launch that is skipped.
 
         Nothing is written before that, so that parameters which share memory can be left to the reference.
         """
-        return [find(launch, self._sum_groups) if _is_to_find(launch) else None for launch in launches]
+        return [find(x, self._sum_groups) if x.update.is_staged and x.reads and x.is_taken else None for x in launches]
 
     def _sum_groups(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
         """The sums of groups for all parameters, those with equal dtypes at once; some are left to the reference."""
@@ -183,7 +181,7 @@ class Native(Backend):
         found: dict[int, Sequence[Tensor]] = {}
         results = len(launch.update.only_stage.reduced)
         for dtypes, numbers in alike.items():
-            compiled = self.engine.reductions.runs(launch.update, dtypes) if dtypes else None
+            compiled = self.engine.kernels.compiled(write_runs, launch.update, dtypes) if dtypes else None
             if compiled is None:
                 sums = REFERENCE.group_sums(launch.update)
                 found |= {i: sums(launch.reads[i], scalars[i]) for i in numbers}
@@ -195,16 +193,6 @@ class Native(Backend):
             each = groups.split(counts)
             found |= {i: each[k * results : (k + 1) * results] for k, i in enumerate(numbers)}
         return [found[i] for i in range(len(launch.reads))]
-
-
-def _is_to_find(launch: Launch) -> bool:
-    return launch.update.is_staged and bool(launch.reads) and launch.is_taken
-
-
-def _in_turn(launches: Sequence[Launch]) -> Iterator[Sequence[Launch]]:
-    """The launches in their order, in parts of those with reductions over rows or columns, and of others."""
-    for _, part in groupby(launches, lambda x: x.update.by_rows):
-        yield list(part)
 
 
 def _last_stage(launch: Launch, found: Found | None) -> Launch:
@@ -226,11 +214,6 @@ def _counted_first(launches: Sequence[Launch]) -> Iterator[None]:
         if list(map(torch_privates.version, tensors)) != before:
             torch.autograd.graph.increment_version(tensors)
         raise
-
-
-def _on_reference(launch: Launch, param: int) -> Sequence[Measure]:
-    """Runs the update of one parameter of a launch on the reference backend; its measurements, if it has any."""
-    return REFERENCE.run([launch.part([param])])
 
 
 BACKEND = Native()

@@ -25,9 +25,10 @@ import re
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +40,7 @@ from collage_neuron.passes.backends.native.blocks import BlockWriter, size_of_bl
 from collage_neuron.passes.backends.native.llvm_builder import NAME, RESULT, NotEmitted, Value, loop
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot, Values, Writer
+from collage_neuron.passes.ir.stage import ancestors
 from collage_neuron.passes.ir.update import Update
 
 
@@ -88,17 +90,17 @@ class Compiled:
 
 
 class Bound:
-    """The kernels of one update, for tensors of different dtypes."""
+    """What is known of the slots of one update."""
 
-    def __init__(self, update: Update, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, update: Update, kernels: Kernels) -> None:
+        self._kernels = kernels
         self._slots = [slots_of(update, apart) for apart in (False, True)]
         self.both = [(s.read, s.written) for s in self._slots[False] if s.read is not None and s.written is not None]
         """Places of the keys that are read and written: mostly the same tensor, which is one slot then."""
         self.only_written = [s.written for s in self._slots[False] if s.read is None and s.written is not None]
-        self.block = _block(update)
-        self._kernels: dict[tuple[bool, tuple[torch.dtype, ...]], Compiled | None] = {}
-        self._lock = threading.Lock()
+        self.block = 0
+        with suppress(NotEmitted):  # of blocks of several sizes, for which there is no kernel either
+            self.block = size_of_blocks(update)
 
     def written(self, apart: bool) -> list[bool]:
         """Which slots are written; where words lie `apart` from those they replace, these have slots of their own."""
@@ -110,37 +112,42 @@ class Bound:
 
     def kernel(self, update: Update, apart: bool, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
         """The kernel for slots of these dtypes; None if there is no code for one of them, or for an operation."""
-        key = apart, dtypes
-        with self._lock:
-            if key not in self._kernels:
-                self._kernels[key] = Compiled.of(self._machine, write_kernel, update, apart, dtypes)
-            return self._kernels[key]
+        return self._kernels.compiled(write_kernel, update, apart, dtypes)
 
 
-def _block(update: Update) -> int:
-    """Elements of the blocks of an update; 0 if it has none, or no kernel."""
-    try:
-        return size_of_blocks(update)
-    except NotEmitted:
-        return 0
+T = TypeVar("T")
 
 
 class Kernels:
-    """The kernels of all updates that are still in use."""
+    """The kernels of all updates in use: the same for all threads, since steps have only their addresses."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        # A `Bound` must not refer to its update, or neither would ever be freed.
-        self._bound: WeakKeyDictionary[Update, Bound] = WeakKeyDictionary()
+        self.machine = machine
+        # What is kept must not refer to its update, or neither would ever be freed.
+        self._made: WeakKeyDictionary[Update, dict[Any, Any]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def of(self, update: Update) -> Bound:
-        """Those of an update: the same for all threads, since steps have their addresses only."""
+    def once(self, make: Callable[..., T], update: Update, *given: Any) -> T:
+        """What `make` returns for an update and what else is given."""
         with self._lock:
-            bound = self._bound.get(update)
-            if bound is None:
-                bound = self._bound[update] = Bound(update, self._machine)
-            return bound
+            made = self._made.get(update)
+            if made is None:
+                made = self._made[update] = {}
+            if (make, given) not in made:
+                made[make, given] = make(update, *given)
+            found: T = made[make, given]
+            return found
+
+    def of(self, update: Update) -> Bound:
+        """The slots of an update."""
+        return self.once(Bound, update, self)
+
+    def compiled(self, write: Callable[..., Kernel], update: Update, *given: Any) -> Compiled | None:
+        """The kernel that `write` makes of an update and what else is given; None if it cannot."""
+        return self.once(self._compile, update, write, *given)
+
+    def _compile(self, update: Update, write: Callable[..., Kernel], *given: Any) -> Compiled | None:
+        return Compiled.of(self.machine, write, update, *given)
 
 
 REDUCED = REDUCTIONS | frozenset(OF_TENSOR) | frozenset(ENDINGS)
@@ -191,7 +198,6 @@ class FlatWriter(Writer):
         `run` are the lines before that, which may set where it ends (`%stop`); `phis` are those of what it adds up, and
         `ran` those after it.
         """
-        self.loop.declared.add("declare i64 @llvm.smin.i64(i64, i64)")
         before, step = [*run], 2 * self.width
         end = "%stop" if any(line.startswith("  %stop =") for line in before) else "%end"
         ahead = ahead_of(self.loop.lines)
@@ -223,7 +229,6 @@ class FlatWriter(Writer):
 
     def _end_of_run(self) -> Iterator[str]:
         """Where the steps end whose sums are added in fp32."""
-        self.loop.declared.add("declare i64 @llvm.smin.i64(i64, i64)")
         yield f"  %far = add i64 %first, {2 * self.width * RUN}"
         yield "  %stop = call i64 @llvm.smin.i64(i64 %far, i64 %end)"
 
@@ -289,7 +294,7 @@ def ahead_of(lines: Sequence[str]) -> Ahead:
     """The lines of a loop's body, taken apart; nothing is ahead in a loop without divisions and roots."""
     made = {line.split()[0]: line for line in lines if RESULT.match(line)}
     needs = {name: [x for x in NAME.findall(line)[1:] if x in made] for name, line in made.items()}
-    chain = _closure((name for name, line in made.items() if LONG.search(line)), needs)
+    chain = ancestors((name for name, line in made.items() if LONG.search(line)), needs.__getitem__).keys()
     others = [line for line in lines if line.split()[0] not in chain]
     wanted = [x for line in others for x in NAME.findall(line) if x in chain]
     carried, again = dict[str, str](), set[str]()
@@ -297,20 +302,9 @@ def ahead_of(lines: Sequence[str]) -> Ahead:
         name = wanted.pop()
         if arithmetic := CARRIED.match(made[name]):
             carried[name] = arithmetic[1]
-        elif name not in again:
+        elif name not in again:  # a word or a mask: made again beside the rest, with what it needs
             again.add(name)
             wanted += needs[name]
     rest = [line for line in lines if line.split()[0] not in chain - again]
     ordered = {name: carried[name] for name in made if name in carried}  # equal kernels have equal texts
     return Ahead([line for line in lines if line.split()[0] in chain], rest, ordered)
-
-
-def _closure(names: Iterator[str], needs: dict[str, list[str]]) -> set[str]:
-    """These names, and all that they need."""
-    found, waiting = set[str](), [*names]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += needs[name]
-    return found

@@ -9,7 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from collage_neuron.passes.ir.stage import ancestors
+
 FLOAT, INT, MASK, DOUBLE = "float", "i32", "i1", "double"
+
+INTRINSICS = (
+    "declare i64 @llvm.smin.i64(i64, i64)",
+    "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
+    "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
+)
+"""Those that are written by name; the others `Code.call` and `Code.reduce` declare."""
 
 NAME, RESULT = re.compile(r"%\w+"), re.compile(r" +%\w+ = ")
 
@@ -24,8 +33,6 @@ class Fixed(NamedTuple):
     least: float
     most: float
     """Between which the float is."""
-    has_negative_zero: bool = False
-    """True if the float may be -0, which no integer is."""
 
     @property
     def is_whole(self) -> bool:
@@ -92,10 +99,6 @@ class Code:
             raise NotEmitted(f"the operand {number!r} is not a number")
         written = float_literal(number) if kind == FLOAT else str(int(number))
         return written if self.width == 1 else f"splat ({kind} {written})"
-
-    def number(self, number: float, kind: str) -> Value:
-        """A Python number as a value."""
-        return Value(self.literal(number, kind), kind)
 
     def binary(self, opcode: str, kind: str, x: Any, y: Any) -> Value:
         """An operation of two operands and a result of one kind."""
@@ -174,12 +177,7 @@ def live(lines: Sequence[str]) -> list[str]:
     """The lines of a function without those whose results nothing needs; loops may use what later lines define."""
     operands = {line.split()[0]: NAME.findall(line) for line in lines if RESULT.match(line)}
     needed = [name for line in lines if not RESULT.match(line) for name in NAME.findall(line)]
-    found: set[str] = set()
-    while needed:
-        name = needed.pop()
-        if name not in found:
-            found.add(name)
-            needed += operands.get(name, [])
+    found = ancestors(needed, lambda name: operands.get(name, ()))
     return [line for line in lines if not RESULT.match(line) or line.split()[0] in found]
 
 

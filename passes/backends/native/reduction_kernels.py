@@ -259,9 +259,9 @@ class TileWriter(RunWriter):
         wide = self.loop.cast("fpext", Value(self.loop.text(term, FLOAT), FLOAT), DOUBLE)
         return self.loop.binary("fmul", DOUBLE, wide, wide) if ENDINGS[result.target].is_square else wide
 
-    def _buffered(self, code: Code, number: int, part: int) -> str:
+    def _buffered(self, code: Code, number: int, part: int, at: str = "%at") -> str:
         """Where the sums of the columns of a step are: those of even ones, and then those of odd ones."""
-        first = code.op("i64", f"add i64 %at, {part * self.width}").text
+        first = code.op("i64", f"add i64 {at}, {part * self.width}").text
         return code.op("ptr", f"getelementptr double, ptr %sums{number}, i64 {first}").text
 
     def _add_to_columns(self, number: int, part: int, term: Value) -> None:
@@ -271,10 +271,6 @@ class TileWriter(RunWriter):
         self.loop.put(f"store {doubles} {after.text}, ptr {place}, align 64")
 
     def _function(self, grown: dict[int, list[Value]]) -> Iterator[str]:
-        self.loop.declared |= {
-            "declare i64 @llvm.smin.i64(i64, i64)",
-            "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
-        }
         of_columns = [n for n, result in enumerate(self.results) if self.is_of_columns(result)]
         strip = [f"  %s_far = add i64 %s, {STRIP}", "  %s_end = call i64 @llvm.smin.i64(i64 %s_far, i64 %last_column)"]
         strip += [f"  call void @llvm.memset.p0.i64(ptr align 64 %sums{number}, i8 0, i64 {8 * STRIP}, i1 false)"
@@ -320,8 +316,7 @@ class TileWriter(RunWriter):
         for number in numbers:
             halves = []
             for part in (0, 1):
-                first = code.op("i64", f"add i64 %at_o, {part * self.width}").text
-                place = code.op("ptr", f"getelementptr double, ptr %sums{number}, i64 {first}").text
+                place = self._buffered(code, number, part, "%at_o")
                 halves.append(code.op(DOUBLE, f"load {code.type_of(DOUBLE)}, ptr {place}, align 64").text)
             even, odd = halves
             both = code.shuffle(even, odd, DOUBLE, self.width, lanes).text

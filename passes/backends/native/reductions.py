@@ -13,26 +13,23 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 
 from collage_neuron.numerics.matrix_sums import COLUMN, DOWN, NUMBER, view_of
 from collage_neuron.numerics.tensor_sums import RUN
-from collage_neuron.passes.backends.by_rows import Values, find, results_of
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Step
-from collage_neuron.passes.backends.native.kernel import Compiled, write_kernel
+from collage_neuron.passes.backends.native.kernel import Compiled, Kernels, write_kernel
 from collage_neuron.passes.backends.native.llvm_builder import NotEmitted
-from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import in_memory, share_memory
 from collage_neuron.passes.backends.native.reduction_kernels import write_runs, write_tiles
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.passes.backends.staged import store_small
+from collage_neuron.passes.backends.staged import Values, find_by_rows, results_of, store_small
+from collage_neuron.passes.ir.stage import rearranged
 from collage_neuron.passes.ir.update import Update
 
 ROWS, COLUMNS, BOTH = "rows", "columns", "rows and columns"
@@ -52,72 +49,34 @@ class Variant(NamedTuple):
     adds: str
 
 
-def variant(part: Update, adds: str = ROWS) -> Variant:
+def variant(part: Update, adds: str) -> Variant:
     """That of the last stage; of a reduction stage, that of some sums."""
     (stage,) = part.stages
     columns = tuple(name for name in stage.numbers if part.extents.get(name, NUMBER) == COLUMN)
     numbers = tuple(name for name in stage.numbers if name not in columns)
-    inputs = [n for n in stage.body.nodes if n.op == "placeholder"]
-    named = dict(zip(reversed(stage.numbers), reversed(inputs), strict=False))
-    count, body, made = len(stage.inputs), fx.Graph(), dict[fx.Node, fx.Node]()
-    others = [n for n in inputs[count:] if n not in named.values()]
-    for node in (*inputs[:count], *(named[x] for x in columns), *others, *(named[x] for x in numbers)):
-        made[node] = body.placeholder(str(node.target))
-    found: Any = body.graph_copy(stage.body, made)
+    keys = (*stage.inputs, *columns)
+    others = (str(n.target) for n in stage.body.nodes if n.op == "placeholder" and n.target not in (*keys, *numbers))
     wanted = {ROWS: (False,), COLUMNS: (True,), BOTH: (False, True)}[adds]
     results = tuple(i for i, r in enumerate(results_of(stage) if stage.reduced else ()) if r.by_columns in wanted)
-    body.output(tuple(found[i] for i in results) if stage.reduced else found)
-    body.eliminate_dead_code()
-    keys = (*stage.inputs, *columns)
+    found = [stage.results[i] for i in results] if stage.reduced else stage.results
+    body = rearranged(stage.body, (*keys, *others, *numbers), found)
     reduced = tuple(stage.reduced[i] for i in results)
     own = replace(stage, body=body, inputs=keys, numbers=numbers, reduced=reduced)
     return Variant(replace(part, stages=(own,), inputs=keys), columns, numbers, results, adds)
 
 
-class ReductionKernels:
-    """The kernels of all updates with reductions that are still in use."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self._variants: WeakKeyDictionary[Update, dict[str, Variant]] = WeakKeyDictionary()
-        self._compiled: WeakKeyDictionary[Update, dict[tuple[torch.dtype, ...], Compiled | None]] = WeakKeyDictionary()
-
-    def variant(self, part: Update, adds: str = ROWS) -> Variant:
-        """`variant`, remembered."""
-        known = self._variants.setdefault(part, {})
-        if adds not in known:
-            known[adds] = variant(part, adds)
-        return known[adds]
-
-    def of(self, found: Variant, dtypes: tuple[torch.dtype, ...]) -> Compiled:
-        """The kernel of a variant for tensors of these dtypes; NotEmitted if there is none."""
-        if found.adds != ROWS:
-            compiled = self._known(found.update, dtypes, write_tiles, found.update, dtypes, len(found.columns))
-        elif found.update.stages[0].reduced:
-            compiled = self.runs(found.update, dtypes)
-        else:
-            compiled = self._known(found.update, dtypes, write_kernel, found.update, False, dtypes)
-        if compiled is None:
-            raise NotEmitted(f"the stage {found.update.stages[0]}")
-        return compiled
-
-    def runs(self, part: Update, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
-        """The kernel of a reduction stage that adds up runs; None if there is none."""
-        return self._known(part, dtypes, write_runs, part, dtypes)
-
-    def _known(self, part: Update, dtypes: tuple[torch.dtype, ...], *written: Any) -> Compiled | None:
-        kernels = self._compiled.setdefault(part, {})
-        if dtypes not in kernels:
-            kernels[dtypes] = Compiled.of(self.machine, *written)
-        return kernels[dtypes]
-
-    def suit(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns True if rows of these tensors are long enough, and lie in memory one after another."""
-        return (
-            in_memory(tensors)
-            and all(t.data_ptr() and t.shape == tensors[0].shape for t in tensors)
-            and tensors[0].shape[-1] >= 2 * self.machine.target.width
-        )
+def kernel_of(kernels: Kernels, found: Variant, dtypes: tuple[torch.dtype, ...]) -> Compiled:
+    """The kernel of a variant for tensors of these dtypes; NotEmitted if there is none."""
+    update = found.update
+    if found.adds != ROWS:
+        compiled = kernels.compiled(write_tiles, update, dtypes, len(found.columns))
+    elif update.stages[0].reduced:
+        compiled = kernels.compiled(write_runs, update, dtypes)
+    else:
+        compiled = kernels.compiled(write_kernel, update, False, dtypes)
+    if compiled is None:
+        raise NotEmitted(f"the stage {update.stages[0]}")
+    return compiled
 
 
 Slots = Sequence[tuple[Iterable[Tensor], Tensor]]
@@ -172,6 +131,7 @@ class Rows:
         `outs` are tensors that it writes and does not read; `more` are further numbers of each job, behind them.
         """
         _, rows, columns = self.view
+        # Each matrix has its own values of columns, one fp32 number a column, whichever row the element is in.
         at_columns = (first // columns // rows * columns + first % columns) * 4
         slots: list[tuple[Iterable[Tensor], Tensor]] = [
             *((own, first * own[0].element_size()) for own in zip(*self.components, strict=True)),
@@ -221,51 +181,7 @@ Run = Callable[[Step], Tensor]
 """Runs the jobs of a step; returns the measurements."""
 
 
-def _sums_of_rows(kernels: ReductionKernels, run: Run, read: Rows, found: Variant) -> list[Tensor]:
-    """The sums of runs of each row, for the results of a variant."""
-    compiled, columns = kernels.of(found, read.dtypes), read.view[-1]
-    sums = [read.room(False) for _ in found.results]
-    table = read.table(read.every * columns, [(x, read.every * (8 * x.shape[-1])) for x in sums])
-    run(read.step(compiled, table, read.every, columns))
-    return sums
-
-
-def _sums_in_tiles(kernels: ReductionKernels, run: Run, read: Rows, found: Variant) -> list[Tensor]:
-    """The sums of runs of 64 rows, and for `BOTH` those of runs of each row, in one pass.
-
-    A job is 64 rows of a parameter, or those that are left.
-    """
-    compiled, (matrices, rows, columns) = kernels.of(found, read.dtypes), read.view
-    groups, size, results = -(-rows // DOWN), compiled.kernel.step, results_of(found.update.stages[0])
-    job = _count(matrices * groups)
-    first = job // groups * rows + job % groups * DOWN
-    many = torch.clamp(rows - job % groups * DOWN, max=DOWN)
-    sums = [read.room(r.by_columns) for r in results]
-    whole = columns // size * size
-    strips = [(0, whole), (columns - size, size)]  # the last columns twice, if they are no whole step
-    if found.adds == BOTH:  # rows are whole steps of the loop, and the driver is to leave the end of the last run to it
-        strips = [(0, -(columns // -size) * size)]
-    for at, length in strips if whole < columns else strips[:1]:
-        offsets = [(job * columns + at) * 8 if r.by_columns else first * (8 * x.shape[-1])
-                   for r, x in zip(results, sums, strict=True)]  # fmt: skip
-        outs = list(zip(sums, offsets, strict=True))
-        table = read.table(first * columns + at, outs, (torch.full_like(many, columns), many))
-        run(read.step(compiled, table, first, length))
-    return sums
-
-
-def stored(kernels: ReductionKernels, run: Run, read: Rows, found: Variant, more: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Runs the last stage, which stores the new components; the measurements. NotEmitted if there is no code for it.
-
-    `more` are the tensors of each parameter that it writes and does not read.
-    """
-    compiled, first = kernels.of(found, (*read.dtypes, *(t.dtype for t in more[0]))), read.every * read.view[-1]
-    table = read.table(first, [(own, first * own[0].element_size()) for own in zip(*more, strict=True)])
-    measures = len(found.update.sums) + len(found.update.counts)
-    return run(read.step(compiled, table, read.every, read.view[-1], measures))
-
-
-def run_by_rows(launch: Launch, kernels: ReductionKernels, run: Run) -> list[Measure]:
+def run_by_rows(launch: Launch, kernels: Kernels, run: Run) -> list[Measure]:
     """Runs a launch; its measurements, of each parameter, if the update has any."""
     if not launch.is_taken:
         return [nothing_of(launch)] * len(launch.reads) if launch.update.sums else []
@@ -305,14 +221,16 @@ def _only_written(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> list[Ten
 class _Alike:
     """Parameters of one shape."""
 
-    def __init__(self, launch: Launch, kernels: ReductionKernels, run: Run) -> None:
+    def __init__(self, launch: Launch, kernels: Kernels, run: Run) -> None:
         self.launch, self.kernels, self.run_step, self.update = launch, kernels, run, launch.update
+        self.step = 2 * kernels.machine.target.width
+        """Elements in one step of a loop."""
 
     def run(self) -> list[Measure]:
         """Runs the update; its measurements, if it has any."""
         try:
             reads = self._contiguous()
-            values, found = find(self.launch._replace(reads=reads), self._sums)
+            values, found = find_by_rows(self.launch._replace(reads=reads), self._sums)
             totals = self._stored(reads, values)
         except NotEmitted:  # nothing has been written
             ones = (self.launch.part([i]) for i in range(len(self.launch.reads)))
@@ -328,7 +246,9 @@ class _Alike:
         kept = [(place[key], j) for j, key in enumerate(self.update.outputs) if key in place]
         pairs = list(zip(self.launch.reads, self.launch.writes, strict=True))
         is_fit = not self.update.draws and all(
-            self.kernels.suit(reads)
+            in_memory(reads)
+            and all(t.data_ptr() and t.shape == reads[0].shape for t in reads)
+            and reads[0].shape[-1] >= self.step
             and all(t.is_contiguous() and t.shape == reads[0].shape for t in writes)
             and all(reads[i] is writes[j] for i, j in kept)
             for reads, writes in pairs
@@ -340,25 +260,57 @@ class _Alike:
     def _sums(self, part: Update, components: Sequence[Sequence[Tensor]], values: Values) -> Sequence[Tensor]:
         """The sums of runs of each result of a reduction stage; NotEmitted if there is no code for it."""
         results, sums = results_of(part.stages[0]), dict[int, Tensor]()
-        whole_steps = not view_of(components[0][0].shape)[-1] % (2 * self.kernels.machine.target.width)
+        whole_steps = not view_of(components[0][0].shape)[-1] % self.step
         is_one_pass = whole_steps and any(r.by_columns for r in results)
         for adds in {BOTH} if is_one_pass else {COLUMNS if r.by_columns else ROWS for r in results}:
-            found = self.kernels.variant(part, adds)
+            found = self.kernels.once(variant, part, adds)
             rows = Rows.of(found, components, self.launch.vector, values)
-            add = _sums_of_rows if adds == ROWS else _sums_in_tiles
-            sums |= dict(zip(found.results, add(self.kernels, self.run_step, rows, found), strict=True))
+            add = self._sums_of_rows if adds == ROWS else self._sums_in_tiles
+            sums |= dict(zip(found.results, add(rows, found), strict=True))
         return [sums[i] if len(components) > 1 else sums[i][0] for i in range(len(results))]
 
-    def _stored(self, reads: Sequence[Sequence[Tensor]], values: Values) -> Tensor:
-        """Stores the new components, by machine code."""
-        found = self.kernels.variant(self.update.parts[-1])
-        rows = Rows.of(found, reads, self.launch.vector, values)
-        more = [_only_written(*pair) for pair in zip(self.launch.reads, self.launch.writes, strict=True)]
-        return stored(self.kernels, self._counted, rows, found, more)
+    def _sums_of_rows(self, read: Rows, found: Variant) -> list[Tensor]:
+        """The sums of runs of each row, for the results of a variant."""
+        compiled, columns = kernel_of(self.kernels, found, read.dtypes), read.view[-1]
+        sums = [read.room(False) for _ in found.results]
+        table = read.table(read.every * columns, [(x, read.every * (8 * x.shape[-1])) for x in sums])
+        self.run_step(read.step(compiled, table, read.every, columns))
+        return sums
 
-    def _counted(self, step: Step) -> Tensor:
+    def _sums_in_tiles(self, read: Rows, found: Variant) -> list[Tensor]:
+        """The sums of runs of 64 rows, and for `BOTH` those of runs of each row, in one pass.
+
+        A job is 64 rows of a parameter, or those that are left.
+        """
+        compiled, (matrices, rows, columns) = kernel_of(self.kernels, found, read.dtypes), read.view
+        groups, size, results = -(-rows // DOWN), compiled.kernel.step, results_of(found.update.stages[0])
+        job = _count(matrices * groups)
+        first = job // groups * rows + job % groups * DOWN
+        many = torch.clamp(rows - job % groups * DOWN, max=DOWN)
+        sums = [read.room(r.by_columns) for r in results]
+        whole = columns // size * size
+        strips = [(0, whole), (columns - size, size)]  # the last columns twice, if they are no whole step
+        if found.adds == BOTH:  # rows are whole steps of the loop: the driver is to leave the end of the last run to it
+            strips = [(0, -(columns // -size) * size)]
+        for at, length in strips if whole < columns else strips[:1]:
+            offsets = [(job * columns + at) * 8 if r.by_columns else first * (8 * x.shape[-1])
+                       for r, x in zip(results, sums, strict=True)]  # fmt: skip
+            outs = list(zip(sums, offsets, strict=True))
+            table = read.table(first * columns + at, outs, (torch.full_like(many, columns), many))
+            self.run_step(read.step(compiled, table, first, length))
+        return sums
+
+    def _stored(self, reads: Sequence[Sequence[Tensor]], values: Values) -> Tensor:
+        """Stores the new components; the measurements. NotEmitted if there is no code for it."""
+        found = self.kernels.once(variant, self.update.parts[-1], ROWS)
+        read = Rows.of(found, reads, self.launch.vector, values)
+        more = [_only_written(*pair) for pair in zip(self.launch.reads, self.launch.writes, strict=True)]
+        compiled = kernel_of(self.kernels, found, (*read.dtypes, *(t.dtype for t in more[0])))
+        first = read.every * read.view[-1]
+        table = read.table(first, [(own, first * own[0].element_size()) for own in zip(*more, strict=True)])
+        measures = len(found.update.sums) + len(found.update.counts)
         torch.autograd.graph.increment_version([t for own in self.launch.writes for t in own])
-        return self.run_step(step)
+        return self.run_step(read.step(compiled, table, read.every, read.view[-1], measures))
 
 
 def nothing_of(launch: Launch) -> Measure:

@@ -44,27 +44,6 @@ QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
 SIGN, ONE = -0x80000000, 0x3F800000
 
-INEXACT = frozenset({torch.exp, torch.log, torch.pow})
-"""The operations whose bits may differ from those of the reference: the C library computes them, and torch does itself.
-
-Each is within 1 ulp of the exact result (glibc 2.28 and later documents that for these three); torch's are within 1 ulp
-too, so that both are at most 2 ulps apart.
-"""
-
-
-WITHOUT_RULE: Mapping[str, str] = MappingProxyType(
-    {
-        "block_max": "a kernel with passes over blocks computes it: see `blocks`",
-        "fp16": "no code converts such words yet",
-        "e4m3": "no code converts such words yet",
-        "e5m2": "no code converts such words yet",
-    }
-)
-"""The operations and storage types, by name, without a rule, and why.
-
-Updates with one of these storage types are left to the reference.
-"""
-
 
 def _kind(*operands: Any) -> str:
     """What an operation computes with: integers if one operand is one."""
@@ -223,6 +202,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         torch.sign: _sign,
         capped: _capped,
         sqrt: _called("sqrt"),
+        # The C library's, within 1 ulp of the exact result (glibc 2.28 and later); so are torch's.
         torch.exp: _called("exp"),
         torch.log: _called("log"),
         torch.pow: _called("pow"),

@@ -14,7 +14,6 @@ what nobody takes is dropped from the text (`llvm_builder.live`). An integer to 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from ctypes import c_float
 from dataclasses import dataclass
 from math import frexp
 from types import MappingProxyType
@@ -56,22 +55,8 @@ def product(code: Code, plain: Value, x: Any, y: Any) -> Value:
         if isinstance(one, Value) and one.kind == MASK and isinstance(other, (int, float)) and 0.0 < other < 2.0**127:
             return code.select(one, other, 0.0, FLOAT)
         if isinstance(one, Value) and one.fixed is not None:
-            fixed = _fixed_product(code, one.fixed, other)
-            return _unshifted(code, plain, one.fixed, other) if fixed is None else plain._replace(fixed=fixed)
+            return plain._replace(fixed=_fixed_product(code, one.fixed, other))
     return plain
-
-
-def _unshifted(code: Code, plain: Value, fixed: Fixed, y: Any) -> Value:
-    """The product of a whole number and a constant that is not tiny: powers of two are left to the constant."""
-    is_exact = fixed.is_whole and 32 - fixed.zeros <= DIGITS and not fixed.has_negative_zero
-    if isinstance(y, Value) or not is_exact or not 2.0**-90 < abs(y) < 2.0**90:
-        return plain
-    return code.binary("fmul", FLOAT, code.cast("sitofp", fixed.number, FLOAT), nearest(y) * 2.0**-fixed.places)
-
-
-def nearest(x: float) -> float:
-    """The fp32 number nearest to x."""
-    return c_float(x).value
 
 
 def _fixed_product(code: Code, fixed: Fixed, y: Any) -> Fixed | None:
@@ -80,7 +65,7 @@ def _fixed_product(code: Code, fixed: Fixed, y: Any) -> Fixed | None:
             return None
         least, most = min(fixed.least, 0.0), max(fixed.most, 0.0)
         number = code.select(y, fixed.number, 0, INT)
-        return fixed._replace(number=number, least=least, most=most, has_negative_zero=True)  # less than 0, times 0
+        return fixed._replace(number=number, least=least, most=most)
     mantissa, exponent = frexp(y)
     places = fixed.places - (exponent - 1)
     if mantissa != 0.5 or not -8 <= places <= 32 or max(-fixed.least, fixed.most) * y > 2.0**DIGITS:
@@ -129,7 +114,7 @@ def to_integer(code: Code, x: Any, limits: tuple[int, int]) -> Value:
     if fixed is None:  # it may be NaN
         return rounded._replace(word=word)
     number = code.binary("sub", INT, word, ROUNDER_BITS)
-    return rounded._replace(word=word, fixed=Fixed(number, 0, 0, low, high, has_negative_zero=True))
+    return rounded._replace(word=word, fixed=Fixed(number, 0, 0, low, high))
 
 
 def _rounded_word(code: Code, x: Any, limits: tuple[int, int]) -> Value:
@@ -249,7 +234,7 @@ def _join_fp16(code: Code, even: Value, odd: Value) -> Value:
 WORDS: Mapping[torch.dtype, Word] = MappingProxyType(
     {
         torch.bfloat16: Word(INT, _split_bf16, _join_bf16),
-        torch.float16: Word(INT, _split_fp16, _join_fp16),
+        torch.float16: Word(INT, _split_fp16, _join_fp16),  # of gradients: no update stores such words
         torch.float32: Word("i64", _split_fp32, _join_fp32),
         torch.int8: Word("i16", _split_int8, _join_bytes, "sext"),
         torch.int16: Word(INT, _split_int16, _join_int16),
@@ -281,7 +266,6 @@ def _fetch(code: Code, place: str, dtype: torch.dtype, ahead: int) -> None:
 
     A step of `plus` takes an eighth to a fifth less time out of cache for it, and no more in cache.
     """
-    code.declared.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
     for line in range(0, 2 * code.width * dtype.itemsize, LINE):
         far = code.op("ptr", f"getelementptr i8, ptr {place}, i64 {ahead * dtype.itemsize + line}").text
         code.put(f"call void @llvm.prefetch.p0(ptr {far}, i32 0, i32 3, i32 1)")

@@ -15,8 +15,9 @@ import torch.fx as fx
 from collage_neuron.numerics.eft import narrow, round_to, stochastic_round
 from collage_neuron.numerics.reductions import REDUCTIONS, total
 from collage_neuron.numerics.storage import storage_named
+from collage_neuron.passes.backends.native import llvm_builder
 from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
-from collage_neuron.passes.backends.native.rules import ROUNDINGS, RULES, Rule, to_bf16, with_short_nans
+from collage_neuron.passes.backends.native.rules import RULES, Rule, to_bf16, with_short_nans
 from collage_neuron.passes.backends.native.words import WORDS, load, store
 from collage_neuron.passes.ir.update import Update
 
@@ -74,7 +75,7 @@ class Writer:
     """The same as vectors, where such are needed."""
 
     def __post_init__(self) -> None:
-        names, declared = itertools.count(), set[str]()
+        names, declared = itertools.count(), {*llvm_builder.INTRINSICS}  # `whole` leaves out what is not called
         self.host = Code(1, names, declared)
         self.before = Code(self.width, names, declared, self.host.lines)
         self.loop = Code(self.width, names, declared)
@@ -174,20 +175,17 @@ class Writer:
         store(self.loop, slot.dtype, f"%p{number}", self.at, (even, odd))
 
     def _stored(self, result: fx.Node, values: Values, dtype: torch.dtype) -> Value:
-        """The numbers for a tensor of `dtype`, rounded to it where it is narrower than what the update stores."""
+        """The numbers for a tensor of `dtype`, which may be wider than what the update stores."""
         value: Value = self.operand(result, values)
         storage = storage_named(result.args[1]) if result.target is narrow else None
         if storage is None or storage.dtype == dtype or dtype == torch.float32:
             return value
-        names = [name for name in ROUNDINGS if storage_named(name).dtype == dtype]
-        if storage.dtype != torch.float32 or not names or not storage_named(names[0]).is_floating:
-            raise NotEmitted(f"{storage.name} in a tensor of {dtype}")
-        return ROUNDINGS[names[0]](self.loop, value)
+        raise NotEmitted(f"{storage.name} in a tensor of {dtype}")
 
     def valid(self, part: int) -> Value:
         """True for the elements below `limit`: in the buffer with the end of a tensor, others follow them."""
+        # Limited before it is cut to 32 bits: a tensor may have more elements than these count.
         left = self.loop.op("i64", f"sub i64 %limit, {self.at}").text
-        self.loop.declared.add("declare i64 @llvm.smin.i64(i64, i64)")
         least = self.loop.op("i64", f"call i64 @llvm.smin.i64(i64 {left}, i64 {2 * self.width})").text
         many = self.loop.spread(self.loop.op(INT, f"trunc i64 {least} to i32"))
         return self.loop.compare("icmp slt", INT, self._numbers(part), many)
@@ -199,6 +197,7 @@ class Writer:
         found = Value(f"%sum{number}", FLOAT if measure.target is total else INT)
         for values, mask in zip(parts, valid, strict=True):
             term = self.operand(x, values)
+            # Beyond the end, terms are computed of zeros and may be NaN: they are replaced, not multiplied by 0.
             if measure.target is total:
                 found = code.binary("fadd", FLOAT, found, code.select(mask, term, 0.0, FLOAT))
             else:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from collage_neuron.passes.backends import torch_neuron
-from collage_neuron.passes.backends.by_parameter import write
 from collage_neuron.passes.backends.nki.calls import call, parts_of
 from collage_neuron.passes.backends.nki.chunk_totals import measure_of
 from collage_neuron.passes.backends.nki.custom_op import in_place_operator, works_in_place
@@ -113,7 +112,7 @@ class Nki(Backend):
         for launch, done in zip(launches, before, strict=True):
             for writes in launch.writes:
                 components, measure = next(results)
-                write(launch, writes, components)
+                launch.write(writes, components)
                 measured += [measure] if measure is not None else []
             for part, found in done.stored:
                 store_small(part, found)

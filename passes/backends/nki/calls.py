@@ -21,7 +21,6 @@ from torch import Tensor
 
 from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
-from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki import custom_op
 from collage_neuron.passes.backends.nki.bodies import with_bodies
 from collage_neuron.passes.backends.nki.docstring import MEASURES
@@ -61,7 +60,7 @@ class Part:
 def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
     """The parts of a launch of one stage, which has this index among those of a call."""
     for place, reads in enumerate(launch.reads):
-        named = zip(launch.update.inputs, masked(launch, reads), strict=True)
+        named = zip(launch.update.inputs, launch.masked(reads), strict=True)
         given = {k: _in_hbm(x) for k, x in named}
         like = given[launch.update.inputs[0]]
         try:

@@ -89,7 +89,8 @@ def _chosen(found: Pair, plain: Tensor) -> Tensor:
 def terms_of(pieces: Pieces, measures: Tensor, is_square: bool) -> tuple[Tensor, Tensor]:
     """The terms of sums, `[parameters, totals, chunks]`, and the unit of each (for squares: of its root)."""
     units, inverse = measures[:, :, pieces.unit], measures[:, :, pieces.inverse]
-    share = units * (0.5 * inverse.amin(1, keepdim=True))  # of the largest one: a power of two, at most 1
+    # `inverse` is 2 / unit, so its least is that of the largest chunk; a division would be approximate on the device.
+    share = units * (0.5 * inverse.amin(1, keepdim=True))  # a power of two, at most 1
     share = share * share if is_square else share
     terms = torch.stack([measures[:, :, k] * factor for k, factor in pieces.totals], dim=1) * share[:, None]
     return terms, 0.5 * units.amax(1)

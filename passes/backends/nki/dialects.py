@@ -133,6 +133,7 @@ class Nki:
 
     def loop(self, update_tile: UpdateTile) -> list[str]:
         """The tiles of PARTITIONS lines: a loop that the device runs, several in a turn, and copies of what is left."""
+        # Nothing can be computed of the register `line`: the tile of a turn is an offset known to Python, beside it.
         return [
             "if looped > 0 and not done:",
             "",
@@ -239,6 +240,7 @@ class Beta1(Nki):
         return f"nl.store({self.place(key, value, blocks)}, value={name})"
 
     def share(self, lines: str) -> list[str]:
+        # As `_whole` of SHARES: no tile of a single line, unless there is only one.
         return [
             f"lines = {lines}",
             "whole = lines // PARTITIONS * PARTITIONS",
@@ -290,6 +292,7 @@ class Beta1(Nki):
         made = f"nisa.{i.kind}({arguments}, dtype=nl.{{}})"
         if i.bits:
             return [f"bits = {made.format(i.bits)}", f"{dst} = bits.view(nl.{value.dtype})"]
+        # An instruction returns a new tile in SBUF: one in PSUM, or one of halves, is made before and assigned to.
         lines = [self.new_tile(dst, value, space)] if space == "psum" or (space and value.op in HALVES) else []
         if value.op in HALVES:
             half = HALVES[value.op]

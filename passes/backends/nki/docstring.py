@@ -11,6 +11,7 @@ from typing import Any
 
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.storage import STORAGE_TYPES
+from collage_neuron.passes.backends.nki import ir
 from collage_neuron.passes.backends.nki.cost import Estimate
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, Generation
 from collage_neuron.passes.backends.nki.ir import HALVES, MASK, MASKS, Column, Instruction, Spread, Value, View
@@ -30,10 +31,8 @@ NOUNS = {
 PARTS = {None: "bits", 0: "lower", 1: "upper"}
 """The names of views as int16, by half."""
 
-INFIX = {
-    "add": "+", "subtract": "-", "multiply": "*", "less": "<", "less_equal": "<=", "greater": ">",
-    "greater_equal": ">=", "equal": "==", "not_equal": "!=", "logical_or": "or", "logical_and": "and",
-}  # fmt: skip
+INFIX = {ir.BINARY[f]: sign for f, sign in ir.SYMBOLS.items() if f in ir.BINARY}
+INFIX |= {"logical_or": "or", "logical_and": "and"}
 
 
 def names_of(plan: Plan) -> dict[Value, str]:

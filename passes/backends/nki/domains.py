@@ -29,7 +29,7 @@ def lowest_square(root: torch.Tensor | float) -> torch.Tensor:
 
 def highest_square(root: torch.Tensor | float) -> torch.Tensor:
     """The greatest number of sqrt's domain whose root is `root` or less."""
-    return lowest_square(root)
+    return lowest_square(root)  # a function of its own, since the docstring of a kernel shows its name
 
 
 def root_of(divisor: Value) -> tuple[list[Value], tuple[Column, Column]] | None:

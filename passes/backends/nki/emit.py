@@ -119,7 +119,7 @@ def _chunk(design: Design, d: Nki, phase: int) -> Iterator[str]:
     each = text | {v: f"{names[v]}{_in_block(v, tile_of(v) in wide)}" for v in names}
     if any(v.op in HALVES or isinstance(x, View) for v, i in steps for x in (None, *i.operands())):
         yield from d.chunk()
-    made = {*wide, *totals}
+    made = {*wide, *totals}  # all others are allocated by the first instruction that writes them
     for value, instruction in steps:
         tile = tile_of(value)
         space = None if tile in made else "psum" if tile in plan.in_psum else "sbuf"
@@ -261,6 +261,7 @@ def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
             "lines = total // columns",
             "if lines > 0:",
             update_lines("0", "lines", "columns", "width", "0", f"columns // width * {totals}"),
+            # What fills no line: a column or more in each partition, and then fewer elements than partitions.
             "rest = total - lines * columns",
             "across = rest // PARTITIONS",
             "if across > 0:",
@@ -402,6 +403,7 @@ def _loop(works: Sequence[Work], numbered: Mapping[Design, int], k: int, members
 def _part(work: Work, numbered: Mapping[Design, int], i: int, d: Nki) -> list[str]:
     """The call that updates the tensors of one parameter, or what a loop left of them."""
     cut = work.cut
+    # One text runs on one core and on two: the call is left out only where neither leaves anything.
     if cut.done and all(is_looped(work.total, cut, cores) for cores in (1, CORES)):
         return []
     where = (*d.cut_arguments(cut, work.total), *_done(work.kernel, d, cut.done))

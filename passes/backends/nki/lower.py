@@ -19,7 +19,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.eft import widen
 from collage_neuron.numerics.formats import BY_ELEMENT, FORMATS
-from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER
+from collage_neuron.numerics.matrix_sums import NUMBER
 from collage_neuron.passes.backends.nki.chunk_sums import reduction_of
 from collage_neuron.passes.backends.nki.cost import estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
@@ -32,7 +32,7 @@ from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
 from collage_neuron.passes.backends.nki.schedule import assign
 from collage_neuron.passes.backends.nki.tiling import Cut, cut_of, parts_of, tiling_of
 from collage_neuron.passes.backends.protocol import AUTO
-from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION, Stage
+from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION, Stage, rearranged
 from collage_neuron.passes.ir.update import Update
 
 LAYOUTS = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
@@ -120,6 +120,7 @@ class Kernel(Design):
                 )
         if rows is None:
             return torch.stack([c.value(entries) for c in self.plan.columns]).expand(PARTITIONS, -1).contiguous()
+        # What the host knows goes to the device at once; what stages have found is there already.
         given = [c.value(entries) for c in self.plan.columns if not c.is_found]
         known = torch.stack(given or [torch.zeros((), dtype=torch.float32, device="cpu")])
         known_rows, found = iter(known.to(rows.device).expand(len(rows), -1).unbind(1)), rows.unbind(1)
@@ -160,6 +161,7 @@ def lower_to_nki(
     program, plain = _programs_of(update, storage)
     if not program.roots:
         raise UnsupportedUpdate("the update stores nothing but what it loaded: there is no kernel to generate")
+    # First without a monitor: measuring must not change by which instructions anything is stored.
     plan = assign(plain, g)
     if program is not plain:
         plan = assign(program, g, plan)
@@ -283,7 +285,9 @@ def elements_of(part: Update) -> Update:
     spread = tuple(name for name in stage.numbers if part.extents.get(name, NUMBER) != NUMBER)
     numbers = tuple(name for name in stage.numbers if name not in spread)
     inputs = (*stage.inputs, *spread)
-    new = Stage(ELEMENTWISE, _reordered(stage.body, inputs, numbers, results), inputs, outputs, numbers=numbers)
+    others = (str(n.target) for n in stage.body.nodes if n.op == "placeholder" and n.target not in (*inputs, *numbers))
+    body = rearranged(stage.body, (*inputs, *others, *numbers), results)
+    new = Stage(ELEMENTWISE, body, inputs, outputs, numbers=numbers)
     formats = {**part.formats, **dict.fromkeys(spread, FORMATS["fp32"])}
     return replace(
         part, stages=(new,), inputs=inputs, outputs=outputs, formats=formats, extents={}, small={}, reads_small=()
@@ -306,16 +310,3 @@ def direct(node: fx.Node) -> str | None:
 
 def _added(stage: Stage) -> list[fx.Node]:
     return [result.all_input_nodes[0] for result in stage.results]
-
-
-def _reordered(body: fx.Graph, inputs: Sequence[str], numbers: Sequence[str], results: Sequence[fx.Node]) -> fx.Graph:
-    """The graph with placeholders in the order of `Stage.body`, without reductions of rows and columns."""
-    given = {str(node.target): node for node in body.nodes if node.op == "placeholder"}
-    others = [name for name in given if name not in {*inputs, *numbers}]
-    graph = fx.Graph()
-    made = {given[name]: graph.placeholder(name) for name in (*inputs, *others, *numbers)}
-    for node in body.nodes:
-        if node.op == "call_function" and node.target not in ENDINGS:
-            made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output(tuple(made[node] for node in results))
-    return graph

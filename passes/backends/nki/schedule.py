@@ -238,7 +238,7 @@ class _Search:
         for step in range(STEPS if self.moves else 0):
             temperature = HOT * (COLD / HOT) ** (step / STEPS)
             before = (list(self.picked), self.psum)
-            for _ in range(rng.choice((1, 1, 2, 3))):
+            for _ in range(rng.choice((1, 1, 2, 3))):  # several at once leave minima that no single change does
                 value, option = rng.choice(self.moves)
                 if option < 0:
                     self.psum ^= 1 << value

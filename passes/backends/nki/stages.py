@@ -30,15 +30,14 @@ import torch
 from torch import Tensor
 
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
-from collage_neuron.passes.backends.by_parameter import masked
-from collage_neuron.passes.backends.by_rows import Search, Values, results_of, searching, seen_view
+from collage_neuron.passes.backends import staged
 from collage_neuron.passes.backends.nki.calls import call, end_graph, parts_of
 from collage_neuron.passes.backends.nki.chunk_totals import Wanted, computed, sums_for, sums_of
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import elements_of, operands_of
 from collage_neuron.passes.backends.nki.target import Machine, machine_of
 from collage_neuron.passes.backends.protocol import Found, Launch
-from collage_neuron.passes.backends.staged import find_by, kinds_of
+from collage_neuron.passes.backends.staged import Search, Values, given_to, kinds_of, results_of, searching, seen_view
 from collage_neuron.passes.ir.update import Update
 
 
@@ -98,6 +97,7 @@ def before_last(launches: Sequence[Launch], machine: Machine) -> list[Before]:
     groups = [group for of_launch in alike for group in of_launch]
     for group in groups:
         group.ask()
+    # One call of kernels for all groups: each call is a graph of its own on trn1.
     while active := [(group, group.part) for group in groups if group.part is not None]:
         for (group, _), answer in zip(active, _answers(active, machine), strict=True):
             group.ask(answer)
@@ -121,7 +121,7 @@ def _answers(active: Sequence[tuple[_Alike, Update]], machine: Machine) -> list[
     known = []
     for (group, part), (own, _), more in zip(active, made, stored, strict=True):
         view, (stage,) = seen_view(group.launch), part.stages
-        components = [dict(zip(own.update.inputs, masked(own, reads), strict=True)) for reads in own.reads]
+        components = [dict(zip(own.update.inputs, own.masked(reads), strict=True)) for reads in own.reads]
         operands = [of_one | new for of_one, new in zip(components, more, strict=True)]
         known += [
             Wanted(result.operation, result.extent, [_shaped(of_one[key], view) for of_one in operands])
@@ -160,9 +160,11 @@ def _before(launch: Launch) -> Before:
     if not launch.update.is_staged or not launch.reads:
         return Before(launch)
     machine = machine_of(launch.reads[0][0].device)
-    found = find_by(
-        launch, lambda part, rows: _reduced(part, rows, machine), lambda stage, rows: computed(stage, rows.unbind(1))
-    )
+
+    def reduced(part: Update, values: Values) -> list[Tensor]:
+        return _reduced(*given_to(part, launch, values), machine)
+
+    _, found = staged.run(searching(launch, computed), reduced)
     return Before(launch._replace(update=launch.update.parts[-1]), found.rows, [(launch, found)])
 
 

@@ -165,6 +165,7 @@ def _tiles(lines: int, cores: int) -> list[tuple[int, int]]:
     """
     share = lines // cores
     whole = share // PARTITIONS
+    # A remainder of one line takes a whole tile with it: 129 lines are a tile of 127 and one of 2.
     whole -= bool(whole and share % PARTITIONS == 1)
     left = lines - share * (cores - 1) - whole * PARTITIONS
     rest = [(1, PARTITIONS - 1), (1, left - PARTITIONS + 1)] if left > PARTITIONS else [(1, left)]

@@ -13,8 +13,7 @@ import torch
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import ENDINGS
-from collage_neuron.passes.backends.by_parameter import ByParameter, masked, write
-from collage_neuron.passes.backends.protocol import AUTO, Launch, Measure
+from collage_neuron.passes.backends.protocol import AUTO, ByParameter, Launch, Measure
 from collage_neuron.passes.backends.xla.compilers import BY_KIND
 from collage_neuron.passes.backends.xla.hlo import Computation
 from collage_neuron.passes.backends.xla.lower import Own, XlaUpdate, stored
@@ -65,9 +64,9 @@ class Xla(ByParameter):
         states = launch.small or [{}] * len(launch.reads)
         measured = []
         for reads, writes, small in zip(launch.reads, launch.writes, states, strict=True):
-            results = call(masked(launch, reads), scalars, small, Own.of(launch.update, reads, writes))
+            results = call(launch.masked(reads), scalars, small, Own.of(launch.update, reads, writes))
             first, last = len(writes), len(results) - len(names)
-            write(launch, [*writes, *(small[name] for name in names)], [*results[:first], *results[last:]])
+            launch.write([*writes, *(small[name] for name in names)], [*results[:first], *results[last:]])
             measured += [Measure(*results[first:last])] if launch.update.sums else []
         return measured
 

@@ -13,10 +13,10 @@ Nothing of this has run on a device: the rounding probe compares its bits there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction
-from collage_neuron.passes.backends.xla.nodes import lower_bits_of, lower_from_bits, number_like
 
 HALF = 0xFFFF
 """The mask of the lower 16 bits."""
@@ -37,41 +37,37 @@ class ForNeuron(Computation):
         """
         if (gone := 23 - mantissa_bits) == 0:
             return x
-        low, bits = (1 << gone) - 1, lower_bits_of(self, x)
-        odd = self._and(self._right(bits, gone), 1)
-        carry = self._and(self._plus(self._plus(self._and(bits, low), odd), low >> 1), 1 << gone)
-        rounded = lower_from_bits(self, self._plus(self._and(bits, ~low), carry))
+        low, bits = (1 << gone) - 1, self.bits(x)
+        odd = self.on("and", self._right(bits, gone), 1)
+        lower = self.on("add", self.on("add", self.on("and", bits, low), odd), low >> 1)
+        rounded = self.from_bits(self.on("add", self.on("and", bits, ~low), self.on("and", lower, 1 << gone)))
         if exponent_bits < 8:
-            limit, infinity = self._constants(x, 2.0 ** (2 ** (exponent_bits - 1)), float("inf"))
-            is_large = self.compare("GE", self.add("abs", x.shape, [rounded]), limit)
-            rounded = self.select(is_large, self.add("multiply", x.shape, [rounded, infinity]), rounded)
+            is_large = self.compare("GE", self.on("abs", rounded), 2.0 ** (2 ** (exponent_bits - 1)))
+            rounded = self.select(is_large, self.on("multiply", rounded, math.inf), rounded)
         return self.select(self.compare("NE", x, x), x, rounded)
 
     def round_nearest_even(self, x: Instruction) -> Instruction:
         """The same, of the whole numbers around x: `floor` and its distance, which fp32 has or rounds harmlessly."""
-        zero, half, one = self._constants(x, 0.0, 0.5, 1.0)
-        below = self.add("floor", x.shape, [x])
-        over = self.add("subtract", x.shape, [x, below])
-        halved = self.add("multiply", x.shape, [below, half])
-        is_odd = self.compare("NE", halved, self.add("floor", x.shape, [halved]))
-        is_up = self.select(is_odd, self.compare("GE", over, half), self.compare("GT", over, half))
-        whole = self.select(is_up, self.add("add", x.shape, [below, one]), below)
-        signed = lower_from_bits(self, self._and(lower_bits_of(self, x), SIGN))  # -0 for what rounds to it
-        return self.select(self.compare("EQ", whole, zero), signed, whole)
+        below = self.on("floor", x)
+        over, halved = self.on("subtract", x, below), self.on("multiply", below, 0.5)
+        is_odd = self.compare("NE", halved, self.on("floor", halved))
+        is_up = self.select(is_odd, self.compare("GE", over, 0.5), self.compare("GT", over, 0.5))
+        whole = self.select(is_up, self.on("add", below, 1.0), below)
+        signed = self.from_bits(self.on("and", self.bits(x), SIGN))  # -0 for what rounds to it
+        return self.select(self.compare("EQ", whole, 0.0), signed, whole)
 
     def wrapping_sum(self, x: Instruction, y: Instruction) -> Instruction:
         """The same, in halves of 16 bits."""
-        low = self._plus(self._and(x, HALF), self._and(y, HALF))
-        high = self._plus(self._plus(self._right(x, 16), self._right(y, 16)), self._right(low, 16))
-        return self._joined(high, self._and(low, HALF))
+        low = self.on("add", self.on("and", x, HALF), self.on("and", y, HALF))
+        high = self.on("add", self.on("add", self._right(x, 16), self._right(y, 16)), self._right(low, 16))
+        return self._joined(high, self.on("and", low, HALF))
 
     def largest(self, x: Instruction) -> Instruction:
         """The same: the largest upper half, and the largest lower one of those that have it."""
         upper = self._right(x, 16)
         high = super().largest(upper)
-        is_high = self.compare("EQ", upper, self.repeat(high, x.array.dims[-1]))
-        low = super().largest(self.select(is_high, self._and(x, HALF), number_like(self, x, 0)))
-        return self._joined(high, low)
+        is_less = self.compare("NE", upper, self.repeat(high, x.array.dims[-1]))
+        return self._joined(high, super().largest(self.select(is_less, 0, self.on("and", x, HALF))))
 
     def sums(self, xs: Sequence[Instruction]) -> list[Instruction]:
         """One after another. Counts are exact below 2**16 rows of fewer than 2**24 elements (`lower.rows`)."""
@@ -79,27 +75,18 @@ class ForNeuron(Computation):
 
     def _counted(self, x: Instruction) -> Instruction:
         """The sum of whole numbers below 2**24, in pieces of 8 bits."""
-        low, middle, high = (Computation.sums(self, [self._and(self._right(x, k), 0xFF)])[0] for k in (0, 8, 16))
+        pieces = (self.on("and", self._right(x, k), 0xFF) for k in (0, 8, 16))
+        low, middle, high = (Computation.sums(self, [piece])[0] for piece in pieces)
         return self.wrapping_sum(self.wrapping_sum(low, self._left(middle, 8)), self._left(high, 16))
 
-    def _constants(self, like: Instruction, *numbers: float) -> Iterator[Instruction]:
-        return (self.broadcast(self.constant(number), like.array.dims) for number in numbers)
-
     def _joined(self, high: Instruction, low: Instruction) -> Instruction:
-        return self.add("or", low.shape, [self._left(high, 16), low])
-
-    def _and(self, x: Instruction, mask: int) -> Instruction:
-        return self.add("and", x.shape, [x, number_like(self, x, mask)])
+        return self.on("or", self._left(high, 16), low)
 
     def _left(self, x: Instruction, count: int) -> Instruction:
-        return self.add("shift-left", x.shape, [x, number_like(self, x, count)])
+        return self.on("shift-left", x, count)
 
     def _right(self, x: Instruction, count: int) -> Instruction:
-        return self.add("shift-right-logical", x.shape, [x, number_like(self, x, count)]) if count else x
-
-    def _plus(self, x: Instruction, y: Instruction | int) -> Instruction:
-        """A sum that fp32 has exactly."""
-        return self.add("add", x.shape, [x, number_like(self, x, y) if isinstance(y, int) else y])
+        return self.on("shift-right-logical", x, count)
 
 
 BY_KIND: Mapping[str, type[Computation]] = {"NEURON": ForNeuron}

@@ -158,19 +158,35 @@ class Computation:
 
     def round_nearest_even(self, x: Instruction) -> Instruction:
         """x rounded to a whole number."""
-        return self.add("round-nearest-even", x.shape, [x])
+        return self.on("round-nearest-even", x)
 
     def wrapping_sum(self, x: Instruction, y: Instruction) -> Instruction:
         """The sum of two int32 arrays, modulo 2**32."""
-        return self.add("add", x.shape, [x, y])
+        return self.on("add", x, y)
 
-    def select(self, mask: Instruction, x: Instruction, y: Instruction) -> Instruction:
+    def on(self, opcode: str, x: Instruction, *others: Instruction | float) -> Instruction:
+        """An operation on an array and others like it, whose result is like it too."""
+        return self.add(opcode, x.shape, [x, *(self.like(x, y) for y in others)])
+
+    def like(self, x: Instruction, y: Instruction | float) -> Instruction:
+        """An operand as an array: for a number, one of the type and shape of x that is this number everywhere."""
+        return y if isinstance(y, Instruction) else self.broadcast(self.constant(y, x.array.element), x.array.dims)
+
+    def bits(self, x: Instruction) -> Instruction:
+        """The bits of an fp32 array, as int32."""
+        return self.add("bitcast-convert", Shape("s32", x.array.dims), [x])
+
+    def from_bits(self, n: Instruction) -> Instruction:
+        """The fp32 array that has these bits."""
+        return self.add("bitcast-convert", Shape("f32", n.array.dims), [n])
+
+    def select(self, mask: Instruction, x: Instruction | float, y: Instruction) -> Instruction:
         """x where the mask is true, else y."""
-        return self.add("select", x.shape, [mask, x, y])
+        return self.add("select", y.shape, [mask, self.like(y, x), y])
 
-    def compare(self, direction: str, x: Instruction, y: Instruction) -> Instruction:
+    def compare(self, direction: str, x: Instruction, y: Instruction | float) -> Instruction:
         """A comparison, direction one of LT, LE, GT, GE, EQ, NE."""
-        return self.add("compare", Shape("pred", x.array.dims), [x, y], message(63, direction))
+        return self.add("compare", Shape("pred", x.array.dims), [x, self.like(x, y)], message(63, direction))
 
     def element(self, vector: Instruction, index: int, dims: tuple[int, ...]) -> Instruction:
         """vector[index], an fp32 scalar, broadcast to `dims`."""

@@ -49,7 +49,7 @@ def lower_node(
     if node.target is eft.stochastic_round:
         return _stochastic_round(hlo, *operands)
     if node.target is eft.capped:  # a NaN in the first operand stays, see _keeping_nan
-        return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(eft.LARGEST), dims)])
+        return hlo.on("minimum", operands[0], eft.LARGEST)
     if node.target is operator.add and element == "s32":
         return hlo.wrapping_sum(*operands)
     if node.target is eft.whole:
@@ -84,7 +84,7 @@ def _round_to(hlo: Computation, x: Instruction, fmt: str) -> Instruction:
 
 
 def _limited(hlo: Computation, x: Instruction, limits: tuple[float, float]) -> Instruction:
-    low, high = (hlo.broadcast(hlo.constant(limit), x.array.dims) for limit in limits)
+    low, high = (hlo.like(x, limit) for limit in limits)
     return hlo.add("clamp", x.shape, [low, x, high])
 
 
@@ -94,12 +94,9 @@ def reduced(hlo: Computation, x: Instruction, exponent_bits: int, mantissa_bits:
     if exponent_bits == 8:
         return rounded
     least = 2.0 ** (2 - 2 ** (exponent_bits - 1))  # the smallest normal number
-    unit, dims = least * 2.0**-mantissa_bits, x.array.dims
-    up, down, limit = (hlo.broadcast(hlo.constant(c), dims) for c in (1 / unit, unit, least))
-    whole_number = hlo.round_nearest_even(hlo.add("multiply", x.shape, [x, up]))
-    subnormal = hlo.add("multiply", x.shape, [whole_number, down])
-    is_small = hlo.compare("LT", hlo.add("abs", x.shape, [x]), limit)
-    return hlo.select(is_small, subnormal, rounded)
+    unit = least * 2.0**-mantissa_bits
+    subnormal = hlo.on("multiply", hlo.round_nearest_even(hlo.on("multiply", x, 1 / unit)), unit)
+    return hlo.select(hlo.compare("LT", hlo.on("abs", x), least), subnormal, rounded)
 
 
 def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
@@ -109,49 +106,25 @@ def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> 
 
 def _stochastic_round(hlo: Computation, x: Instruction, random: Instruction) -> Instruction:
     """`eft.stochastic_round`, in the same operations on bits."""
-    bits, upper = lower_bits_of(hlo, x), number_like(hlo, x, _UPPER)
-    carried = hlo.add("and", random.shape, [hlo.wrapping_sum(bits, random), upper])
-    rounded, nearest = lower_from_bits(hlo, carried), _round_to(hlo, x, "bf16")
-    return hlo.select(hlo.compare("EQ", x, x), rounded, nearest)
+    carried = hlo.on("and", hlo.wrapping_sum(hlo.bits(x), random), _UPPER)
+    return hlo.select(hlo.compare("EQ", x, x), hlo.from_bits(carried), _round_to(hlo, x, "bf16"))
 
 
 # Bits: each function is the one of the same name of `numerics.eft` ---------------------------------------------------
 
 
-def lower_bits_of(hlo: Computation, x: Instruction) -> Instruction:
-    """The bits of an fp32 array, as int32."""
-    return hlo.add("bitcast-convert", Shape("s32", x.array.dims), [x])
-
-
-def lower_from_bits(hlo: Computation, n: Instruction) -> Instruction:
-    """The fp32 array that has these bits."""
-    return hlo.add("bitcast-convert", Shape("f32", n.array.dims), [n])
-
-
-def number_like(hlo: Computation, like: Instruction, value: int) -> Instruction:
-    """An int32 constant in the shape of another array."""
-    return hlo.broadcast(hlo.constant(value, "s32"), like.array.dims)
-
-
-def _masked(hlo: Computation, x: Instruction, bits: int) -> Instruction:
-    """These of the bits of an fp32 array, as int32."""
-    mask = number_like(hlo, x, bits)
-    return hlo.add("and", mask.shape, [lower_bits_of(hlo, x), mask])
-
-
 def _power_of_two(hlo: Computation, x: Instruction) -> Instruction:
-    return lower_from_bits(hlo, _masked(hlo, x, eft.EXPONENT))
+    return hlo.from_bits(hlo.on("and", hlo.bits(x), eft.EXPONENT))
 
 
 def _inverse_power_of_two(hlo: Computation, x: Instruction) -> Instruction:
-    exponent = _masked(hlo, x, eft.EXPONENT)
-    return lower_from_bits(hlo, hlo.add("xor", exponent.shape, [exponent, number_like(hlo, x, eft.EXPONENT)]))
+    return hlo.from_bits(hlo.on("xor", hlo.on("and", hlo.bits(x), eft.EXPONENT), eft.EXPONENT))
 
 
 def _lower_half(hlo: Computation, x: Instruction) -> Instruction:
     """The lower 16 bits of fp32 numbers, as signed numbers."""
-    half, sign = _masked(hlo, x, _LOWER), number_like(hlo, x, _LOWER_SIGN)
-    return hlo.add("subtract", sign.shape, [hlo.add("xor", sign.shape, [half, sign]), sign])
+    half = hlo.on("and", hlo.bits(x), _LOWER)
+    return hlo.on("subtract", hlo.on("xor", half, _LOWER_SIGN), _LOWER_SIGN)
 
 
 def _places(hlo: Computation, x: Instruction) -> Instruction:
@@ -160,23 +133,22 @@ def _places(hlo: Computation, x: Instruction) -> Instruction:
 
 def _limit_places(hlo: Computation, x: Instruction, most: int) -> Instruction:
     n = _lower_half(hlo, x)
-    missing = hlo.add("subtract", n.shape, [number_like(hlo, x, -most), n])
-    missing = hlo.add("maximum", n.shape, [missing, number_like(hlo, x, 0)])
-    return lower_from_bits(hlo, hlo.wrapping_sum(lower_bits_of(hlo, x), missing))
+    missing = hlo.on("maximum", hlo.on("subtract", hlo.like(n, -most), n), 0)
+    return hlo.from_bits(hlo.wrapping_sum(hlo.bits(x), missing))
 
 
 def _beyond(hlo: Computation, x: Instruction, n: Instruction) -> Instruction:
-    bits = lower_bits_of(hlo, x)
-    return lower_from_bits(hlo, hlo.wrapping_sum(bits, hlo.add("convert", bits.shape, [n])))
+    bits = hlo.bits(x)
+    return hlo.from_bits(hlo.wrapping_sum(bits, hlo.add("convert", bits.shape, [n])))
 
 
 def lower_block_max(hlo: Computation, x: Instruction, k: int) -> Instruction:
     """`eft.block_max`: as bits, magnitudes are ordered like numbers and NaN is the largest; XLA's maximum loses NaN."""
     dims = x.array.dims
     words = words_of(dims, k)
-    bits = _masked(hlo, x, _MAGNITUDE)
-    rows = hlo.reshape(hlo.pad(bits, words[-1] * k - dims[-1]), (*words, k))
-    return lower_from_bits(hlo, spread(hlo, hlo.largest(rows), dims, k))
+    magnitudes = hlo.on("and", hlo.bits(x), _MAGNITUDE)
+    rows = hlo.reshape(hlo.pad(magnitudes, words[-1] * k - dims[-1]), (*words, k))
+    return hlo.from_bits(spread(hlo, hlo.largest(rows), dims, k))
 
 
 ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
@@ -185,7 +157,7 @@ ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
     eft.places: _places,
     eft.limit_places: _limit_places,
     eft.beyond: _beyond,
-    eft.bits_of: lower_bits_of,
+    eft.bits_of: Computation.bits,
     eft.block_max: lower_block_max,
 }
 """How each operation is written, given its operands; whole numbers of a graph stay numbers."""

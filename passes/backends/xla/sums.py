@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from collage_neuron.numerics.matrix_sums import (
@@ -31,17 +31,16 @@ from collage_neuron.numerics.matrix_sums import (
 )
 from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, RUNS, mean_of, norm_of, power_from, sum_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
-from collage_neuron.passes.backends.xla.nodes import lower_bits_of, lower_from_bits
 
 Finish = Callable[[Computation, Instruction, Instruction], Instruction]
 
 
 def _mean(hlo: Computation, sums: Instruction, count: Instruction) -> Instruction:
-    return hlo.add("divide", sums.shape, [sums, hlo.stretch(count, sums.array.dims)])
+    return hlo.on("divide", sums, hlo.stretch(count, sums.array.dims))
 
 
 def _root(hlo: Computation, sums: Instruction, count: Instruction) -> Instruction:
-    return hlo.add("sqrt", sums.shape, [sums])
+    return hlo.on("sqrt", sums)
 
 
 FINISH: Mapping[Any, Finish | None] = {
@@ -59,14 +58,13 @@ class Adder:
 
     def kept(self, x: Instruction) -> Instruction:
         """An fp32 array itself, by an operation on its bits that XLA does not know to change nothing."""
-        hlo, dims = self.hlo, x.array.dims
-        zero = hlo.reshape(lower_bits_of(hlo, self._zero), ())
-        bits = lower_bits_of(hlo, x)
-        return lower_from_bits(hlo, hlo.add("xor", bits.shape, [bits, hlo.stretch(zero, dims)]))
+        hlo = self.hlo
+        zero = hlo.stretch(hlo.reshape(hlo.bits(self._zero), ()), x.array.dims)
+        return hlo.from_bits(hlo.on("xor", hlo.bits(x), zero))
 
     def _apart(self, x: Instruction) -> Instruction:
         """The same, of which XLA finishes all elements before any is added: else each slice would compute its own."""
-        return self.hlo.add("opt-barrier", x.shape, [x])
+        return self.hlo.on("opt-barrier", x)
 
     def whole(self, operation: Any, x: Instruction) -> Instruction:
         """The result of an operation of `OF_TENSOR`: f32[], of an f32 array."""
@@ -104,14 +102,15 @@ class Adder:
     def _finished(self, operation: Any, sums: Instruction, count: int) -> Instruction:
         hlo, finish = self.hlo, FINISH[operation]
         if finish is not None:
+            # Plus a zero that XLA does not know: else it would multiply by the reciprocal of the count.
             known = hlo.constant(count, "f64")
             zero = hlo.reshape(hlo.add("convert", Shape("f64", (1,)), [self._zero]), ())
-            sums = finish(hlo, sums, hlo.add("add", known.shape, [zero, known]))
+            sums = finish(hlo, sums, hlo.on("add", zero, known))
         return hlo.add("convert", Shape("f32", sums.array.dims), [sums])
 
     def _terms(self, x: Instruction, is_square: bool) -> Instruction:
         terms = self.hlo.add("convert", Shape("f64", x.array.dims), [x])
-        return self.hlo.add("multiply", terms.shape, [terms, terms]) if is_square else terms
+        return self.hlo.on("multiply", terms, terms) if is_square else terms
 
     def _runs(self, x: Instruction, is_square: bool) -> Instruction:
         """`tensor_sums.run_sums`, along the last dimension of fp32 elements."""
@@ -133,7 +132,7 @@ class Adder:
         """Adds parts of `step` elements of the last dimension. Only zeros are beyond `until`, which change nothing."""
         dim = len(x.array.dims) - 1
         parts = (self._terms(self.hlo.part(x, dim, i, step), is_square) for i in range(0, until, step))
-        return reduce(self._add, parts)
+        return reduce(partial(self.hlo.on, "add"), parts)
 
     def _folded(self, x: Instruction, dim: int) -> Instruction:
         """`tensor_sums.folded_over`: the sums over a dimension, which is one element long then."""
@@ -143,17 +142,13 @@ class Adder:
             return self.hlo.stretch(self.hlo.constant(0, "f64"), one)
         padded = x = self._padded(given := x, dim, power_from(size))
         while half := x.array.dims[dim] // 2:
-            x = self._add(self.hlo.part(x, dim, 0, half), self.hlo.part(x, dim, half, half))
+            x = self.hlo.on("add", self.hlo.part(x, dim, 0, half), self.hlo.part(x, dim, half, half))
         return x if padded is given else self._no_negative_zero(x)
 
     def _padded(self, x: Instruction, dim: int, size: int) -> Instruction:
         missing = size - x.array.dims[dim]
         return self.hlo.pad(x, missing, dim) if missing else x
 
-    def _add(self, x: Instruction, y: Instruction) -> Instruction:
-        return self.hlo.add("add", x.shape, [x, y])
-
     def _no_negative_zero(self, x: Instruction) -> Instruction:
         """0 for -0, which is what adding 0 does; but XLA leaves out an addition of what it knows to be 0."""
-        zero = self.hlo.stretch(self.hlo.constant(0, "f64"), x.array.dims)
-        return self.hlo.add("select", x.shape, [self.hlo.compare("EQ", x, zero), zero, x])
+        return self.hlo.select(self.hlo.compare("EQ", x, 0), 0, x)

@@ -113,9 +113,12 @@ def copy(a: Arithmetic, x: Any, source: Any, non_blocking: bool = False) -> Any:
     return source
 
 
-@rule(aten.zeros_like.default, aten.new_zeros.default, aten.zero.default)
+@rule(
+    aten.zeros_like.default, aten.new_zeros.default, aten.zero.default,
+    aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default,
+)  # fmt: skip
 def zeros(a: Arithmetic, *_: Any, dtype: Any = None, **__: Any) -> Any:
-    """The number 0."""
+    """The number 0; and what is empty, which will be overwritten: the update would read memory that nobody wrote."""
     return _made_in(dtype, Scalar.constant(0.0))
 
 
@@ -136,12 +139,6 @@ def full(a: Arithmetic, like: Any, value: Any, *, dtype: Any = None, **_: Any) -
 def new_full(a: Arithmetic, like: Any, size: Any, value: Any, **named: Any) -> Any:
     """A number."""
     return full(a, like, value, **named)
-
-
-@rule(aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default)
-def empty(a: Arithmetic, *_: Any, dtype: Any = None, **__: Any) -> Any:
-    """A number, which will be overwritten: the update would read memory that nobody wrote."""
-    return _made_in(dtype, Scalar.constant(0.0))
 
 
 def _made_in(dtype: Any, number: Scalar) -> Scalar:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from exact import graph_of
 from natively import Beside, check
+from running import registered
 from torch import Tensor
 
 import collage_neuron
@@ -16,7 +17,6 @@ from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.eft import bits_of, block_max, narrow, power_of_two, widen
 from collage_neuron.numerics.formats import FORMATS, Component, Format
 from collage_neuron.numerics.reductions import count, total
-from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native import backend as module
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.blocks import Schedule
@@ -135,9 +135,7 @@ def test_words_of_blocks_that_are_not_fp32_are_left_to_the_reference() -> None:
 @pytest.mark.parametrize("strategy", ["split423", "split422", "split311"])
 def test_a_monitored_optimizer_that_skips_a_step_beside_other_formats(strategy: str) -> None:
     """Sums and counts of blocks, and rows of several lengths, next to parameters without blocks."""
-    backend = Beside()
-    registry.register(backend)
-    try:
+    with registered(Beside()) as backend:
         generator = torch.Generator().manual_seed(0)
         params = [
             torch.nn.Parameter(torch.randn(s, generator=generator).bfloat16()) for s in ((3, 300), (256,), (), (4, 7))
@@ -151,6 +149,4 @@ def test_a_monitored_optimizer_that_skips_a_step_beside_other_formats(strategy: 
                     p.grad = torch.randn(p.shape, generator=generator).bfloat16()
                     p.grad.view(-1)[0] *= torch.inf if step == 1 else 1.0
                 optimizer.step()
-    finally:
-        registry.unregister("beside")
     assert backend.measured >= 2 * len(params)

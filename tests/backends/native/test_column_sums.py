@@ -85,7 +85,7 @@ def test_a_stage_takes_one_pass_for_all_parameters_of_a_shape(columns: int, pass
         return engine.run(one)
 
     (launch,) = launched(Came, ((70, columns),) * 3)
-    run_by_rows(launch, engine.reductions, noted)
+    run_by_rows(launch, engine.kernels, noted)
     assert len(steps) == passes
 
 

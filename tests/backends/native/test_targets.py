@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from natively import assert_same, copies_of
+from running import registered
 
 import collage_neuron
 from collage_neuron.cli import doctor
@@ -57,9 +58,7 @@ class Recorder(Reference):
 @cache
 def recorded(strategy: str) -> list[Launch]:
     """The second step of AdamW."""
-    backend = Recorder()
-    registry.register(backend)
-    try:
+    with registered(Recorder()) as backend:
         generator = torch.Generator().manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (1, 50, 333)]
         optimizer = collage_neuron.compile(
@@ -69,8 +68,6 @@ def recorded(strategy: str) -> list[Launch]:
             for p in params:
                 p.grad = torch.randn(p.shape, generator=generator).bfloat16()
             optimizer.step()
-    finally:
-        registry.unregister("recorder")
     return backend.launches
 
 

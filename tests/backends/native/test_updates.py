@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from natively import Beside
 from random_optimizers import RandomOptimizer, programs
+from running import registered
 from sampling import WHOLE, part
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,7 +22,6 @@ from torch_cases import CASES
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import STRATEGIES
-from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 
 pytestmark = [
@@ -34,10 +35,8 @@ SETTINGS += [(s, "bf16") for s in ("bf16", "light", "plus", "full")]
 
 @pytest.fixture
 def beside() -> Iterator[Beside]:
-    backend = Beside()
-    registry.register(backend)
-    yield backend
-    registry.unregister("beside")
+    with registered(Beside()) as backend:
+        yield backend
 
 
 SHAPES = ((3, 5), (40,), (), (0, 4), (70, 3))
@@ -90,13 +89,7 @@ def test_an_optimizer_of_torch_has_all_bits_in_every_strategy(name: str, beside:
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(programs())
 def test_a_random_optimizer_has_all_bits(program: Any) -> None:
-    backend = Beside()
-    registry.register(backend)
-    try:
+    with registered(Beside()), suppress(UnsupportedUpdate):
         strategy, arithmetic = SETTINGS[zlib.crc32(repr(program).encode()) % len(SETTINGS)]
         optimizer = RandomOptimizer(parameters(((7, 5),)), program=program)
         train(collage_neuron.compile(optimizer, strategy=strategy, arithmetic=arithmetic, backend="beside"), 2)
-    except UnsupportedUpdate:
-        pass
-    finally:
-        registry.unregister("beside")

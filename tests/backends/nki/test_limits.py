@@ -61,10 +61,6 @@ def test_a_message_names_the_line_of_the_kernel(tmp_path: Path) -> None:
 
 
 FEATURES = {
-    "tensor_copy on the scalar engine": ("nisa.tensor_copy(new, x, engine=nisa.engine.scalar)", 3),
-    "a number as bias": ("nisa.activation(new, nl.copy, x, bias=1.0)", 3),
-    "reciprocal with a bias": ("nisa.activation(new, nl.reciprocal, x, bias=v)", 3),
-    "square as an ALU operator": ("nisa.tensor_scalar(new, x, nl.square, None)", 4),
     "abs as an ALU operator": ("nisa.tensor_scalar(new, x, nl.abs, None)", 2),
     "tensor_copy on gpsimd": ("nisa.tensor_copy(new, x, engine=nisa.engine.gpsimd)", 2),
     "200 KiB of SBUF": ("t = nl.ndarray((128, 102400), dtype=nl.bfloat16)", 3),

@@ -78,17 +78,13 @@ def _made(machine: Machine, name: str, operands: dict[str, Any]) -> Tile:
         check_tile(other, "tensor_tensor data2")
         same = dtype is not None or like.dtype is other.dtype
         require(same, f"tensor_tensor of {like!r} and {other!r} needs dtype=: inputs of two types are promoted")
-    if name == "activation":
-        bias = operands["bias"]
-        require(bias is None or isinstance(bias, NkiTensor), f"activation: bias must be a tile, got {bias!r}")
-    return machine.allocate(_shape(name, like, operands), dtype or like.dtype, SBUF)
+    return machine.allocate(_shape(name, like), dtype or like.dtype, SBUF)
 
 
-def _shape(name: str, like: Tile, operands: dict[str, Any]) -> Sequence[int]:
+def _shape(name: str, like: Tile) -> Sequence[int]:
     if name != "tensor_reduce":
         return like.shape
-    kept = like.ndim - (1 if isinstance(operands["axis"], int) else len(operands["axis"]))
-    return like.shape[:kept] if kept > 1 else (like.shape[0], 1)
+    return like.shape[:-1] if like.ndim > 2 else (like.shape[0], 1)
 
 
 def plain(instruction: str, mask: Any, kwargs: dict[str, Any]) -> None:

@@ -217,13 +217,9 @@ class Instructions:
         op = operator(op, "activation")
         require(op.domain is not None, f"activation: {op} is not an activation function")
         self._check("scalar", "activation", dst, data=data)
-        old = self._m.target.generation < 3
-        require(
-            not old or bias is None or isinstance(bias, NkiTensor), "activation: a number as bias needs NeuronCore-v3"
-        )
-        require(
-            not old or bias is None or op.name != "reciprocal", "activation: reciprocal takes no bias on NeuronCore-v2"
-        )
+        # From NeuronCore-v3 on there are both, which no kernel of ours needs.
+        require(bias is None or isinstance(bias, NkiTensor), f"activation: bias must be a tile, got {bias!r}")
+        require(bias is None or op.name != "reciprocal", "activation: reciprocal takes no bias on NeuronCore-v2")
         device, x = self._m.device, self._m.read(data, "activation data")
         if not (isinstance(scale, (int, float)) and scale == 1):
             x = step(OPERATORS["multiply"], device, x, self._m.vector(scale, data, "activation scale"))
@@ -244,46 +240,36 @@ class Instructions:
         self._m.write(dst, step(OPERATORS["reciprocal"], self._m.device, x))
         self._m.trace.add("reciprocal", "vector", ["reciprocal"], [dst, data])
 
-    def tensor_copy_predicated(self, dst: NkiTensor, src: Any, predicate: NkiTensor, reverse_pred: bool) -> None:
-        """dst = src where predicate (not, if reversed); dst stays as it is elsewhere."""
-        tensor = isinstance(src, NkiTensor)
-        self._check("vector", "tensor_copy_predicated", dst, predicate=predicate, **({"src": src} if tensor else {}))
+    def tensor_copy_predicated(self, dst: NkiTensor, src: NkiTensor, predicate: NkiTensor) -> None:
+        """dst = src where predicate; dst stays as it is elsewhere."""
+        self._check("vector", "tensor_copy_predicated", dst, predicate=predicate, src=src)
         allowed = predicate.dtype.name in ("uint8", "uint16", "uint32")
         require(allowed, f"tensor_copy_predicated: predicate must be uint8, uint16 or uint32, it is {predicate!r}")
-        chosen = (self._bits(predicate, "predicate") != 0).reshape(dst.shape) ^ bool(reverse_pred)
-        if tensor:
-            require(src.dtype is dst.dtype, f"tensor_copy_predicated: src {src!r} and dst {dst!r} differ in type")
-            check_not_both_psum(src, predicate, "tensor_copy_predicated: src and predicate")
-            new = self._bits(src, "src").reshape(dst.shape)
-        else:
-            new = self._number(src, dst)
+        chosen = (self._bits(predicate, "predicate") != 0).reshape(dst.shape)
+        require(src.dtype is dst.dtype, f"tensor_copy_predicated: src {src!r} and dst {dst!r} differ in type")
+        check_not_both_psum(src, predicate, "tensor_copy_predicated: src and predicate")
         require(
             (dst.written.all(-1) | chosen).all(),
             f"tensor_copy_predicated keeps elements of {dst!r} that were never written",
         )
-        self._m.write_bits(dst, np.where(chosen, new, dst.bits()))
-        self._m.trace.add("tensor_copy_predicated", "vector", (), [dst, predicate, *([src] if tensor else [])])
+        self._m.write_bits(dst, np.where(chosen, self._bits(src, "src").reshape(dst.shape), dst.bits()))
+        self._m.trace.add("tensor_copy_predicated", "vector", (), [dst, predicate, src])
 
-    def tensor_reduce(self, dst: NkiTensor, op: Any, data: NkiTensor, axis: Any, negate: bool) -> None:
-        """dst = the largest or smallest element along the last dimensions of data, or the sum, in `device.order`."""
+    def tensor_reduce(self, dst: NkiTensor, op: Any, data: NkiTensor, axis: Any) -> None:
+        """dst = the largest element along the last dimension of data, or the sum, in `device.order`."""
         op = self._binary(op, "tensor_reduce")
         for t, what in ((dst, "tensor_reduce dst"), (data, "tensor_reduce data")):
             check_tile(t, what)
         check_operator(op, "tensor_reduce", "vector", self._m.target)
-        known = ("maximum", "minimum", "add")
+        known = ("maximum", "add")
         require(op.name in known, f"tensor_reduce: {op} is not in the stand-in, which has {', '.join(known)}")
-        axes = (axis,) if isinstance(axis, int) else tuple(axis)
-        last = tuple(range(data.ndim - len(axes), data.ndim))
-        require(
-            axes == last != () and 0 not in axes,
-            f"tensor_reduce: axis {axis} of {data!r}: the last ones, without axis 0",
-        )
-        x = self._m.read(data, "tensor_reduce data").reshape(data.shape[0], -1, int(np.prod(data.shape[last[0] :])))
+        require(axis == data.ndim - 1 > 0, f"tensor_reduce: axis {axis} of {data!r}: the last one, which is not axis 0")
+        x = self._m.read(data, "tensor_reduce data").reshape(data.shape[0], -1, data.shape[-1])
         require(dst.elements == x.shape[:2], f"tensor_reduce of {data!r} along {axis} does not give {dst!r}")
         check_distinct(dst)
         check_overlap(dst, data, "tensor_reduce data")
         x = total(self._m.device, x) if op.name == "add" else extreme(op, self._m.device, x)
-        self._m.write(dst, -x if negate else x)
+        self._m.write(dst, x)
         self._m.trace.add("tensor_reduce", "vector", [op.name], [dst, data])
 
     def rng(self, dst: NkiTensor, engine: Any) -> None:
@@ -336,9 +322,3 @@ class Instructions:
             return step(op, self._m.device, x)
         y = self._m.vector(operand, data, what)
         return step(op, self._m.device, *((y, x) if reverse else (x, y)))
-
-    def _number(self, x: Any, dst: NkiTensor) -> Array:
-        require(isinstance(x, (int, float)), f"tensor_copy_predicated: src must be a tile or a number, got {x!r}")
-        scratch = self._m.allocate(dst.elements, dst.dtype, dst.buffer)
-        self._m.write(scratch, np.full(dst.elements, x, np.float32))
-        return scratch.bits().reshape(dst.shape)

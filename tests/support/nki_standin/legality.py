@@ -20,7 +20,7 @@ ENGINES: dict[str, dict[str, int]] = {
     "scalar_tensor_tensor": {"vector": 2},
     "activation": {"scalar": 2},
     "reciprocal": {"vector": 2},
-    "tensor_copy": {"vector": 2, "gpsimd": 2, "scalar": 3},
+    "tensor_copy": {"vector": 2, "gpsimd": 2},
     "tensor_reduce": {"vector": 2},
     "memset": {"vector": 2, "gpsimd": 2},
     "tensor_copy_predicated": {"vector": 2},

@@ -69,8 +69,8 @@ def _shift(a: Array, b: Array) -> Array:
 
 
 _ALL = [
-    Operator("add", 2, np.add, {"vector": 2, "gpsimd": 2, "scalar": 3}),
-    Operator("multiply", 2, np.multiply, {"vector": 2, "gpsimd": 2, "scalar": 3}),
+    Operator("add", 2, np.add, {"vector": 2, "gpsimd": 2}),
+    Operator("multiply", 2, np.multiply, {"vector": 2, "gpsimd": 2}),
     Operator("subtract", 2, np.subtract, VECTOR),
     Operator("maximum", 2, np.maximum, VECTOR),
     Operator("minimum", 2, np.minimum, VECTOR),
@@ -80,11 +80,11 @@ _ALL = [
         for n in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
     ),
     *(Operator(n, 2, _truth(getattr(np, n)), VECTOR) for n in ("logical_and", "logical_or")),
-    *(Operator(n, 2, getattr(np, n), VECTOR, bitvec=True) for n in ("bitwise_and", "bitwise_or", "bitwise_xor")),
+    *(Operator(n, 2, getattr(np, n), VECTOR, bitvec=True) for n in ("bitwise_and", "bitwise_xor")),
     Operator("right_shift", 2, _shift, VECTOR, bitvec=True),
     Operator("abs", 1, np.abs, {"vector": 2}, ANYWHERE),
-    Operator("square", 1, lambda x: x * x, {"vector": 4}, ANYWHERE),
-    Operator("relu", 1, lambda x: np.maximum(x, F32.type(0)), {"vector": 4}, ANYWHERE),
+    Operator("square", 1, lambda x: x * x, {}, ANYWHERE),
+    Operator("relu", 1, lambda x: np.maximum(x, F32.type(0)), {}, ANYWHERE),
     Operator("copy", 1, lambda x: x, {}, ANYWHERE),
     Operator("sign", 1, np.sign, {}, ANYWHERE),
     Operator("exp", 1, _double(np.exp), {}, ANYWHERE, approximated=True),
