@@ -3,7 +3,7 @@
 TEXT = """\
 # What is covered
 
-Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/repository/test_coverage.py`
+Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/repository/test_tables.py`
 checks it.
 
 What this means for your optimizer: [Optimizers](../optimizers.md).
@@ -58,7 +58,7 @@ is computed twice. Parameters never share a sum.
   the shapes that the optimizer gives them, in the formats of the strategy where they have a value for each element,
   and checkpoints have them so. It needs contiguous parameters that a process has as a whole and SPMD has not split,
   formats without words of blocks, and the backends `reference`, `native`, `xla` (which reshapes in its program:
-  `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU) or `nki` (stand-in): else it runs as written.
+  `tests/optimizers/test_stages_on_xla.py`, XLA on the CPU) or `nki` (stand-in): else it runs as written.
   So does what depends on two shapes (means by head beside means by row), takes a part of a view, or turns it.
   `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is promised and what is
   rejected.

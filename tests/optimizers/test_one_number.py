@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import as_written
-import foreign
 import pytest
 import torch
-from agreement import compare
-from as_written import Written, backends_agree, equal, run, values
-from staged import ONE_NUMBER, Novograd
+from as_written import Written, equal, run, values
+from staged import Novograd
 from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.passes.backends import reference
-from collage_neuron.states.bookkeeping import bookkeeping
 
 BACKENDS = ("reference", "native")
 SHAPES = ((24, 40), (40, 16), (16,), (1,), (0, 3))
@@ -32,40 +28,6 @@ def parameters(dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
 
 def compiled(make: Any = Novograd, strategy: Any = "full", **settings: Any) -> tuple[Any, list[Parameter]]:
     return as_written.compiled(make, strategy, SHAPES, verbose=False, **settings)
-
-
-@pytest.mark.parametrize("make", [*ONE_NUMBER, partial(foreign.PerTensorAdam, lr=1e-2)])
-def test_each_element_is_within_its_bound(make: Any) -> None:
-    found = compare(make, "full")
-    assert found.unbounded == 0
-    assert found.looseness < 0.3
-
-
-@pytest.mark.parametrize("make", ONE_NUMBER)
-def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
-    optimizer, params = compiled(make, "fp32")
-    run(optimizer, 10)
-    assert not bookkeeping(optimizer).as_written
-    exact = parameters(torch.float64)
-    plain = make(exact)
-    run(plain, 10)
-    start = [p.detach().double() for p in parameters()]
-    for ours, theirs, before in zip(values(optimizer, params), [q.detach() for q in exact], start, strict=True):
-        stores = 10 * 2**-24 * torch.maximum(before.abs(), theirs.abs())
-        assert ((ours - theirs).abs() <= 2**-19 * (theirs - before).abs() + 1.1 * stores).all()
-    for p, q in zip(params, exact, strict=True):
-        for name in bookkeeping(optimizer).small:
-            number = optimizer.state[p][name]
-            assert (number.dtype, number.shape) == (torch.float32, ())
-            assert abs(number.double() - plain.state[q][name]) <= 2**-20 * plain.state[q][name].abs()
-
-
-@pytest.mark.parametrize(
-    ("make", "strategy"),
-    [*((m, "full") for m in ONE_NUMBER), *((Novograd, s) for s in ("plus", "split311", "stochastic"))],
-)
-def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
-    assert backends_agree(7, make, strategy, SHAPES)
 
 
 def test_fp32_parameters_have_them_too() -> None:
@@ -90,7 +52,7 @@ def test_a_nan_reaches_the_number() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_validation_notices_a_number_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    optimizer, _ = compiled(backend="reference")
+    optimizer, _ = compiled(backend="reference", validate="on")
     run(optimizer, steps - 1)
     monkeypatch.setattr(reference, "store_small", lambda launch, found: None)
     with pytest.raises(TranslationError, match=r"v becomes .*rounding explains"):

@@ -42,7 +42,7 @@ COVERED = sorted({case.base for case in CASES.values()}, key=str)
 
 MEASURED = part([name for name, case in CASES.items() if case.measured], 12)
 MEASURED_STEPS = 200
-"""docs/development/coverage.md has the errors of all cases after 1000 steps, which tests/repository/test_coverage.py
+"""docs/development/coverage.md has the errors of all cases after 1000 steps, which tests/repository/test_tables.py
 holds to their bounds and measures in part."""
 
 

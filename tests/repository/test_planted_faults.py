@@ -153,7 +153,7 @@ FAULTS = [
           "own[k] for k in own",
           "checkpoint/test_checkpoints.py::test_weights_and_moments_that_fit_in_pairs_come_back_to_the_last_bit"),
     Fault("collage_neuron/checkpoint/fp32.py", "_check_model(own, model_state_dict)", "None",
-          "checkpoint/test_checkpoints_refused.py::test_a_plain_checkpoint_is_loaded_whole_or_not_at_all"),
+          "checkpoint/test_checkpoints_files.py::test_a_plain_checkpoint_is_loaded_whole_or_not_at_all"),
     Fault("collage_neuron/states/format_record.py", "known.is_coded:", "known is None:",
           "checkpoint/test_format_record.py::test_what_keys_would_tell_wrong_is_saved"),
     Fault("collage_neuron/states/bookkeeping.py", "self.event != LOADED and self.mark != mark_of(p)", "False",

@@ -46,7 +46,7 @@ NOTICED_BY = {
     "conversion/test_keep_fp32.py::test_inside_of_a_module_that_stays_everything_is_fp32": "each_tensor",
     "conversion/test_loaded_weights.py::test_only_the_part_that_the_optimizer_trains_is_watched": "drop_load_hook",
     "conversion/test_loaded_weights.py::test_the_warning_comes_through_wrappers_once": "has_load_hook",
-    "conversion/test_training_loop.py::test_a_scheduler_drives_a_compiled_optimizer": "mark_counted",
+    "conversion/test_training_script.py::test_a_scheduler_drives_a_compiled_optimizer": "mark_counted",
     "conversion/test_uncommon.py::test_views_of_a_flat_buffer": "base_of",
     "conversion/test_wrapping.py::test_a_ddp_that_cannot_be_set_up_anew_is_rejected_before_anything_changes":
         "has_step_in_backward ddp_problems",
