@@ -39,7 +39,6 @@ def shapes_for(make: Any) -> tuple[tuple[int, ...], ...]:
 def compiled(
     make: Any = Mini, strategy: str = "full", shapes: Sequence[tuple[int, ...]] | None = None, **settings: Any
 ) -> tuple[Any, list[Parameter]]:
-    settings = {"validate": "off", **settings}  # two thirds of the time; on in `backends_agree`
     return as_written.compiled(make, strategy, shapes or shapes_for(make), verbose=False, **settings)
 
 

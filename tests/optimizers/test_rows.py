@@ -1,4 +1,4 @@
-"""Optimizers with means over rows and columns, kept as states: captured, within bounds, on two backends alike."""
+"""States of one number, and of means over rows and columns, that a step computes: captured, counted, or rejected."""
 
 from __future__ import annotations
 
@@ -8,30 +8,35 @@ from typing import Any
 import as_written
 import pytest
 import torch
-from as_written import Written, equal, parameters, run
+from as_written import Written, equal, parameters, run, values
 from as_written import but_for_backends as bits
 from rowed import Came, Products
+from staged import Novograd
 from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.errors import StrategyChanged, TranslationError, UnsupportedUpdate
 from collage_neuron.numerics import matrix_sums
+from collage_neuron.passes.backends import reference
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
+
+pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
+
+
+# --- optimizers with means over rows and columns, kept as states: captured, within bounds, on two backends alike ------
 
 BACKENDS = ("reference", "native")
 SHAPES = ((40, 40), (130, 33), (1, 48), (48, 1), (3, 5, 37), (17,), (0, 36), (36, 0))
 LONG = ((130, 260), (3, 66, 33), (32, 32), (1, 129), (65, 64))
 """Rows that machine code takes."""
-pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
 
 
 def compiled(
     make: Any = Came, strategy: str = "full", shapes: Sequence[tuple[int, ...]] = SHAPES, **settings: Any
 ) -> tuple[Any, list[Parameter]]:
-    # Validation is two thirds of the time; it is on in `backends_agree`.
-    return as_written.compiled(make, strategy, shapes, verbose=False, **{"validate": "off", **settings})
+    return as_written.compiled(make, strategy, shapes, verbose=False, **settings)
 
 
 class Slow(Written):
@@ -131,3 +136,102 @@ def test_a_gradient_in_the_memory_of_a_state_is_rejected() -> None:
     p.grad = optimizer.state[p]["m"].view(-1).view(torch.bfloat16)[:2000].view(40, 50)
     with pytest.raises(UnsupportedUpdate, match="shares its memory"):
         optimizer.step()
+
+
+# --- states of one number that a step computes from tensors (NovoGrad's second moment): captured, counted, or rejected
+
+NUMBERS = ((24, 40), (40, 16), (16,), (1,), (0, 3))
+
+
+def numbers(dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
+    return as_written.parameters(dtype, NUMBERS)
+
+
+def compiled_number(make: Any = Novograd, strategy: Any = "full", **settings: Any) -> tuple[Any, list[Parameter]]:
+    return as_written.compiled(make, strategy, NUMBERS, verbose=False, **settings)
+
+
+def test_fp32_parameters_have_them_too() -> None:
+    params, plain = numbers(torch.float32), numbers(torch.float32)
+    with pytest.warns(UserWarning, match="float32 parameters"):
+        optimizer = collage_neuron.compile(Novograd)(params)
+    run(optimizer, 3)
+    run(Novograd(plain), 3)
+    for ours, theirs in zip(params, plain, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
+
+
+def test_a_nan_reaches_the_number() -> None:
+    for backend in BACKENDS:
+        optimizer, params = compiled_number(backend=backend)
+        run(optimizer, 1)
+        params[0].grad = torch.full_like(params[0], torch.nan)
+        optimizer.step()
+        assert optimizer.state[params[0]]["v"].isnan()
+        assert not optimizer.state[params[1]]["v"].isnan()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_validation_notices_a_number_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    optimizer, _ = compiled_number(backend="reference", validate="on")
+    run(optimizer, steps - 1)
+    monkeypatch.setattr(reference, "store_small", lambda launch, found: None)
+    with pytest.raises(TranslationError, match=r"v becomes .*rounding explains"):
+        run(optimizer, 1, first=5)
+
+
+# --- what is rejected -------------------------------------------------------------------------------------------------
+
+
+class Double(Written):
+    """Keeps its number in float64, by the author's choice."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        v = g.double().square().sum()
+        state["v"] = 0.9 * state["v"] + v if "v" in state else v
+        p.sub_((g / state["v"].sqrt()).to(p.dtype), alpha=group["lr"])
+
+
+class Branching(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        square = g.pow(2).sum()
+        state["v"] = square if "v" not in state or state["v"] == 0 else 0.9 * state["v"] + square
+        p.sub_(g / state["v"].sqrt(), alpha=group["lr"])
+
+
+class Flags(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["large"] = g.norm() > 1.0
+        p.sub_(torch.where(state["large"], 0.1 * g, g), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("make", [Double, Flags])
+def test_what_is_not_understood_is_rejected(make: type[Written]) -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"float64|a state is not fp32"):
+        compiled_number(make)
+
+
+def test_it_may_decide_a_branch() -> None:
+    optimizer, params = compiled_number(Branching, "fp32")
+    run(optimizer, 3)
+    run(Branching(exact := numbers(torch.float32)), 3)
+    for ours, theirs in zip(values(optimizer, params), exact, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
+
+
+def test_that_of_a_parameter_without_dimensions_is_in_words() -> None:
+    params = [Parameter(torch.tensor(1.0).bfloat16())]
+    optimizer = collage_neuron.compile(Novograd(params), strategy="fp32")
+    run(optimizer, 3)
+    run(Novograd(exact := [Parameter(torch.tensor(1.0))]), 3)
+    assert torch.allclose(collage_neuron.exact_value(optimizer, params[0]), exact[0], rtol=2**-18)
+
+
+def test_a_number_that_two_parameters_share_is_rejected() -> None:
+    optimizer, params = compiled_number()
+    run(optimizer, 1)
+    before = [p.clone() for p in params]
+    optimizer.state[params[1]]["v"] = optimizer.state[params[0]]["v"]
+    with pytest.raises(UnsupportedUpdate, match="two parameters hold a state of the same memory"):
+        run(optimizer, 1)
+    assert equal(before, params)

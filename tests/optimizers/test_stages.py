@@ -23,6 +23,7 @@ from running import as_written_too
 from staged import Lamb, Novograd, StableAdamW
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Adafactor
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
@@ -80,6 +81,7 @@ EXPLAINED: list[tuple[Any, str, Any, list[str], float]] = [
     ),
     (Factored, "full", ((40, 24), (16,)), FACTORED, (960 * 10 + 4 * (40 + 24) + 16 * 14) / 976),
     (Factored, "split433", ((40, 24), (16,)), FACTORED, (960 * 10 + 4 * (40 + 24) + 16 * 12) / 976),
+    (Adafactor, "split433", ((24, 40), (17,)), ["fp32 by row", "fp32 by column"], (960 * 6 + 17 * 9 + 4 * 64) / 977),
     (Novograd, "full", ((24, 40), (16,), (0, 3)), NUMBER, 10 + 4 * 3 / 976),
     (Mini, "split433", ((8, 80),), ["vmean              fp32 by row", "seen in the shape [4, 160]"], 9 + 4 * 4 / 640),
 ]

@@ -9,7 +9,6 @@ import torch
 
 import collage_neuron
 from collage_neuron import torch_privates
-from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -53,29 +52,6 @@ def test_counts_are_written_where_they_are() -> None:
 
 def transposed(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(5, 4, dtype=torch.bfloat16).t().copy_(t)
-
-
-REJECTED: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
-    "another dtype": ("is float32 now and was bfloat16 before", lambda p, state: setattr(p, "data", p.data.float())),
-    "double": ("only bfloat16 and float32 parameters", lambda p, state: setattr(p, "data", p.data.double())),
-    "sparse": ("sparse=False", lambda p, state: setattr(p, "grad", torch.zeros_like(p).to_sparse())),
-    "a state's shape": (
-        "has another shape than its state 'exp_avg'",
-        lambda p, state: setattr(state["exp_avg"], "data", state["exp_avg"].data[:2]),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REJECTED)
-def test_what_a_step_rejects_it_rejects_after_steady_ones(name: str) -> None:
-    params, optimizer = run()
-    match, change = REJECTED[name]
-    params[1].grad = None
-    change(params[1], optimizer.state[params[1]])
-    if params[1].grad is None:
-        params[1].grad = torch.zeros_like(params[1])
-    with pytest.raises((TypeError, ValueError, UnsupportedUpdate), match=match):
-        optimizer.step()
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import Adafactor, AdamW, Optimizer
 from traced_cases import LAUNCHED, Stepping
+from wrapped_runs import Reading
 
 import collage_neuron
 from collage_neuron.runtime import process_agreement
@@ -43,13 +44,6 @@ Make = Callable[[Any], Optimizer]
 
 SHAPES = ((7, 6), (9,), (2, 3), (1, 5))
 """The last one leaves the second process without elements, and the others are uneven."""
-
-
-class Reading(Lamb):
-    """Scales steps by a norm that Python reads."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g, alpha=group["lr"] * max(p.norm().item(), 1e-3))
 
 
 class ByRows(Lamb):
