@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from models import backward, bits, differences, gpt, mlp, parameters, set_gradients, snapshot, train
+from models import backward, bits, gpt, mlp, parameters, set_gradients, train
 from scripts_in_float64 import LR, OPTIMIZERS, STEPS, Make, assert_near, copy_gradients, twins
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -172,21 +171,3 @@ def test_zero_grad_to_none_lets_a_parameter_rest_and_to_zero_does_not() -> None:
     steps = [[float(o.state[p]["step"]) for p in ps] for o, ps in ((optimizer, params), (reference, oracle))]
     assert steps[0] == steps[1]
     assert_near(optimizer, params, oracle, moved=LR * STEPS)
-
-
-def test_a_closure_is_called_once_with_gradients_enabled_and_its_loss_returned() -> None:
-    model = mlp()
-    model, optimizer = collage_neuron.compile(model, AdamW(model.parameters(), lr=1e-2))
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    calls = []
-
-    def closure() -> torch.Tensor:
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        return backward(model, 0)
-
-    loss = optimizer.step(closure)
-    train(twin_model, twin, [0])
-    assert calls == [True]
-    assert loss == backward(mlp().bfloat16(), 0)
-    assert differences(snapshot(optimizer), snapshot(twin)) == []

@@ -50,14 +50,6 @@ def test_a_mapping_names_the_format_of_each_state_and_a_star_that_of_the_rest(
     assert stored(stepped(optimizer), p) == expected
 
 
-def test_groups_may_have_mappings_of_their_own() -> None:
-    first, second = torch.nn.Parameter(initial()), torch.nn.Parameter(initial())
-    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "collage_strategy": {"exp_avg": "fp32"}}]
-    optimizer = stepped(collage_neuron.compile(torch.optim.AdamW(groups), strategy="light"))
-    assert stored(optimizer, first) == {"param_lo": B, "exp_avg": B, "exp_avg_sq": B}
-    assert stored(optimizer, second) == {"exp_avg": F, "exp_avg_sq": B}
-
-
 def test_a_strategy_can_be_registered_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES, "mine", Strategy("mine", param="bf16x2", state="bf16", slow="fp32"))
     optimizer, p = adamw(strategy="mine")

@@ -9,8 +9,8 @@ from typing import Any
 import as_written
 import pytest
 import torch
-from as_written import Written, parameters, run
-from headed import Blocks, Flat, Mini, Vectors
+from as_written import Written, run
+from headed import Blocks, Mini, Vectors
 from running import as_written_too
 from torch import Tensor
 from torch.nn import Parameter
@@ -44,24 +44,6 @@ def compiled(
 
 def moment(optimizer: Any, p: Tensor) -> Tensor:
     return read_fp32(p, optimizer.state[p], "m", record_of(optimizer, p))
-
-
-@pytest.mark.parametrize("make", [Mini, Flat])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_plain_torch_is_loaded(make: Any, dtype: torch.dtype) -> None:
-    shapes = shapes_for(make)
-    theirs = parameters(dtype, shapes)
-    plain = make(theirs)
-    run(plain, 2)
-    optimizer, params = compiled(make, "split433")
-    optimizer.load_state_dict(plain.state_dict())
-    for p, q in zip(params, theirs, strict=True):
-        value = plain.state[q]["m"]
-        assert moment(optimizer, p).shape == value.shape
-        fmt = FORMATS[record_of(optimizer, p)["m"]]
-        assert ((moment(optimizer, p) - value).abs() <= rounding(fmt, value.abs())).all()
-    run(optimizer, 1, first=2)
-    assert not bookkeeping(optimizer).as_written
 
 
 @pytest.mark.parametrize("strategy", ["full", "bf16"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -490,24 +489,3 @@ def test_errors_of_a_step_are_those_of_the_class(name: str) -> None:
             optimizer = of_class(name, given.params, given.kwargs)
             with pytest.raises((one.error_type, TypeError, ValueError, UnsupportedUpdate)):
                 optimizer.step()
-
-
-FUSED = [name for name in COVERED if "fused" in INFOS[name].supported_impls]
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_does_not_step_where_the_scaler_found_inf(name: str) -> None:
-    """As GradScaler asks it of optimizers that unscale by themselves: by two attributes."""
-    problem = Problem()
-    optimizer = of_class(name, problem.params, {"fused": True})
-    before = problem.values(optimizer)
-    for p in problem.params:
-        p.grad = torch.ones_like(p)
-    scaler = torch.amp.grad_scaler.GradScaler("cpu", init_scale=4.0)
-    for p in problem.params:
-        p.grad = torch.full_like(p, math.inf)
-    scaler.scale(torch.tensor(1.0))
-    scaler.step(optimizer)
-    scaler.update()
-    assert same(before, problem.values(optimizer))
-    assert scaler.get_scale() == 2.0
