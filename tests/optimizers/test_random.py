@@ -48,7 +48,7 @@ REFUSALS = {
     "randn": r"aten\.randn_like\.default \(node \w+\), which has no rule",
     "sort": r"aten\.sort\.default \(node \w+\), which has no rule",
     "slice": r"not elementwise: aten\.slice\.Tensor",
-    "int": r"converts a tensor to torch\.int32",
+    "int": r"makes a tensor of torch\.int32",
 }
 """What the refusal of an operation says that no elementwise rule can have, or that has none."""
 

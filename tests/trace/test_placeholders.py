@@ -17,7 +17,7 @@ from models import through_torch_save
 from running import compiled_only
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # the old one
 from traced_cases import Stepping
 
 import collage_neuron
