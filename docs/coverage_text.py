@@ -3,7 +3,7 @@
 TEXT = """\
 # What is covered
 
-Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/repository/test_coverage.py`
+Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/repository/test_tables.py`
 checks it.
 
 What this means for your optimizer: [Optimizers](../optimizers.md).
@@ -17,8 +17,8 @@ is computed twice. Parameters never share a sum.
 
 * The order of additions is defined, in fp64 (`collage_neuron/numerics/tensor_sums.py`), so that the bits of a step do
   not depend on the backend, the width of vectors, the number of threads or the layout in memory, as
-  `tests/optimizers/test_stages.py::test_backends_give_the_same_bits` and its neighbours show. torch's own sums differ
-  from these by their rounding.
+  `tests/optimizers/test_reductions.py::test_backends_give_the_same_bits` and its neighbours show. torch's own sums
+  differ from these by their rounding.
 * The backends `reference` and `native` run them, on CPUs, and `xla` on torch_xla's CPU device: a parameter's update is
   one program, which never waits for the host, and has the bits of the reference but in exp, log and power,
   and in results below 2^-126, which XLA makes 0 (`tests/optimizers/test_stages_on_xla.py`); SPMD may shard the
@@ -38,7 +38,7 @@ is computed twice. Parameters never share a sum.
   of a part: shards that are no DTensors (FSDP1, `p.tensor_model_parallel`, torch_xla's ZeRO-1).
 * A state of one number that is computed from tensors (NovoGrad's second moment, 0-d) is kept in fp32, 4 bytes for a
   parameter, which `explain` lists and `bytes_per_parameter` counts. It must be fp32, and not of a 0-d parameter;
-  `tests/optimizers/test_one_number.py` has what is promised and what is rejected.
+  `tests/optimizers/test_rows.py` has what is promised and what is rejected.
 * Sums, means and norms over the last dimension (rows) or the last but one (columns) of parameters with two or more
   dimensions have an order of their own (`collage_neuron/numerics/matrix_sums.py`). Their results are fp32 vectors,
   which may be kept as states, `[n]` or `[n, 1]` and `[m]` or `[1, m]` of a matrix (CAME's second moments): 4 bytes for
@@ -58,7 +58,7 @@ is computed twice. Parameters never share a sum.
   the shapes that the optimizer gives them, in the formats of the strategy where they have a value for each element,
   and checkpoints have them so. It needs contiguous parameters that a process has as a whole and SPMD has not split,
   formats without words of blocks, and the backends `reference`, `native`, `xla` (which reshapes in its program:
-  `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU) or `nki` (stand-in): else it runs as written.
+  `tests/optimizers/test_stages_on_xla.py`, XLA on the CPU) or `nki` (stand-in): else it runs as written.
   So does what depends on two shapes (means by head beside means by row), takes a part of a view, or turns it.
   `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is promised and what is
   rejected.

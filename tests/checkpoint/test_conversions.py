@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 import warnings
 from collections.abc import Sequence
@@ -113,15 +112,6 @@ def test_a_run_moves_to_every_other_strategy_and_says_what_it_loses(source: str)
             assert told == pytest.approx(error / size, rel=0.06)
         if target in (source, "plus", "split311"):
             follow(optimizer, range(2, 4))
-
-
-@pytest.mark.sampled(of=6)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_a_copy_goes_on_bit_for_bit(strategy: str, copied: Any) -> None:
-    optimizer = follow(run_of(strategy), range(2))
-    other = copied(optimizer)
-    assert differences(snapshot(follow(other, range(2, 4))), snapshot(follow(optimizer, range(2, 4)))) == []
 
 
 def test_a_strategy_that_is_written_into_a_group_says_what_it_loses() -> None:

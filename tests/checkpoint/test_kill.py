@@ -21,7 +21,7 @@ from models import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-KILLS = 36
+KILLS = 24
 
 SCRIPT = """
 import json, mmap, os, random, signal, sys, time

@@ -1,4 +1,4 @@
-"""One page out: it stands alone, shows every run, and is written whole or not at all."""
+"""A report: logs in, one page out, and what it concludes; a page is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ import pytest
 import torch
 from run_logs import ABOUT, Write, line
 
-pytest.importorskip("plotly")
-
 import collage_neuron
 from collage_neuron.cli.charts import COLUMNS, FLOOR, above_fp32
 from collage_neuron.cli.main import main
-from collage_neuron.cli.report import page
+from collage_neuron.cli.report import LATE, conclusion, page, title, verdicts
+from collage_neuron.errors import LogError
 from collage_neuron.explanation import about
+from collage_neuron.monitoring.metrics import ADVICE
 from collage_neuron.monitoring.run_log import read_log, read_logs
+
+# --- one page out: it stands alone, shows every run, and is written whole or not at all -------------------------------
+
+pytest.importorskip("plotly")
 
 
 class Page(HTMLParser):
@@ -138,3 +142,177 @@ def test_a_log_says_the_learning_rate_that_a_schedule_begins_from() -> None:
     assert about(optimizer)["lr"] == "0.0003"
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 10)
     assert (optimizer.param_groups[0]["lr"], about(optimizer)["lr"]) == (0, "0.0003")
+
+
+# --- logs in: what a killed run leaves is read, and what is no log is refused by its line -----------------------------
+
+pytest.importorskip("plotly")
+
+
+@pytest.mark.parametrize("cut", [1, 30, 200])
+def test_half_a_last_line_is_left_out(write: Write, cut: int) -> None:
+    log = read_log(write("a.jsonl", ABOUT, line(1), json.dumps(line(2))[:cut], end=""), "a")
+    assert log.steps == [1]
+    assert log.truncated
+
+
+def test_a_run_that_goes_back_goes_on_from_there(write: Write) -> None:
+    """As after a resume: of the steps that are taken again nothing is left, nor of those that were to come again."""
+    log = read_log(write("a.jsonl", ABOUT, line(1), line(2), line(3), ABOUT, line(2) | {"loss": 7.0}), "a")
+    assert log.series(lambda r: r["loss"]) == ([1, 2], [3.0, 7.0])
+    # Others write what JSON does not have.
+    log = read_log(write("a.jsonl", line(1), line(2) | {"loss": math.nan}, line(3, math.inf)), "a")
+    assert (log.nonfinite, log.broken, log.records[2]["modules"]["head"]["pair"]["ratio"]) == ([2], False, None)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "why"),
+    [
+        ("epoch 3: loss 2.5", "line 3 .*not JSON"),
+        (json.dumps(line(2))[:40], "line 3 .*not JSON"),  # half a line, but not the last: two runs wrote one file
+        ("[1, 2]", "line 3 .*not a JSON object"),
+        ({"step": "two"}, "line 3 .*step is 'two'"),
+        ({"step": 2, "modules": [1]}, "line 3 .*its modules are not what a monitor writes"),
+        ({"step": 2, "modules": {"head": 5}}, "line 3 .*its modules are not what a monitor writes"),
+        ({"step": 2, "total": 5}, "line 3 .*its total is not what a monitor writes"),
+        ({"step": 2, "total": {"pair": "all"}}, "line 3 .*its total is not what a monitor writes"),
+        ({"step": 2, "total": {"pair": {"ratio": "all"}}}, "line 3 .*its total is not what a monitor writes"),
+        ({"step": 2, "total": {"stalled": [1]}}, "line 3 .*its total is not what a monitor writes"),
+    ],
+)
+def test_a_foreign_line_is_named_with_its_file_and_number(write: Write, foreign: object, why: str) -> None:
+    path = write("a.jsonl", ABOUT, line(1), foreign, line(3))
+    with pytest.raises(LogError, match=f"{re.escape(str(path))}, {why}.*a run wrote"):
+        read_log(path, "a")
+
+
+def test_a_file_without_a_step_a_picture_and_a_missing_file_are_refused(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(LogError, match="no measured step"):
+        read_log(write("a.jsonl", ABOUT), "a")
+    (tmp_path / "b.jsonl").write_bytes(b"\x89PNG\xff\x00")
+    with pytest.raises(LogError, match=r"b\.jsonl cannot be read as text"):
+        read_log(tmp_path / "b.jsonl", "b")
+    with pytest.raises(LogError, match=r"there is no file or folder .*c\.jsonl; a run writes its log with monitor"):
+        read_log(tmp_path / "c.jsonl", "c")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LogError, match=r"holds no \.jsonl file"):
+        read_logs([tmp_path / "empty"])
+
+
+def test_the_folder_of_compare_is_answered_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "compare"
+    folder.mkdir()
+    (folder / "compare.html").write_text("")
+    assert main(["report", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"; the command compare writes a page of its own, here {folder / 'compare.html'}. A run writes a log" in said
+    assert "to=JsonLog('runs/name.jsonl'))" in said
+
+
+def test_a_run_of_a_folder_that_has_no_step_yet_is_left_out_and_named(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("runs/a.jsonl", ABOUT, line(1))
+    new = write("runs/b.jsonl", ABOUT)
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html")]) == 0
+    assert f"report: left out: {new} holds no measured step" in capsys.readouterr().err
+    assert "<h1>a</h1>" in (tmp_path / "r.html").read_text()
+    assert main(["report", str(new), "--out", str(tmp_path / "r.html")]) == 2
+    write("runs/a.jsonl", ABOUT)
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html")]) == 2
+    assert "runs holds no log with a measured step" in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- what a report concludes: its title, the runs' losses beside fp32's, and how much of the updates arrived ----------
+
+
+def runs(write: Write, *abouts: dict[str, Any], steps: int = 2) -> list[Any]:
+    return [
+        read_log(write(f"{i}.jsonl", about, *(line(s, 1 / (i + 1)) for s in range(1, steps + 1))), about["strategy"])
+        for i, about in enumerate(abouts)
+    ]
+
+
+def test_the_title_says_model_optimizer_and_date(write: Write) -> None:
+    about = {"model": "GPT", "optimizer": "AdamW", "strategy": "plus", "date": "2026-11-22"}
+    assert title(runs(write, about)) == "GPT, AdamW, 22 November 2026: plus"
+    later = about | {"strategy": "bf16", "date": "2026-12-01"}
+    assert title(runs(write, later, about)) == "GPT, AdamW, 22 November 2026 to 1 December 2026: bf16, plus"
+    assert title(runs(write, {"strategy": "plus"})) == "plus"
+
+
+def test_the_conclusion_judges_by_fp32_and_names_what_is_lost(write: Write) -> None:
+    control, ours, plain = ({"strategy": name, "bytes_per_parameter": size, "seed": 0} for name, size in
+                            (("fp32", 16.0), ("plus", 12.0), ("bf16", 8.0)))  # fmt: skip
+    logs = runs(write, control, ours, plain)
+    logs[2].records[-1]["loss"] = 1.75
+    logs[1].records[-1]["loss"] = 1.4
+    assert conclusion(logs) == (
+        "plus (12 bytes per parameter) ends nearest to fp32 (16 bytes per parameter), 0.1000 below its loss of 1.5000 "
+        "at step 2; bf16 (8 bytes per parameter) 0.2500 above. These are runs of one seed: small differences may be "
+        "chance. Under bf16, 66.7 % of the updates changed nothing; under plus, 50 %."
+    )
+
+
+def test_it_says_when_updates_were_lost_because_the_rate_was_almost_zero(write: Write) -> None:
+    (log,) = runs(write, {"strategy": "plus"}, steps=10)
+    for record in log.records:
+        record["total"]["pair"]["lost"] = 0.01 if record["step"] < 9 else 40.0
+        record["total"]["raw_norm"] = 1.0 if record["step"] < 9 else 0.01
+    assert conclusion([log]).endswith(f"plus {LATE}.")
+    for record in log.records:
+        record["total"]["raw_norm"] = 1.0  # lost late, while the rate was as before: that is another reason
+    assert "last fifth" not in conclusion([log])
+    for record in log.records:
+        record["total"] |= {"raw_norm": 1.0 / record["step"] ** 3, "pair": record["total"]["pair"] | {"lost": 5.0}}
+    assert "last fifth" not in conclusion([log])  # lost all along
+
+
+def test_a_verdict_for_each_run_in_the_order_given(write: Write) -> None:
+    names = ("plus", "bf16", "fp32", "late", "bare", "nans", "skip")
+    logs = [
+        read_log(write(f"{name}.jsonl", {"strategy": name}, *(line(s, 1.0) for s in range(1, 11))), f"run {name}")
+        for name in names
+    ]
+    for record in (*logs[1].records, *logs[2].records):
+        record["total"]["pair"] |= {"ratio": 0.5, "lost": 50.0}
+    for record in logs[3].records:
+        record["total"]["pair"]["lost"] = 0.01 if record["step"] < 9 else 40.0
+        record["total"]["raw_norm"] = 1.0 if record["step"] < 9 else 0.01
+    for record in logs[4].records:
+        del record["total"]
+    for record in logs[5].records[6:]:
+        record["loss"] = None
+    logs[6].records[2]["total"]["raw_norm"] = None
+    late = "nothing to mend: updates were lost at the end, where they are almost 0"
+    more = "a strategy with more bytes per parameter keeps more (docs/strategies.md)"
+    assert verdicts(logs) == [
+        "run plus  plus  EDQ 1.0000  lost 0.00 %: nothing to mend",
+        f"run bf16  bf16  EDQ 0.5000  lost 50.00 %: updates are lost: {more}",
+        "run fp32  fp32  EDQ 0.5000  lost 50.00 %: fp32 loses them too: the updates are small beside the weights",
+        f"run late  late  EDQ 1.0000  lost 8.01 %: {late}",
+        "run bare  bare: what arrives of its updates was not measured",
+        f"run nans  nans  EDQ 1.0000  lost 0.00 %   NaN or Inf in 4 of 10 measured steps, first in 7: {ADVICE}",
+        "run skip  skip  EDQ 1.0000  lost 0.00 %   NaN or Inf in 1 of 10 measured steps, first in 3: nothing to mend",
+    ]
+
+
+def test_the_conclusion_compares_no_losses_that_cannot_be_compared(write: Write) -> None:
+    seeds = runs(write, {"strategy": "fp32", "seed": 0}, {"strategy": "plus", "seed": 1})
+    assert conclusion(seeds).startswith("The runs end at different steps or have different seeds, so")
+    (short,) = runs(write, {"strategy": "fp32", "seed": 1}, steps=1)
+    assert conclusion([short, seeds[1]]).startswith("The runs end at different steps or have different seeds, so")
+    no_control = runs(write, {"strategy": "bf16"}, {"strategy": "plus"})
+    assert "there is no run of fp32 to judge them by" in conclusion(no_control)
+    assert conclusion(no_control[:1]) == (
+        "bf16 has a loss of 1.5000 at step 2. 0 % of its updates changed nothing (EDQ 1.0000; 1 is all of it)."
+    )
+    for record, key in ((no_control[0].records[-1], "loss"), (seeds[0].records[-1]["total"]["pair"], "norm")):
+        record[key] = None
+    said = conclusion([*no_control, seeds[0]])
+    assert said.startswith("plus has a loss of 1.5000 at step 2. 50 % of its updates")
+    where = "is NaN or Inf in 1 of 2 measured steps, first in 2"
+    assert said.endswith(f"bf16 {where}; fp32 {where}; runs that end so are not compared: {ADVICE}.")
+    del no_control[1].records[-1]["loss"]  # logged no more
+    assert "end at different steps" in conclusion([no_control[1], seeds[1]])
+    assert conclusion([read_log(write("a.jsonl", {"step": 1}), "a")]) == "No run logged a loss, nor what arrives."

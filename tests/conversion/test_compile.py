@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compile_forms import FORMS, adamw, by_optimizer, states
-from models import bits, differences, first, gpt, mlp, parameters, set_gradients, snapshot, train
+from models import bits, differences, gpt, mlp, parameters, set_gradients, snapshot, train
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -194,20 +194,6 @@ def test_groups_of_a_compiled_class_may_have_strategies_of_their_own() -> None:
     optimizer = collage_neuron.compile(AdamW, strategy="plus")(groups)
     train(model, optimizer, range(2))
     assert states(optimizer) == [ADAM | {"param_lo", "exp_avg_sq_lo"}, ADAM]
-
-
-def test_a_strategy_may_name_states() -> None:
-    strategy = {"param": "bf16x2", "exp_avg": "fp32", "*": "bf16"}
-    model = mlp()
-    model, optimizer = collage_neuron.compile(model, adamw(model), strategy=strategy)
-    train(model, optimizer, range(2))
-    found = {k: v.dtype for k, v in optimizer.state[first(model)].items()}
-    assert found == {
-        "param_lo": torch.bfloat16,
-        "step": torch.float32,
-        "exp_avg": torch.float32,
-        "exp_avg_sq": torch.bfloat16,
-    }
 
 
 def test_the_default_is_split433_and_in_the_papers_arithmetic_plus() -> None:

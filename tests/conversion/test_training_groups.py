@@ -8,28 +8,13 @@ from typing import Any
 import pytest
 import torch
 from models import MODES, backward, bits, first, mlp, parameters, set_gradients, train
-from scripts_in_float64 import BETAS, LR, OPTIMIZERS, STEPS, assert_near, copy_gradients, twins
+from scripts_in_float64 import LR, OPTIMIZERS, STEPS, assert_near, copy_gradients, twins
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import collage_neuron
 from collage_neuron import STRATEGIES
-
-
-def test_groups_have_settings_of_their_own() -> None:
-    params, oracle = twins()
-
-    def make(ps: list[nn.Parameter]) -> Optimizer:
-        return AdamW([{"params": ps[:1], "lr": LR / 2}, {"params": ps[1:], "weight_decay": 0.0}], LR, BETAS)
-
-    optimizer, reference = collage_neuron.compile(make(params), strategy="full"), make(oracle)
-    for i in range(STEPS):
-        set_gradients(params, i)
-        copy_gradients(params, oracle)
-        optimizer.step()
-        reference.step()
-    assert_near(optimizer, params, oracle, moved=LR * STEPS)
 
 
 @pytest.mark.sampled(of=3)
@@ -66,25 +51,6 @@ def test_parameters_that_joined_at_different_steps_have_bias_corrections_of_thei
         assert counts[0] == counts[1]
         assert len(set(counts[0])) == 4
     assert min(float((q.detach() - s).abs().max()) for q, s in zip(oracle, start, strict=True)) > LR / 10
-    assert_near(optimizer, params, oracle, moved=LR * STEPS)
-
-
-def test_a_group_added_after_compiling_is_trained_like_the_others() -> None:
-    params, oracle = twins()
-    for p, q in zip(params[1:], oracle[1:], strict=True):  # as compile(model, optimizer) leaves the whole model
-        p.data = p.data.bfloat16()
-        q.data.copy_(p.data)
-    optimizer = collage_neuron.compile(OPTIMIZERS["adamw"](params[:1]), strategy="full")
-    reference = OPTIMIZERS["adamw"](oracle[:1])
-    for i in range(STEPS):
-        if i == 5:
-            optimizer.add_param_group({"params": params[1:], "lr": LR / 2})
-            reference.add_param_group({"params": oracle[1:], "lr": LR / 2})
-        set_gradients(params, i)
-        copy_gradients(params, oracle)
-        optimizer.step()
-        reference.step()
-    assert optimizer.param_groups[1]["collage_strategy"] == "full"
     assert_near(optimizer, params, oracle, moved=LR * STEPS)
 
 

@@ -307,23 +307,6 @@ def test_layouts(layout: str, dtype: torch.dtype, strategy: str) -> None:
     assert_same(loaded, optimizers[1])
 
 
-def test_parameters_without_gradient() -> None:
-    """A frozen parameter is split too, stays as it is to the last bit, and trains once it is thawed."""
-    model = nn.Linear(2, 2)
-    model.bias.requires_grad_(False)
-    model, optimizer = collage_neuron.compile(model, AdamW(model.parameters(), lr=0.1))
-    frozen = collage_neuron.exact_value(optimizer, model.bias)
-    for _ in range(2):
-        model(torch.ones(1, 2, dtype=BF16)).sum().backward()
-        optimizer.step()
-    assert torch.equal(collage_neuron.exact_value(optimizer, model.bias), frozen)
-    model.bias.requires_grad_(True)
-    model(torch.ones(1, 2, dtype=BF16)).sum().backward()
-    optimizer.step()
-    assert (collage_neuron.exact_value(optimizer, model.bias) < frozen).all()
-    assert optimizer.state[model.bias]["step"] == 1
-
-
 # --- inference mode ---------------------------------------------------------------------------------------------------
 
 

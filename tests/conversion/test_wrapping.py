@@ -216,7 +216,7 @@ def compiled(strategy: str) -> tuple[torch.nn.Module, Optimizer]:
 
 @pytest.mark.filterwarnings("ignore:the memory of a parameter")  # it is exchanged, and back
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [0, 4])
 def test_a_model_that_is_converted_back_to_fp32_is_rejected_by_the_step(strategy: str, steps: int) -> None:
     model, optimizer = compiled(strategy)
     for _ in range(steps):

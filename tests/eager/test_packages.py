@@ -125,7 +125,7 @@ def test_each_is_what_it_is_in_fp32_bit_for_bit_if_it_runs_as_written(package: s
     plain = made(package, name, params_of(shapes, torch.float32))
     stepped(plain, name)
     params = params_of(shapes, torch.bfloat16)
-    optimizer = collage_neuron.compile(made(package, name, params), strategy="fp32")
+    optimizer = collage_neuron.compile(made(package, name, params), strategy="fp32", validate="off")
     stepped(optimizer, name)
     found = values(optimizer, params)
     wanted = [p.detach() for group in plain.param_groups for p in group["params"]]

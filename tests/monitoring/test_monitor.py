@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -304,16 +303,6 @@ def test_a_step_that_is_refused_counts_for_nothing() -> None:
     optimizer.param_groups[0]["lr"] = 1e-3
     train(model, optimizer, [1])
     assert [r.step for r in monitor.history] == [1, 2]
-
-
-def test_pickles_and_copies_know_nothing_of_it() -> None:
-    _, optimizer, monitor = trained()
-    for other in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
-        assert bookkeeping(other).watcher is None
-        for p in other.param_groups[0]["params"]:
-            p.grad = torch.ones_like(p)
-        other.step()
-    assert len(monitor.history) == 3
 
 
 def test_closing_ends_it_and_makes_room_for_another() -> None:

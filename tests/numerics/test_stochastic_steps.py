@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from chances import hoeffding
-from models import differences, gpt, mlp, snapshot, through_torch_save, train
+from models import differences, gpt, snapshot, train
 from planned import plan_update
 from torch import nn
 
@@ -95,30 +92,6 @@ def test_parameters_of_one_update_and_of_two_groups_draw_apart() -> None:
         assert abs((p.detach() != 1).double().mean().item() - 0.5) <= hoeffding(4096)
         for q in params[:i]:
             assert abs((p == q).double().mean().item() - 0.5) <= hoeffding(4096)
-
-
-def continued(optimizer: torch.optim.Optimizer, model: nn.Module, how: Callable[[Any], Any]) -> Any:
-    """A fresh pair that goes on where these are."""
-    other: nn.Module = mlp(1)
-    fresh: torch.optim.Optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
-    other, fresh = collage_neuron.compile(other, fresh, strategy="stochastic_states", seed=1)
-    other.load_state_dict(how(model.state_dict()))
-    fresh.load_state_dict(how(optimizer.state_dict()))
-    return other, fresh
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, partial(through_torch_save, weights_only=True)])
-def test_a_resumed_run_goes_on_as_it_would_have(how: Callable[[Any], Any]) -> None:
-    model: nn.Module = mlp()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = collage_neuron.compile(model, optimizer, strategy="stochastic_states", seed=4)
-    train(model, optimizer, range(3))
-    other, resumed = continued(optimizer, model, how)
-    train(model, optimizer, range(3, 6))
-    train(other, resumed, range(3, 6))
-    assert differences(snapshot(optimizer), snapshot(resumed)) == []
-    assert resumed.param_groups[0]["collage_seed"] == 4
-    assert resumed.param_groups[0]["collage_drawn"] == 6
 
 
 def test_a_step_that_is_refused_draws_nothing() -> None:

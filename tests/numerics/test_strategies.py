@@ -50,30 +50,6 @@ def test_a_mapping_names_the_format_of_each_state_and_a_star_that_of_the_rest(
     assert stored(stepped(optimizer), p) == expected
 
 
-def test_groups_may_have_mappings_of_their_own() -> None:
-    first, second = torch.nn.Parameter(initial()), torch.nn.Parameter(initial())
-    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "collage_strategy": {"exp_avg": "fp32"}}]
-    optimizer = stepped(collage_neuron.compile(torch.optim.AdamW(groups), strategy="light"))
-    assert stored(optimizer, first) == {"param_lo": B, "exp_avg": B, "exp_avg_sq": B}
-    assert stored(optimizer, second) == {"exp_avg": F, "exp_avg_sq": B}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        ("plsu", r"unknown strategy 'plsu'; choose one of bf16, light, plus, .*, stochastic_states.*, or give a map"),
-        ({"exp_avg": "bf15"}, r"unknown storage format 'bf15'; known formats: bf16, bf16_stochastic, bf16x2, fp32, "),
-        ({"exp_avgs": "bf16x2"}, r"the strategy names 'exp_avgs'; this update has param, exp_avg, exp_avg_sq"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_those_that_are_known(strategy: Any, message: str) -> None:
-    p = torch.nn.Parameter(initial())
-    optimizer = torch.optim.AdamW([p])
-    with pytest.raises(ValueError, match=message):
-        collage_neuron.compile(optimizer, strategy=strategy)
-    assert type(optimizer) is torch.optim.AdamW
-
-
 def test_a_strategy_can_be_registered_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES, "mine", Strategy("mine", param="bf16x2", state="bf16", slow="fp32"))
     optimizer, p = adamw(strategy="mine")

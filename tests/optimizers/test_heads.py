@@ -9,8 +9,8 @@ from typing import Any
 import as_written
 import pytest
 import torch
-from as_written import Written, assert_near, backends_agree, parameters, run
-from headed import ALL, Blocks, Flat, Mini, Vectors
+from as_written import Written, run
+from headed import Blocks, Mini, Vectors
 from running import as_written_too
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,7 +20,6 @@ import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.rounding import rounding
-from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_fp32
@@ -40,72 +39,11 @@ def shapes_for(make: Any) -> tuple[tuple[int, ...], ...]:
 def compiled(
     make: Any = Mini, strategy: str = "full", shapes: Sequence[tuple[int, ...]] | None = None, **settings: Any
 ) -> tuple[Any, list[Parameter]]:
-    settings = {"validate": "off", **settings}  # two thirds of the time; on in `backends_agree`
     return as_written.compiled(make, strategy, shapes or shapes_for(make), verbose=False, **settings)
 
 
 def moment(optimizer: Any, p: Tensor) -> Tensor:
     return read_fp32(p, optimizer.state[p], "m", record_of(optimizer, p))
-
-
-@pytest.mark.sampled(of=2)
-@pytest.mark.parametrize("make", ALL)
-def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
-    """Within 2**-18 of a step, six steps long, as in test_rows.py; and in shapes of the states."""
-    shapes = shapes_for(make)
-    optimizer, params = compiled(make, "fp32", shapes)
-    run(optimizer, 6)
-    assert not bookkeeping(optimizer).as_written
-    exact = parameters(torch.float64, shapes)
-    plain = make(exact)
-    run(plain, 6)
-    assert_near(optimizer, params, exact, parameters(torch.float64, shapes), 6)
-    for p, q in zip(params, exact, strict=True):
-        for name, wanted in plain.state[q].items():
-            found = optimizer.state[p][name]
-            if isinstance(wanted, Tensor):
-                assert found.shape == wanted.shape
-                assert torch.allclose(found.double(), wanted, rtol=2**-17, atol=2**-24)
-            else:
-                assert found == wanted
-
-
-@pytest.mark.sampled(of=2)
-@pytest.mark.parametrize(
-    ("make", "strategy"), [*((m, "split433") for m in ALL), (Mini, "plus"), (Mini, "stochastic"), (Flat, "stochastic")]
-)
-def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
-    assert backends_agree(2, make, strategy, (*shapes_for(make), (64, 40)))
-
-
-@pytest.mark.sampled(of=2)
-@pytest.mark.parametrize("make", ALL)
-def test_machine_code_runs_all_of_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: Any) -> Any:
-        raise AssertionError("left to the reference")
-
-    optimizer, _ = compiled(make, shapes=((64, 40),), backend="native")
-    monkeypatch.setattr(REFERENCE, "run_one", never)
-    monkeypatch.setattr("collage_neuron.passes.backends.reference.RowSums.__call__", never)
-    run(optimizer, 2)
-
-
-@pytest.mark.parametrize("make", [Mini, Flat])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_plain_torch_is_loaded(make: Any, dtype: torch.dtype) -> None:
-    shapes = shapes_for(make)
-    theirs = parameters(dtype, shapes)
-    plain = make(theirs)
-    run(plain, 2)
-    optimizer, params = compiled(make, "split433")
-    optimizer.load_state_dict(plain.state_dict())
-    for p, q in zip(params, theirs, strict=True):
-        value = plain.state[q]["m"]
-        assert moment(optimizer, p).shape == value.shape
-        fmt = FORMATS[record_of(optimizer, p)["m"]]
-        assert ((moment(optimizer, p) - value).abs() <= rounding(fmt, value.abs())).all()
-    run(optimizer, 1, first=2)
-    assert not bookkeeping(optimizer).as_written
 
 
 @pytest.mark.parametrize("strategy", ["full", "bf16"])
@@ -193,62 +131,6 @@ def test_parameters_in_another_order_are_rejected() -> None:
     turned = Parameter(torch.randn(16, 24).bfloat16().mT)
     with pytest.raises(UnsupportedUpdate, match=r"turns the parameter's shape \[24, 16\] into \[4, 96\]|do not lie in"):
         run(collage_neuron.compile(Reshaped([turned]), verbose=False), 1)
-
-
-class Turned(Written):
-    """By head, of the transpose: its elements have another order."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_((g.mT.reshape(4, -1) / g.norm()).reshape(p.shape), alpha=group["lr"])
-
-
-class Half(Written):
-    """Of half of the heads."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.view(4, -1)[:2].sub_(g.view(4, -1)[:2], alpha=group["lr"])
-
-
-class TwoShapes(Written):
-    """Means by head beside means by row."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        heads = g.view(4, -1)
-        heads = heads / heads.norm(dim=1, keepdim=True)
-        p.sub_(heads.view_as(p) - g.mean(dim=1, keepdim=True), alpha=group["lr"])
-
-
-class Product(Written):
-    """A product of square matrices, of which one is a view."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g.view(-1).view(8, 8) @ p, alpha=group["lr"])
-
-
-class Repeated(Written):
-    """Of one head's mean to another head's elements: heads and elements of heads are of one number."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        heads = g.view(8, 8)
-        p.sub_((heads - heads.mean(dim=1)).view(p.shape), alpha=group["lr"])
-
-
-REJECTED: dict[type[Written], tuple[int, ...]] = {
-    Turned: (8, 8), Half: (8, 8), TwoShapes: (8, 8), Product: (8, 8), Repeated: (4, 16),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("make", REJECTED, ids=lambda make: make.__name__)
-def test_what_is_not_understood_is_rejected(make: type[Written]) -> None:
-    with pytest.raises(UnsupportedUpdate, match=r"not elementwise|of shape|has no rule"):
-        collage_neuron.compile(make([Parameter(torch.ones(REJECTED[make]).bfloat16())]), verbose=False)
-
-
-def test_words_of_blocks_are_rejected() -> None:
-    message = r"words of blocks of parameters seen in another shape yet: choose another strategy, or leave"
-    for backend in ("auto", *BACKENDS):  # none can
-        with pytest.raises(UnsupportedUpdate, match=message):
-            compiled(Flat, "split312", ((8, 80),), backend=backend)
 
 
 def test_a_checkpoint_of_another_model_is_rejected() -> None:

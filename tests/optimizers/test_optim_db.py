@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -341,23 +340,6 @@ def dtypes_may_be_mixed(name: str, options: Options) -> None:
     torch.testing.assert_close(pair[1], plain[0], rtol=5 * 1.3e-6, atol=5e-5)  # torch's own tolerance for this
 
 
-def the_default_dtype_changes_nothing(name: str, options: Options) -> None:
-    ways = []
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        problem = Problem()
-        torch.set_default_dtype(dtype)
-        try:
-            optimizer = of_class(name, problem.params, options)
-            for i in range(5):
-                for p in problem.params:
-                    p.grad = torch.full_like(p, 0.1 * (i + 1))
-                optimizer.step()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        ways.append(problem.values(optimizer))
-    assert all(same(ways[0], other) for other in ways[1:])
-
-
 def groups_may_be_empty_and_come_later(name: str, options: Options) -> None:
     """And have their own options then; a parameter may have no gradient before it is there."""
     exact, problem = exact_problem(), Problem()
@@ -392,7 +374,6 @@ CHECKS = (
     hooks_see_and_change_what_is_loaded,
     a_layer_may_be_frozen_and_thawed,
     dtypes_may_be_mixed,
-    the_default_dtype_changes_nothing,
 )
 
 
@@ -508,24 +489,3 @@ def test_errors_of_a_step_are_those_of_the_class(name: str) -> None:
             optimizer = of_class(name, given.params, given.kwargs)
             with pytest.raises((one.error_type, TypeError, ValueError, UnsupportedUpdate)):
                 optimizer.step()
-
-
-FUSED = [name for name in COVERED if "fused" in INFOS[name].supported_impls]
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_does_not_step_where_the_scaler_found_inf(name: str) -> None:
-    """As GradScaler asks it of optimizers that unscale by themselves: by two attributes."""
-    problem = Problem()
-    optimizer = of_class(name, problem.params, {"fused": True})
-    before = problem.values(optimizer)
-    for p in problem.params:
-        p.grad = torch.ones_like(p)
-    scaler = torch.amp.grad_scaler.GradScaler("cpu", init_scale=4.0)
-    for p in problem.params:
-        p.grad = torch.full_like(p, math.inf)
-    scaler.scale(torch.tensor(1.0))
-    scaler.step(optimizer)
-    scaler.update()
-    assert same(before, problem.values(optimizer))
-    assert scaler.get_scale() == 2.0

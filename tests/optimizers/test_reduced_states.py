@@ -1,6 +1,6 @@
 """What every optimizer with states of other shapes than its parameters does: a number, rows, heads, or norms alone.
 
-What each kind computes is tested in test_one_number.py, test_rows.py, test_heads.py and test_stages.py.
+What each kind computes is tested in test_reductions.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from as_written import everything, parameters, run
+from as_written import compiled, everything, parameters, run
 from headed import Mini
 from models import through_torch_save
 from rowed import Came
@@ -34,8 +34,7 @@ class StepKind(NamedTuple):
     shapes: Shapes
 
     def compiled(self, strategy: str = "full", **settings: Any) -> tuple[Any, list[Parameter]]:
-        params = parameters(torch.bfloat16, self.shapes)
-        return collage_neuron.compile(self.make(params), strategy=strategy, verbose=False, **settings), params
+        return compiled(self.make, strategy, self.shapes, verbose=False, **settings)
 
 
 KINDS = {

@@ -1,91 +1,42 @@
-"""Optimizers with means over rows and columns, kept as states: captured, within bounds, on two backends alike."""
+"""States of one number, and of means over rows and columns, that a step computes: captured, counted, or rejected."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cache, partial
 from typing import Any
 
 import as_written
 import pytest
 import torch
-from as_written import LAYOUTS, Written, assert_near, backends_agree, equal, large, parameters, run, with_threads
+from as_written import Written, equal, parameters, run, values
 from as_written import but_for_backends as bits
-from pytorch_optimizer import CAME
-from rowed import ALL, ByNeuron, Came, Factored, Products
+from rowed import Came, Products
+from staged import Novograd
 from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.errors import StrategyChanged, TranslationError, UnsupportedUpdate
 from collage_neuron.numerics import matrix_sums
-from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.passes.backends import reference
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
+
+pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
+
+
+# --- optimizers with means over rows and columns, kept as states: captured, within bounds, on two backends alike ------
 
 BACKENDS = ("reference", "native")
 SHAPES = ((40, 40), (130, 33), (1, 48), (48, 1), (3, 5, 37), (17,), (0, 36), (36, 0))
 LONG = ((130, 260), (3, 66, 33), (32, 32), (1, 129), (65, 64))
 """Rows that machine code takes."""
-LARGE = ((150, 300), (3, 70, 40))
-
-pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
-
-
-EVERY: tuple[Any, ...] = (*ALL, partial(CAME, lr=0.02, weight_decay=0.01))
 
 
 def compiled(
     make: Any = Came, strategy: str = "full", shapes: Sequence[tuple[int, ...]] = SHAPES, **settings: Any
 ) -> tuple[Any, list[Parameter]]:
-    # Validation is two thirds of the time; it is on in `backends_agree`.
-    return as_written.compiled(make, strategy, shapes, verbose=False, **{"validate": "off", **settings})
-
-
-@pytest.mark.sampled(of=2)
-@pytest.mark.parametrize("make", EVERY)
-def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
-    """Within 2**-18 of a step, six steps long: some thirty roundings of 2**-24, of which few add up."""
-    shapes = [s for s in SHAPES if math.prod(s)]
-    optimizer, params = compiled(make, "fp32", shapes)
-    run(optimizer, 6)
-    assert not bookkeeping(optimizer).as_written
-    exact = parameters(torch.float64, shapes)
-    plain = make(exact)
-    run(plain, 6)
-    assert_near(optimizer, params, exact, parameters(torch.float64, shapes), 6)
-    for p, q in zip(params, exact, strict=True):
-        for name, value in optimizer.state[p].items():
-            if name in bookkeeping(optimizer).small:
-                wanted = plain.state[q][name]
-                assert (value.dtype, value.shape) == (torch.float32, wanted.shape)
-                assert ((value - wanted).abs() <= 2**-19 * wanted.abs()).all()
-
-
-@pytest.mark.sampled(of=3)
-@pytest.mark.parametrize(
-    ("make", "strategy"),
-    [*((m, "full") for m in EVERY), (Factored, "plus"), (Came, "split433"), (Factored, "stochastic")],
-)
-def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
-    assert backends_agree(2, make, strategy, SHAPES[::2])
-
-
-@pytest.mark.sampled(of=2)
-@pytest.mark.parametrize("make", EVERY)
-def test_machine_code_runs_all_of_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, _ = compiled(make, shapes=LONG, backend="reference")
-    run(wanted, 3)
-    optimizer, _ = compiled(make, shapes=LONG, backend="native")
-
-    def never(*args: Any) -> Any:
-        raise AssertionError("left to the reference")
-
-    monkeypatch.setattr(REFERENCE, "run_one", never)
-    monkeypatch.setattr("collage_neuron.passes.backends.reference.RowSums.__call__", never)
-    run(optimizer, 3)
-    assert bits(optimizer) == bits(wanted)
+    return as_written.compiled(make, strategy, shapes, verbose=False, **settings)
 
 
 class Slow(Written):
@@ -110,26 +61,6 @@ def test_the_second_moment_of_one_row_or_column_is_that_of_its_elements(shape: t
     assert whole
     assert {record_of(optimizer, p)[name] for name in whole} == {"bf16x2"}
     assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), exact, rtol=0, atol=2**-14)
-
-
-@cache
-def in_order() -> list[Tensor]:
-    return large(Came, LARGE, "reference")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_order_does_not_matter(backend: str, layout: str) -> None:
-    assert equal(large(Came, LARGE, backend, LAYOUTS[layout]), in_order())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_threads_and_pieces_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, three = in_order(), with_threads(partial(large, Came, LARGE, backend), 3)
-    monkeypatch.setattr("collage_neuron.passes.backends.reference.CHUNK", 1 << 10)
-    monkeypatch.setattr(REFERENCE, "_lowered", {})
-    assert equal(one, three)
-    assert equal(one, large(Came, LARGE, backend))
 
 
 def test_a_checkpoint_of_another_model_is_rejected() -> None:
@@ -186,64 +117,6 @@ def test_the_strategy_changes_in_training() -> None:
 # --- what is rejected -------------------------------------------------------------------------------------------------
 
 
-class Transposed(Written):
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g.mT.contiguous().mean(dim=-1), alpha=group["lr"])
-
-
-class FirstOfThree(Written):
-    """A mean over another dimension than the last two."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g - g.mean(dim=0, keepdim=True), alpha=group["lr"])
-
-
-class Crossed(Written):
-    """Of a square matrix the means of rows, beside its columns: broadcasting takes one for the other."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g - g.mean(dim=-1), alpha=group["lr"])
-
-
-class Mixed(Written):
-    """Of a square matrix a state that is of rows in one place, and of columns in another."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["v"] = torch.zeros(p.shape[:1], device=p.device)
-        state["v"].lerp_(g.mean(dim=-1), 0.1)
-        p.sub_(g - state["v"], alpha=group["lr"])
-
-
-class Blocks(Written):
-    """Means over the rows of each half, beside means of whole rows."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        mean = g.view(2, -1, p.shape[-1]).mean(dim=1)
-        p.sub_(g - mean.mean() * g.mean(dim=1, keepdim=True), alpha=group["lr"])
-
-
-class Fourth(Written):
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g / (g.norm(p=4, dim=-1, keepdim=True) + 1e-6), alpha=group["lr"])
-
-
-REJECTED: dict[type[Written], tuple[int, ...]] = {
-    Transposed: (6, 6), FirstOfThree: (3, 4, 5), Crossed: (6, 6), Mixed: (6, 6), Blocks: (6, 4), Fourth: (6, 4),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("make", REJECTED, ids=lambda make: make.__name__)
-def test_what_is_not_understood_is_rejected(make: type[Written]) -> None:
-    with pytest.raises(UnsupportedUpdate, match=r"not elementwise|of shape"):
-        collage_neuron.compile(make([Parameter(torch.ones(REJECTED[make]).bfloat16())]), verbose=False)
-
-
-def test_words_of_blocks_are_rejected() -> None:
-    with pytest.raises(UnsupportedUpdate, match=r"words of blocks beside sums of rows or columns"):
-        compiled(ByNeuron, "split311", ((40, 24),))
-
-
 def test_a_reduction_that_reads_no_component() -> None:
     found = []
     for backend in BACKENDS:
@@ -263,3 +136,102 @@ def test_a_gradient_in_the_memory_of_a_state_is_rejected() -> None:
     p.grad = optimizer.state[p]["m"].view(-1).view(torch.bfloat16)[:2000].view(40, 50)
     with pytest.raises(UnsupportedUpdate, match="shares its memory"):
         optimizer.step()
+
+
+# --- states of one number that a step computes from tensors (NovoGrad's second moment): captured, counted, or rejected
+
+NUMBERS = ((24, 40), (40, 16), (16,), (1,), (0, 3))
+
+
+def numbers(dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
+    return as_written.parameters(dtype, NUMBERS)
+
+
+def compiled_number(make: Any = Novograd, strategy: Any = "full", **settings: Any) -> tuple[Any, list[Parameter]]:
+    return as_written.compiled(make, strategy, NUMBERS, verbose=False, **settings)
+
+
+def test_fp32_parameters_have_them_too() -> None:
+    params, plain = numbers(torch.float32), numbers(torch.float32)
+    with pytest.warns(UserWarning, match="float32 parameters"):
+        optimizer = collage_neuron.compile(Novograd)(params)
+    run(optimizer, 3)
+    run(Novograd(plain), 3)
+    for ours, theirs in zip(params, plain, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
+
+
+def test_a_nan_reaches_the_number() -> None:
+    for backend in BACKENDS:
+        optimizer, params = compiled_number(backend=backend)
+        run(optimizer, 1)
+        params[0].grad = torch.full_like(params[0], torch.nan)
+        optimizer.step()
+        assert optimizer.state[params[0]]["v"].isnan()
+        assert not optimizer.state[params[1]]["v"].isnan()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_validation_notices_a_number_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    optimizer, _ = compiled_number(backend="reference", validate="on")
+    run(optimizer, steps - 1)
+    monkeypatch.setattr(reference, "store_small", lambda launch, found: None)
+    with pytest.raises(TranslationError, match=r"v becomes .*rounding explains"):
+        run(optimizer, 1, first=5)
+
+
+# --- what is rejected -------------------------------------------------------------------------------------------------
+
+
+class Double(Written):
+    """Keeps its number in float64, by the author's choice."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        v = g.double().square().sum()
+        state["v"] = 0.9 * state["v"] + v if "v" in state else v
+        p.sub_((g / state["v"].sqrt()).to(p.dtype), alpha=group["lr"])
+
+
+class Branching(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        square = g.pow(2).sum()
+        state["v"] = square if "v" not in state or state["v"] == 0 else 0.9 * state["v"] + square
+        p.sub_(g / state["v"].sqrt(), alpha=group["lr"])
+
+
+class Flags(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["large"] = g.norm() > 1.0
+        p.sub_(torch.where(state["large"], 0.1 * g, g), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("make", [Double, Flags])
+def test_what_is_not_understood_is_rejected(make: type[Written]) -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"float64|a state is not fp32"):
+        compiled_number(make)
+
+
+def test_it_may_decide_a_branch() -> None:
+    optimizer, params = compiled_number(Branching, "fp32")
+    run(optimizer, 3)
+    run(Branching(exact := numbers(torch.float32)), 3)
+    for ours, theirs in zip(values(optimizer, params), exact, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
+
+
+def test_that_of_a_parameter_without_dimensions_is_in_words() -> None:
+    params = [Parameter(torch.tensor(1.0).bfloat16())]
+    optimizer = collage_neuron.compile(Novograd(params), strategy="fp32")
+    run(optimizer, 3)
+    run(Novograd(exact := [Parameter(torch.tensor(1.0))]), 3)
+    assert torch.allclose(collage_neuron.exact_value(optimizer, params[0]), exact[0], rtol=2**-18)
+
+
+def test_a_number_that_two_parameters_share_is_rejected() -> None:
+    optimizer, params = compiled_number()
+    run(optimizer, 1)
+    before = [p.clone() for p in params]
+    optimizer.state[params[1]]["v"] = optimizer.state[params[0]]["v"]
+    with pytest.raises(UnsupportedUpdate, match="two parameters hold a state of the same memory"):
+        run(optimizer, 1)
+    assert equal(before, params)

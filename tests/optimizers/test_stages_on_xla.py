@@ -1,18 +1,21 @@
-"""Updates with sums on torch_xla's device: one program, without the host, with the bits of the reference on the CPU."""
+"""Updates with sums and in other shapes on torch_xla's device: one program, with the bits of the reference."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from headed import Mini
+from headed import ALL, Flat, Fused, Mini, Moments, Vectors
 from items import Between
 from planned import plan
 from pytorch_optimizer import Ranger
 from rowed import Came, Factored
 from staged import Decaying, Lamb, Lars, Novograd, StableAdamW
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adafactor
 from xla_runs import Shapes, both, compiled, counted, differing, met, run, torch_xla
@@ -29,6 +32,9 @@ from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.validation import validate
 
 pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
+
+
+# --- updates with sums on torch_xla's device: one program, without the host, with the bits of the reference on the CPU
 
 CASES: dict[str, tuple[Any, str, Shapes]] = {
     "lamb": (Lamb, "full", ((33, 65), (1,), (0, 3))),
@@ -178,3 +184,102 @@ def test_devices_without_fp64_say_so(xla: torch.device, monkeypatch: pytest.Monk
     with pytest.raises(UnsupportedUpdate, match=r"devices do not have: choose another strategy, or leave"):
         check_supported(get("xla"), updates[0], xla)
     assert reasons[1] is None  # no sums
+
+
+# --- updates that see a parameter in another shape (Adam-mini), on torch_xla's device: captured, reshaped in the HLO --
+
+HEAD_CASES = [*((make, "split433") for make in ALL), (Mini, "plus"), (Flat, "stochastic"), (Moments, "full")]
+
+
+@pytest.mark.sampled(of=3, each=False)  # XLA compiles for seconds what test_heads.py has whole
+@pytest.mark.parametrize(("make", "strategy"), HEAD_CASES)
+def test_steps_have_the_bits_and_the_shapes_of_the_reference(xla: torch.device, make: Any, strategy: str) -> None:
+    shapes = (*HEADS, (40, 1)) if make is Vectors else HEADS  # heads of ten elements, of which each row has one
+    ours, theirs = (compiled(make, shapes, d, strategy=strategy, backend=b) for d, b in both(xla))
+    for optimizer in (ours, theirs):
+        run(optimizer, 3)
+        assert not bookkeeping(optimizer).as_written
+    assert differing(ours, theirs) == []
+    for optimizer in (ours, theirs):
+        run(optimizer, 1, first=3, special=math.nan)
+    assert differing(ours, theirs) == []
+    for p, q in zip(*(o.param_groups[0]["params"] for o in (ours, theirs)), strict=True):
+        assert torch.equal(p.grad.cpu().nan_to_num(7), q.grad.nan_to_num(7))
+
+
+@pytest.mark.sampled(of=3, each=False)
+@pytest.mark.parametrize(("make", "strategy"), [(Mini, "full"), (Fused, "split433"), (Novograd, "full")])
+def test_a_checkpoint_goes_from_one_device_to_the_other_and_resumes(
+    xla: torch.device, make: Any, strategy: str
+) -> None:
+    ours, again, theirs = (compiled(make, HEADS[:2], d, strategy=strategy) for d in (xla, xla, "cpu"))
+    run(ours, 2)
+    saved = ours.state_dict()
+    saved["state"] = {i: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in s.items()}
+                      for i, s in saved["state"].items()}  # fmt: skip
+    for other in (again, theirs):
+        for to, p in zip(other.param_groups[0]["params"], ours.param_groups[0]["params"], strict=True):
+            with torch.no_grad():
+                to.copy_(p.cpu())
+        other.load_state_dict(saved)
+    for optimizer in (ours, again, theirs):
+        run(optimizer, 1, first=2)
+    assert differing(ours, again) == []
+    assert differing(ours, theirs) == []
+
+
+def test_a_skipped_step_changes_nothing_and_a_monitor_measures(xla: torch.device) -> None:
+    found = []
+    for device, backend in both(xla):
+        optimizer = compiled(Fused, HEADS[:1], device, strategy="full", backend=backend, nonfinite="skip")
+        monitor = collage_neuron.monitor(optimizer, every=1)
+        run(optimizer, 1)
+        before = copy.deepcopy(optimizer)
+        run(optimizer, 1, first=1, special=math.inf)
+        assert differing(before, optimizer) == []
+        run(optimizer, 1, first=2)
+        assert monitor.latest() is not None
+        found.append(optimizer)
+    assert differing(*found) == []
+
+
+# --- A copied optimizer on XLA may step first: what it was copied from keeps its states -------------------------------
+
+Pair = tuple[Parameter, Any]
+
+
+def _stepped(pair: Pair, steps: int = 1) -> Parameter:
+    p, optimizer = pair
+    for _ in range(steps):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    return p
+
+
+def _made(device: torch.device) -> Pair:
+    p = Parameter(torch.ones(4, 8, dtype=torch.bfloat16).to(device))
+    optimizer = torch.optim.AdamW([p], lr=1e-2)
+    return p, collage_neuron.compile(optimizer, strategy="full", backend="xla", verbose=False)
+
+
+def _loaded(pair: Pair, device: torch.device) -> Pair:
+    p, optimizer = _made(device)
+    p.data.copy_(pair[0].data)
+    optimizer.load_state_dict(copy.deepcopy(pair[1].state_dict()))
+    return p, optimizer
+
+
+@pytest.mark.parametrize("copied", [_loaded, lambda pair, device: copy.deepcopy(pair)])
+def test_the_copy_may_step_first(copied: Callable[[Pair, torch.device], Pair], xla: torch.device) -> None:
+    pair = _made(xla)
+    _stepped(pair, 3)
+    torch_xla = pytest.importorskip("torch_xla")
+    torch_xla.sync()
+    other = copied(pair, xla)
+    found = []
+    for each in (other, pair, pair, other):
+        found.append(_stepped(each).detach().cpu().clone())
+        torch_xla.sync()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    assert not torch.equal(found[1], found[2])

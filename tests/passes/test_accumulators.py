@@ -29,7 +29,7 @@ SLOW = {name: (idiom, ("v",), {"v"}) for name, idiom in AVERAGES.items()} | OTHE
 def compiled(make: Any) -> tuple[torch.nn.Parameter, Any]:
     """Under `plus`; of what is understood nothing is warned, which would be an error here."""
     p = torch.nn.Parameter(start())
-    return p, collage_neuron.compile(make([p]), strategy="plus")
+    return p, collage_neuron.compile(make([p]), strategy="plus", validate="off")
 
 
 def recorded(optimizer: Any) -> Recording:

@@ -37,7 +37,7 @@ NOTICED_BY = {
         "NORMS",
     "conversion/test_buffers_running.py::test_what_stays_fp32_stays_so_when_the_optimizer_is_compiled_again":
         "has_pre_hook",
-    "conversion/test_compile_classes.py::test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses":
+    "conversion/test_compile_classes.py::test_a_step_that_was_kept_from_before_compiling_is_the_compiled_one":
         "put_last",
     "conversion/test_compile_model.py::test_a_scheduler_attached_before_the_first_step_keeps_counting":
         "is_counted_by_scheduler count_step",
@@ -47,7 +47,7 @@ NOTICED_BY = {
     "conversion/test_loaded_weights.py::test_only_the_part_that_the_optimizer_trains_is_watched": "drop_load_hook",
     "checkpoint/test_checkpoints.py::test_what_a_models_own_hooks_make_of_weights_they_make_of_exact_ones": "holding",
     "conversion/test_loaded_weights.py::test_the_warning_comes_through_wrappers_once": "has_load_hook",
-    "conversion/test_training_loop.py::test_a_scheduler_drives_a_compiled_optimizer": "mark_counted",
+    "conversion/test_training_script.py::test_a_scheduler_drives_a_compiled_optimizer": "mark_counted",
     "conversion/test_uncommon.py::test_views_of_a_flat_buffer": "base_of",
     "conversion/test_wrapping.py::test_a_ddp_that_cannot_be_set_up_anew_is_rejected_before_anything_changes":
         "has_step_in_backward ddp_problems",
@@ -74,7 +74,7 @@ NOTICED_BY = {
     "matmuls/test_surroundings.py::test_what_cannot_be_captured_is_rejected_with_the_reason": "compile_errors",
     "matmuls/test_surroundings.py::test_what_changes_about_a_model_is_noticed": "guarding",
     "matmuls/test_xla.py::test_every_product_is_a_dot_of_8_bits": "xla_dot",
-    "optimizers/test_optim_db.py::test_fused_does_not_step_where_the_scaler_found_inf": "unscales_itself",
+    "conversion/test_uncommon.py::test_grad_scaler": "unscales_itself",
     "passes/test_capture.py::test_the_captured_graph_replays_the_optimizer": "DispatchMode schema storage_id",
     "passes/test_verify.py::test_explain_shows_formats_bytes_and_both_graphs": "is_operation",
     "repository/test_trainers.py::test_torch_compile_around_the_step_leaves_the_update_alone": "not_compiled",

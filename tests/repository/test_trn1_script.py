@@ -23,7 +23,7 @@ NEEDED = ("torch_xla", "matplotlib", "tqdm")
 SMALL = ("--quick", "--steps", "3", "--strategies", "plus", "--data", str(ROOT / "CHANGELOG.md"))
 """Options for pretrain.py: validation at the first two steps, and a third one that is watched."""
 PROBE = "--only rounding_stochastic"
-"""A group of questions, in a process of its own; all others are asked in test_device_probe.py."""
+"""A group of questions, in a process of its own; all others are asked in test_device_report.py."""
 
 
 def played(folder: Path, dialect: str, python: Path) -> dict[str, str]:

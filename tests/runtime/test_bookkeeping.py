@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 import torch
-from models import backward, differences, first, mlp, snapshot, through_torch_save, train
+from models import REPRESENTATIVE, backward, differences, first, mlp, snapshot, through_torch_save, train
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -36,7 +36,7 @@ def through_pickle(x: Any) -> Any:
 def new_run(strategy: str, seed: int = 0) -> Run:
     model = mlp(seed)
     optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    return collage_neuron.compile(model, optimizer, strategy=strategy, nonfinite="skip", seed=7)
+    return collage_neuron.compile(model, optimizer, strategy=strategy, nonfinite="skip", seed=7 + seed)
 
 
 def through_state_dict(run: Run) -> Run:
@@ -78,7 +78,7 @@ def go_on(run: Run) -> tuple[dict[str, Any], int, str]:
     return snapshot(run[1]), skipped_steps(run[1]), collage_neuron.explain(run[1], graphs=True)
 
 
-@pytest.mark.parametrize("strategy", ["plus", "fp32", "stochastic_states"])
+@pytest.mark.parametrize("strategy", REPRESENTATIVE)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_in_the_middle_of_a_run_goes_on_as_the_original(way: str, strategy: str) -> None:
     """Low words, random bits and skipped steps included."""
@@ -194,14 +194,6 @@ def test_weights_written_before_a_copy_was_made_are_noticed_in_the_copy(duplicat
     model, optimizer = duplicate((model, optimizer))
     external_writes.drop_stale(optimizer)
     assert torch.equal(exact_value(optimizer, first(model)).bfloat16(), first(model))
-
-
-def test_a_copy_that_is_not_written_keeps_its_low_words() -> None:
-    model, optimizer = copy.deepcopy(new_run("plus"))
-    before = exact_value(optimizer, first(model))
-    external_writes.drop_stale(optimizer)
-    assert torch.equal(exact_value(optimizer, first(model)), before)
-    assert not torch.equal(before, first(model).float())
 
 
 def test_parameters_exchanged_in_a_copy_before_its_first_step_take_their_low_words() -> None:

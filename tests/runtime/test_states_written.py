@@ -1,4 +1,4 @@
-"""States that other code writes between steps: training goes on from what was written, and no old low word stays."""
+"""States that other code writes between steps: training goes on from what was written, or the write is rejected."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODES, parameters, set_gradients
+from models import MODES, parameters, set_gradients, through_torch_save
 from torch import nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.checkpoint import fp32
+from collage_neuron.numerics.strategies import STRATEGIES, has_blocks
 from collage_neuron.states import external_writes
 from collage_neuron.states.state_keys import names_in
 from collage_neuron.states.store import read_exact
+
+# --- states that other code writes between steps: training goes on from what was written, and no old low word stays ---
 
 TWO_WORDS: list[Any] = ["plus", "full", {"*": "bf16x2"}, {"*": "bf16+fp32"}]
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -226,3 +229,175 @@ def test_the_words_of_states_are_looked_at_only_after_a_write(monkeypatch: pytes
     optimizer.state[p]["exp_avg_sq"].zero_()
     with pytest.raises(pytest.fail.Exception, match="looked at the words"):
         train(p, optimizer, range(2))
+
+
+# --- codes of block formats that other code writes between steps: values are encoded, and everything else is rejected -
+
+BLOCKS = [name for name in STRATEGIES if has_blocks(name)]
+REJECTED = r"was written between steps, and it holds codes .* assign a floating-point tensor of values"
+
+
+def stepped(strategy: str, steps: int = 2, **settings: Any) -> tuple[nn.Parameter, Optimizer]:
+    p = nn.Parameter(torch.zeros(4, 256))
+    optimizer = collage_neuron.compile(AdamW([p], lr=1e-3, weight_decay=0.0), strategy=strategy, **settings)
+    step(p, optimizer, steps)
+    return p, optimizer
+
+
+def step(p: nn.Parameter, optimizer: Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        p.grad = torch.full_like(p, 1e-2)
+        optimizer.step()
+
+
+def value(optimizer: Optimizer, name: str) -> torch.Tensor:
+    found: torch.Tensor = optimizer.state_dict()["state"][0][name].float()
+    return found
+
+
+@pytest.mark.parametrize("strategy", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_tensor_of_values_is_encoded(strategy: str, dtype: torch.dtype) -> None:
+    """In the next step, which moves by lr * 1e-2 / sqrt(v), and in checkpoints before it."""
+    p, optimizer = stepped(strategy)
+    for name in NAMES:
+        optimizer.state[p][name] = torch.full((4, 256), 1e-2, dtype=dtype)
+    assert all(torch.equal(value(optimizer, name), torch.full((4, 256), 1e-2).to(dtype).float()) for name in NAMES)
+    before = exact_value(optimizer, p)
+    step(p, optimizer)
+    torch.testing.assert_close(value(optimizer, "exp_avg_sq"), torch.full((4, 256), 9.99e-3), rtol=2**-3, atol=0.0)
+    torch.testing.assert_close(value(optimizer, "exp_avg"), torch.full((4, 256), 1e-2), rtol=2**-4, atol=0.0)
+    moved, root = (before - exact_value(optimizer, p)).mean(), (9.99e-3 / (1 - 0.999**3)) ** 0.5
+    torch.testing.assert_close(float(moved), 1e-3 * 1e-2 / (1 - 0.9**3) / root, rtol=2**-4, atol=0.0)
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "half": lambda m: m * 0.5,
+    "in fp32": lambda m: m.float(),
+    "masked": lambda m: torch.where(torch.arange(256) % 2 == 0, m, 0.0),
+    "without its mean": lambda m: m - m.float().mean(),
+    "with more rows": lambda m: torch.cat([m, torch.zeros(2, 256)]),
+    "with fewer rows": lambda m: m[1:].to(torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:a new parameter of shape")
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
+@pytest.mark.parametrize("strategy", BLOCKS)
+def test_what_is_computed_from_codes_is_rejected(
+    strategy: str, compute: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Code numbers in place of values would be moments up to 32767, whose steps nobody could take back."""
+    p, optimizer = stepped(strategy)
+    p.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)).to(p.dtype)
+    optimizer.step()
+    state = optimizer.state[p]
+    name = "exp_avg" if state["exp_avg"].dtype in (torch.int8, torch.int16, torch.uint8) else "exp_avg_sq"
+    new = compute(state[name])
+    if len(new) != len(p):
+        state.update({other: compute(state[other]) for other in NAMES})
+        optimizer.state[q := nn.Parameter(torch.zeros(len(new), 256, dtype=p.dtype))] = optimizer.state.pop(p)
+        optimizer.param_groups[0]["params"] = [q]
+        state, p = optimizer.state[q], q
+    state[name], p.grad = new, torch.zeros_like(p)
+    with pytest.raises(ValueError, match=rf"'{name}' .*was computed from its codes .*Nothing was updated"):
+        optimizer.step()
+
+
+def exchanged(state: dict[str, Any], codes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    state["exp_avg"] = codes(state["exp_avg"])
+
+
+CODE_WRITES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "fill": lambda s: s["exp_avg"].fill_(1e-4),
+    "zero": lambda s: s["exp_avg"].zero_(),
+    "copy": lambda s: s["exp_avg"].copy_(torch.full((4, 256), 1e-2)),
+    "mul": lambda s: s["exp_avg"].mul_(2),
+    "add": lambda s: s["exp_avg"].add_(1),
+    "clamp": lambda s: s["exp_avg"].clamp_(max=3),
+    "rows": lambda s: s["exp_avg"][1:3].fill_(1),
+    "other codes": lambda s: exchanged(s, lambda codes: torch.full_like(codes, 1e-4)),
+    "written, then copied": lambda s: exchanged(s, lambda codes: codes.mul_(2).clone()),
+}
+
+
+@pytest.mark.parametrize("write", CODE_WRITES)
+@pytest.mark.parametrize("strategy", ["split422", "split311"])
+def test_other_writes_are_rejected_wherever_codes_would_be_read(strategy: str, write: str) -> None:
+    p, optimizer = stepped(strategy)
+    before = exact_value(optimizer, p)
+    CODE_WRITES[write](optimizer.state[p])
+    reads: list[Callable[[], object]] = [
+        lambda: step(p, optimizer), optimizer.state_dict, lambda: copy.deepcopy(optimizer),
+        lambda: pickle.dumps(optimizer), lambda: collage_neuron.compile(optimizer, strategy="plus"),
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(ValueError, match=REJECTED):
+            read()
+    assert torch.equal(exact_value(optimizer, p), before)
+    optimizer.state[p]["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
+    step(p, optimizer)
+    assert not torch.equal(exact_value(optimizer, p), before)
+
+
+@pytest.mark.parametrize("strategy", ["split422", "split311"])
+def test_codes_written_through_data_are_taken_as_they_are(strategy: str) -> None:
+    """Documented as not noticed: no version counter moves. What is read is what the written codes stand for."""
+    p, optimizer = stepped(strategy)
+    before = value(optimizer, "exp_avg").clone()
+    optimizer.state[p]["exp_avg"].data.neg_()
+    assert torch.equal(value(optimizer, "exp_avg"), -before)
+    weights = exact_value(optimizer, p)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert bool((exact_value(optimizer, p) > weights).all())  # against the direction of all steps before
+
+
+def test_integers_that_are_no_codes_are_rejected() -> None:
+    p, optimizer = stepped("split422")
+    optimizer.state[p]["exp_avg"] = torch.ones(4, 256, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"'exp_avg' is torch\.int32, and the format i16q8 keeps it as codes"):
+        step(p, optimizer)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("nonfinite", ["pass", "skip"])
+def test_what_belongs_to_a_run_is_not_rejected(backend: str, nonfinite: str) -> None:
+    """Steps, skipped ones too, moved codes, copies, checkpoints of its own and of others, and other strategies."""
+    p, optimizer = stepped("split422", backend=backend, nonfinite=nonfinite)
+    if nonfinite == "skip":
+        p.grad = torch.full_like(p, torch.inf)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    step(p, optimizer)
+    for name, word in list(optimizer.state[p].items()):
+        optimizer.state[p][name] = word.clone()  # as where states are moved to another device and back
+    step(p, optimizer)
+    optimizer.load_state_dict(saved)
+    step(p, optimizer)
+    for duplicate in (copy.deepcopy, copy.copy, through_torch_save):
+        q, other = duplicate((p, optimizer))
+        step(q, other, 2)
+    step(p, optimizer)
+    with pytest.warns(collage_neuron.StrategyChanged):
+        collage_neuron.compile(optimizer, strategy="split311")
+    step(p, optimizer, 2)
+    optimizer.state.clear()
+    step(p, optimizer, 2)
+
+
+def test_on_xla_steps_are_ours_and_writes_are_rejected(xla: torch.device) -> None:
+    import torch_xla
+
+    p = nn.Parameter(torch.zeros(4, 256, device=xla))
+    optimizer = collage_neuron.compile(AdamW([p], lr=1e-3), strategy="split422")
+    for _ in range(3):
+        step(p, optimizer)
+        torch_xla.sync()
+    optimizer.state[p]["exp_avg"].mul_(2)
+    with pytest.raises(ValueError, match=REJECTED):
+        step(p, optimizer)
+    optimizer.state[p]["exp_avg"] = torch.full((4, 256), 1e-2, device=xla)
+    step(p, optimizer)
+    torch_xla.sync()
+    torch.testing.assert_close(value(optimizer, "exp_avg").cpu(), torch.full((4, 256), 1e-2), rtol=2**-4, atol=0.0)

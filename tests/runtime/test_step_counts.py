@@ -1,18 +1,29 @@
-"""A step count in bf16 or fp16 counts in fp32; two states that share one, and groups that compute, are rejected."""
+"""What steps count: in which dtype, from which step on where first ones are skipped, and once where groups are many."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import pytorch_optimizer
+import schedulefree
 import torch
+from as_written import Written
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron import exact_value
+from collage_neuron import exact_value, torch_privates
+from collage_neuron.runtime import step_plan
+from collage_neuron.states import visible_states
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.validation import validate
+
+# --- A step count in bf16 or fp16 counts in fp32; two states that share one, and groups that compute, are rejected ----
 
 
 def _optimizer(**kwargs: Any) -> tuple[list[torch.nn.Parameter], Any]:
@@ -120,3 +131,161 @@ def trained_on(how: str) -> Optimizer:
     p, optimizer = loaded(torch.bfloat16, how, 256, "split433")
     train(p, optimizer, range(256, 258))
     return optimizer
+
+
+# --- first steps that are skipped: the next one is the first, for optimizers whose first step is unlike the others ----
+
+Make = Callable[[list[Parameter]], Optimizer]
+
+
+class Follows(Written):
+    """Its state begins as the parameter."""
+
+    def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "z" not in state:
+            state["z"] = p.clone()
+        state["z"].sub_(g, alpha=group["lr"])
+        p.lerp_(state["z"], 0.5)
+
+
+def training(make: Any, **settings: Any) -> Make:
+    """A schedule-free optimizer in training mode."""
+
+    def made(params: list[Parameter]) -> Optimizer:
+        optimizer: Optimizer = make(params, lr=1e-2, **settings)
+        optimizer.train()  # type: ignore[attr-defined]
+        return optimizer
+
+    return made
+
+
+MAKE: dict[str, Make] = {
+    "own": Follows,
+    "momentum": lambda params: SGD(params, lr=1e-2, momentum=0.9, dampening=0.9),
+    "SGDScheduleFree": training(schedulefree.SGDScheduleFree),
+    "AdamWScheduleFree": training(schedulefree.AdamWScheduleFree),
+    "ADOPT": lambda params: pytorch_optimizer.ADOPT(params, lr=1e-2),
+    "NovoGrad": lambda params: pytorch_optimizer.NovoGrad(params, lr=1e-2),
+}
+
+
+def parameters(dtype: torch.dtype) -> list[Parameter]:
+    return [Parameter(torch.full((n,), 0.5, dtype=dtype)) for n in (64, 3)]
+
+
+def step(optimizer: Optimizer, params: list[Parameter], t: int, bad: int | None = None) -> None:
+    for i, p in enumerate(params):
+        p.grad = torch.full_like(p, 1.0 + t + i)
+        if i == bad:
+            p.grad[1] = torch.nan
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_next_step_is_the_first(name: str) -> None:
+    """Bits of a run without that step; and, two of them later, near the same class in float64."""
+    found = []
+    for bad in (True, False):
+        params = parameters(torch.float32)
+        optimizer = collage_neuron.compile(MAKE[name](params), strategy="split444", verbose=False, nonfinite="skip")
+        if bad:
+            step(optimizer, params, 0, bad=0)
+            step(optimizer, params, 0, bad=1)
+        for t in range(1, 6):
+            step(optimizer, params, t)
+        assert collage_neuron.skipped_steps(optimizer) == 2 * bad
+        found.append([collage_neuron.exact_value(optimizer, p) for p in params])
+    assert all(map(torch.equal, *found))
+    exact = parameters(torch.float64)
+    oracle = MAKE[name](exact)
+    for t in range(1, 6):
+        step(oracle, exact, t)
+    for x, p in zip(found[0], exact, strict=True):
+        torch.testing.assert_close(x.double(), p.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_that_begins_later() -> None:
+    """The others, which had their states, are skipped too: no step count advances."""
+    params = parameters(torch.float32)
+    optimizer = collage_neuron.compile(Adam(params), verbose=False, nonfinite="skip")
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    step(optimizer, params, 1, bad=0)
+    assert optimizer.state[params[0]]["step"] == 1
+    assert "exp_avg" not in optimizer.state[params[1]]
+    step(optimizer, params, 2)
+    assert optimizer.state[params[1]]["step"] == 1
+
+
+# --- many groups of one parameter: a steady step works nothing out anew, and a validated one looks at a few of them ---
+
+GROUPS = 24  # more than the 16 results that used to be remembered
+
+
+def optimizer_of(count: int, **kwargs: Any) -> torch.optim.Optimizer:
+    """Every third group has two parameters, so that ids of lists and of parameters differ."""
+    torch.manual_seed(0)
+    groups: list[dict[str, Any]] = [
+        {"params": [torch.nn.Parameter(torch.randn(3, 5).bfloat16()) for _ in range(1 + (i % 3 == 0))],
+         "lr": 1e-3 * (1 + i)}
+        for i in range(count)
+    ]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    for group in groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p)
+    collage_neuron.compile(optimizer, strategy="plus", **kwargs)
+    return optimizer
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *places: tuple[Any, str]) -> list[str]:
+    """A list to which each call of these functions adds its name."""
+    calls: list[str] = []
+
+    def noting(name: str, own: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            calls.append(name)
+            return own(*args)
+
+        return noted
+
+    for module, name in places:
+        monkeypatch.setattr(module, name, noting(name, getattr(module, name)))
+    return calls
+
+
+def test_a_steady_step_works_nothing_out_anew_for_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = optimizer_of(GROUPS, validate="off")
+    for _ in range(4):
+        optimizer.step()
+    calls = counted(monkeypatch, (visible_states, "_by_kind"), (step_plan, "_job"), (torch_privates, "guard"))
+    optimizer.step()
+    assert calls == []
+    optimizer.param_groups[5]["collage_arithmetic"] = "bf16"
+    optimizer.step()
+    assert calls == ["_job", "guard", "guard"]  # of one group, and of all
+
+
+def test_tables_forget_the_oldest() -> None:
+    optimizer = optimizer_of(1, validate="off")
+    params = [*optimizer.param_groups[0]["params"], *(torch.nn.Parameter(torch.ones(2).bfloat16()) for _ in range(9))]
+    optimizer.param_groups[0]["params"] = params
+    for i in range(1, 2 ** len(params), 23):  # other gradients in each step
+        for j, p in enumerate(params):
+            p.grad = torch.ones_like(p) if i >> j & 1 else None
+        optimizer.step()
+    known = bookkeeping(optimizer).structure.known
+    assert [len(known[name]) for name in ("jobs", "launches")] == [32, 32]
+
+
+def test_groups_that_share_an_update_are_validated_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = optimizer_of(GROUPS)
+    seen: list[set[int]] = []
+    monkeypatch.setattr(validate, "is_due", lambda steps: True)
+    monkeypatch.setattr(validate, "validate_job", lambda base, own, job, *more: seen[-1].add(id(job.group)))
+    for steps in (1, 2, 4):
+        seen.append(set())
+        validate.history_of(optimizer).steps = steps - 1
+        optimizer.step()
+    assert [len(ids) for ids in seen] == [validate.GROUPS] * 3
+    assert len(set().union(*seen)) == GROUPS

@@ -9,7 +9,6 @@ import torch
 
 import collage_neuron
 from collage_neuron import torch_privates
-from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -51,68 +50,8 @@ def test_counts_are_written_where_they_are() -> None:
     assert all(t._version > before for t, before in zip(counts, versions, strict=True))
 
 
-def _new_group(params: Any, optimizer: Any) -> None:
-    del optimizer.param_groups[0]["params"][1]
-    optimizer.add_param_group({"params": [params[1]], "weight_decay": 0.5})
-
-
 def transposed(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(5, 4, dtype=torch.bfloat16).t().copy_(t)
-
-
-CHANGES: dict[str, Callable[[Any, Any], object]] = {
-    "count": lambda ps, o: o.state[ps[1]]["step"].fill_(7.0),
-    "other count": lambda ps, o: o.state[ps[1]].update(step=torch.tensor(9.0, dtype=torch.float64)),
-    "high word": lambda ps, o: o.state[ps[0]]["exp_avg_sq"].mul_(2),
-    "exchanged high word": lambda ps, o: o.state[ps[0]].update(exp_avg_sq=o.state[ps[0]]["exp_avg_sq"] * 2),
-    "parameter": lambda ps, o: setattr(ps[2], "data", ps[2].data * 3),
-    "wider state": lambda ps, o: o.state[ps[0]].update(exp_avg=o.state[ps[0]]["exp_avg"].float()),
-    "widened in place": lambda ps, o: setattr(m := o.state[ps[0]]["exp_avg"], "data", m.data.float()),
-    "cleared": lambda ps, o: o.state.clear(),
-    "new group": _new_group,
-    "no gradient": lambda ps, o: setattr(ps[0], "grad", None),
-    "strided": lambda ps, o: setattr(ps[0], "data", transposed(ps[0].data)),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changes_between_steps_are_followed_as_by_a_step_that_knows_nothing(change: Callable[..., object]) -> None:
-    ours, theirs = run(), run()
-    for params, optimizer in (ours, theirs):
-        change(params, optimizer)
-    for _ in range(2):
-        ours[1].step()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_inventory, "look", lambda *_: None)
-            theirs[1].step()
-    for p, q in zip(ours[0], theirs[0], strict=True):
-        assert torch.equal(p, q)
-        mine, other = ours[1].state[p], theirs[1].state[q]
-        assert list(mine) == list(other)
-        assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(mine.values(), other.values(), strict=True))
-
-
-REJECTED: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
-    "another dtype": ("is float32 now and was bfloat16 before", lambda p, state: setattr(p, "data", p.data.float())),
-    "double": ("only bfloat16 and float32 parameters", lambda p, state: setattr(p, "data", p.data.double())),
-    "sparse": ("sparse=False", lambda p, state: setattr(p, "grad", torch.zeros_like(p).to_sparse())),
-    "a state's shape": (
-        "has another shape than its state 'exp_avg'",
-        lambda p, state: setattr(state["exp_avg"], "data", state["exp_avg"].data[:2]),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REJECTED)
-def test_what_a_step_rejects_it_rejects_after_steady_ones(name: str) -> None:
-    params, optimizer = run()
-    match, change = REJECTED[name]
-    params[1].grad = None
-    change(params[1], optimizer.state[params[1]])
-    if params[1].grad is None:
-        params[1].grad = torch.zeros_like(params[1])
-    with pytest.raises((TypeError, ValueError, UnsupportedUpdate), match=match):
-        optimizer.step()
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ def test_a_step_takes_no_notice(backend: str, setting: Callable[[], None], first
 
 
 RUNS = Path(__file__).parents[1] / "support" / "surrounded_runs.py"
-FIRST = ("bfloat16", "float64", "meta", "autocast")
+FIRST = ("bfloat16", "float64, meta, autocast")
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,8 @@ def run(name: str, optimizer: Any, params: list[Parameter], steps: int, first: i
 
 def compiled(make: Make, strategy: str = "fp32", **options: Any) -> tuple[Any, list[Parameter]]:
     params = initial()
-    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **options), params
+    settings: dict[str, Any] = {"strategy": strategy, "verbose": False, "validate": "off", **options}
+    return collage_neuron.compile(make(params), **settings), params
 
 
 def plain(make: Make) -> tuple[Any, list[Parameter]]:

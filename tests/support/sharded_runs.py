@@ -80,11 +80,6 @@ def ddp(model: nn.Module, strategy: str) -> Run:
     return DistributedDataParallel(model, init_sync=False), optimizer
 
 
-def ddp_first(model: nn.Module, strategy: str) -> Run:
-    wrapped = DistributedDataParallel(model)
-    return collage_neuron.compile(wrapped, adamw(wrapped), strategy=strategy)
-
-
 def ddp_model(model: nn.Module, strategy: str) -> Run:
     wrapped = DistributedDataParallel(collage_neuron.compile(model, strategy=strategy), init_sync=False)
     return wrapped, adamw(wrapped)
@@ -125,7 +120,7 @@ def hsdp(model: nn.Module, strategy: str) -> Run:
 
 
 KINDS: dict[str, Callable[[nn.Module, str], Run]] = {
-    k.__name__: k for k in (plain, ddp, ddp_first, ddp_model, fsdp, fsdp_mixed, fsdp_optimizer, fsdp_model, fsdp_last)
+    k.__name__: k for k in (plain, ddp, ddp_model, fsdp, fsdp_mixed, fsdp_optimizer, fsdp_model, fsdp_last)
 }
 
 

@@ -24,18 +24,16 @@ from torch.nn import Linear, Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 CPU = torch.device("cpu")
-CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16)
-}
 
 
-def surrounding(setting: str) -> AbstractContextManager[Any]:
-    """Makes a setting of the process, or returns the context that is one."""
-    if setting in ("bfloat16", "float64"):
-        torch.set_default_dtype(getattr(torch, setting))
-    elif setting == "meta":
-        torch.set_default_device("meta")
-    return CONTEXTS.get(setting, nullcontext)()
+def surrounding(settings: str) -> AbstractContextManager[Any]:
+    """Makes settings of the process, or returns the context that is one."""
+    for setting in settings.split(", "):
+        if setting in ("bfloat16", "float64"):
+            torch.set_default_dtype(getattr(torch, setting))
+        elif setting == "meta":
+            torch.set_default_device("meta")
+    return torch.autocast("cpu", torch.bfloat16) if "autocast" in settings else nullcontext()
 
 
 class WithConstants(Optimizer):

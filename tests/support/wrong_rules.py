@@ -9,6 +9,7 @@ import torch
 from as_written import Written
 from torch.optim import SGD, AdamW, Optimizer, Rprop
 
+from collage_neuron.errors import TranslationError
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.rewrite.arithmetic import Accumulator
 from collage_neuron.passes.rewrite.rules import RULES
@@ -26,6 +27,15 @@ class Spelled(Written):
 
     def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         self.spelled(state, p, g)
+
+
+def error_of(optimizer: Optimizer) -> str:
+    """What validation says of a step; nothing if the step is taken."""
+    try:
+        optimizer.step()
+    except TranslationError as error:
+        return str(error)
+    return ""
 
 
 BUGS: dict[str, tuple[Any, Callable[..., Any], Callable[[Any], Optimizer]]] = {

@@ -12,7 +12,7 @@ import foreign
 import pytest
 import torch
 from traced_cases import LAUNCHED, RATED, Stepping, initial, set_gradients
-from wrong_rules import BUGS, Spelled
+from wrong_rules import BUGS, Spelled, error_of
 
 import collage_neuron
 from collage_neuron import TranslationError
@@ -46,14 +46,6 @@ def snapshot(optimizer: Any) -> str:
     torch.set_printoptions(profile="full")
     attributes = {k: v for k, v in vars(optimizer).items() if not k.startswith("_")}
     return str(copy.deepcopy(attributes))
-
-
-def error_of(optimizer: Any) -> str:
-    try:
-        optimizer.step()
-    except TranslationError as error:
-        return str(error)
-    return ""
 
 
 def steps_until_found(optimizer: Any, last: int = 8) -> int:

@@ -15,7 +15,7 @@ import torch
 from as_written import all_bits, everything
 from models import REPRESENTATIVE_MODES, step_with
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, Rprop
-from wrong_rules import BUGS, RIGHT, Spelled
+from wrong_rules import BUGS, RIGHT, Spelled, error_of
 
 import collage_neuron
 from collage_neuron import StandsStill, TranslationError
@@ -85,14 +85,6 @@ def test_a_wrong_rule_is_found_and_nothing_is_written(
         give_gradients(optimizer)
     assert "param_groups[0]['params'][" in found
     assert snapshot(optimizer) == before
-
-
-def error_of(optimizer: Optimizer) -> str:
-    try:
-        optimizer.step()
-    except TranslationError as error:
-        return str(error)
-    return ""
 
 
 def test_an_overflow_that_torch_does_not_have_is_found(monkeypatch: pytest.MonkeyPatch, fresh_rules: None) -> None:
