@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -117,10 +118,15 @@ def test_a_mapping_names_the_format_of_each_state() -> None:
         run(wrong, 1)
 
 
+OF_BYTES = [{"param": "bf16+int16", "momentum_buffer": name} for name in ("i8q4", "e4m3", "fp16", "bf16+int8")]
+
+
 # Lamb and Prodigy keep numbers in attributes, which no checkpoint of torch has.
-@pytest.mark.parametrize("strategy", ["plus", "split423"])
-@pytest.mark.parametrize("make", [Muon, Adafactor, Shampoo, ByIdentity, Noisy])
-def test_a_checkpoint_resumes_bit_for_bit(make: Make, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [*product([Muon, Adafactor, Shampoo, ByIdentity, Noisy], ["plus", "split423"]), *product([Muon], OF_BYTES)],
+)
+def test_a_checkpoint_resumes_bit_for_bit(make: Make, strategy: Any) -> None:
     whole, params = compiled(make, strategy)
     run(whole, 3)
     state, weights = through_torch_save((whole.state_dict(), [p.detach() for p in params]))

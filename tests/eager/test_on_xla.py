@@ -7,34 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from as_written import ByIdentity, Lamb, Make, Muon, Prodigy, Written, parameters, values
+import xla_runs
+from as_written import ByIdentity, Lamb, Make, Muon, Prodigy, Written, values
 from torch import Tensor
 from torch.nn import Parameter
+from traced_updates import Stepping, Update
+from xla_runs import met, run
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
-
-pytest.importorskip("torch_xla")
-import torch_xla
-import torch_xla.debug.metrics as met
+from collage_neuron.states.bookkeeping import bookkeeping
 
 SHAPES = (6, 10), ()
 """Few and small: XLA compiles programs of their own for each."""
 
 
 def compiled(make: Any, device: torch.device, strategy: str = "plus", **settings: Any) -> tuple[Any, list[Parameter]]:
-    params = [Parameter(p.detach().to(device)) for p in parameters(torch.bfloat16, SHAPES)]
-    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **settings), params
+    optimizer = xla_runs.compiled(make, SHAPES, device, strategy=strategy, **settings)
+    return optimizer, optimizer.param_groups[0]["params"]
 
 
-def run(optimizer: Any, params: list[Parameter], steps: int, first: int = 0) -> None:
-    """Steps with gradients that depend on the number of the step alone."""
-    for number in range(first, first + steps):
-        g = torch.Generator().manual_seed(1000 + number)
-        for p in params:
-            p.grad = (0.1 * torch.randn(p.shape, generator=g)).bfloat16().to(p.device)
-        optimizer.step()
-        torch_xla.sync()
+def by(update: Update) -> Make:
+    return lambda params: Stepping(params, update)
 
 
 def exact(optimizer: Any, params: list[Parameter]) -> list[Tensor]:
@@ -46,7 +40,7 @@ def check_alike(make: Make, xla: torch.device, steps: int) -> None:
     found = []
     for device in (torch.device("cpu"), xla):
         optimizer, params = compiled(make, device, "fp32")
-        run(optimizer, params, steps)
+        run(optimizer, steps)
         found.append(exact(optimizer, params))
     for on_cpu, on_xla in zip(*found, strict=True):
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
@@ -57,33 +51,27 @@ def test_steps_are_those_of_the_cpu(make: Make, xla: torch.device) -> None:
     check_alike(make, xla, 3)
 
 
-class OnTheHost(Written):
+def on_the_host(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
     """Makes tensors of the CPU from those of the device: torch_xla wraps them, and they have no address."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        norm = torch.zeros_like(p, device="cpu").add_(float(g.norm()))
-        p.sub_(g + torch.rand_like(p, device="cpu").clamp(0.5, 0.5).to(p.device) + norm.to(p.device), alpha=group["lr"])
+    norm = torch.zeros_like(p, device="cpu").add_(float(g.norm()))
+    p.sub_(g + torch.rand_like(p, device="cpu").clamp(0.5, 0.5).to(p.device) + norm.to(p.device), alpha=lr)
 
 
 def test_a_step_may_make_tensors_on_the_host(xla: torch.device) -> None:
-    check_alike(OnTheHost, xla, 2)
+    check_alike(by(on_the_host), xla, 2)
 
 
-class KeptOnTheHost(Written):
+def kept_on_the_host(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
     """Its momentum lies on the CPU, beside parameters of the device."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["m"] = torch.zeros(p.shape)
-        state["m"].mul_(0.5).add_(g.cpu())
-        p.sub_(state["m"].to(p.device) / g.norm())
+    m = s.setdefault("m", torch.zeros(p.shape)).mul_(0.5).add_(g.cpu())
+    p.sub_(m.to(p.device) / g.norm())
 
 
 def test_a_state_on_the_host_stays_there_as_it_is(xla: torch.device) -> None:
     found = []
     for device in (torch.device("cpu"), xla):
-        optimizer, params = compiled(KeptOnTheHost, device, "fp32")
-        run(optimizer, params, 3)
+        optimizer, params = compiled(by(kept_on_the_host), device, "fp32")
+        run(optimizer, 3)
         states = [optimizer.state[p]["m"] for p in params]
         assert {(m.device.type, m.dtype) for m in states} == {("cpu", torch.float32)}
         found.append([*states, *exact(optimizer, params)])
@@ -94,54 +82,59 @@ def test_a_state_on_the_host_stays_there_as_it_is(xla: torch.device) -> None:
 @pytest.mark.validated
 def test_nothing_is_compiled_after_the_fourth_step(xla: torch.device) -> None:
     """Steps 1, 2 and 4 are validated, each with samples of other parameters."""
-    optimizer, params = compiled(Lamb, xla)
-    run(optimizer, params, 4)
+    optimizer, _ = compiled(Lamb, xla, validate="on")
+    run(optimizer, 4)
     before = met.metric_data("CompileTime")[0]
-    run(optimizer, params, 4, first=4)
+    run(optimizer, 4, first=4)
     assert met.metric_data("CompileTime")[0] == before
 
 
-class Aliases(Written):
+def aliases(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
     """Keeps the parameter's data, and one state under two names, and writes to both."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["z"] = p.data
-            state["a"] = state["b"] = torch.zeros_like(p)
-        state["a"].add_(g / float(g.norm() + 1))
-        state["z"].sub_(state["b"])
-        p.mul_(0.99)
+    if not s:
+        s["z"] = p.data
+        s["a"] = s["b"] = torch.zeros_like(p)
+    s["a"].add_(g / float(g.norm() + 1))
+    s["z"].sub_(s["b"])
+    p.mul_(0.99)
 
 
 def test_memory_that_is_shared_is_shared(xla: torch.device) -> None:
-    check_alike(Aliases, xla, 3)
+    check_alike(by(aliases), xla, 3)
 
 
 def test_a_gradient_in_the_memory_of_its_parameter_is_rejected(xla: torch.device) -> None:
     optimizer, params = compiled(Lamb, xla)
-    run(optimizer, params, 1)
+    run(optimizer, 1)
     for p in params:
         p.grad = p.data
     with pytest.raises(UnsupportedUpdate, match="a gradient and a parameter share memory"):
         optimizer.step()
 
 
+def cubic(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
+    """Momentum over a norm that has no rule; of few operations, each of which XLA compiles."""
+    m = s.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.5)
+    p.sub_(m / (m.norm(3) + 1), alpha=lr)
+
+
 def test_a_skipped_step_a_monitor_and_a_checkpoint(xla: torch.device) -> None:
-    optimizer, params = compiled(Muon, xla, nonfinite="skip")
+    optimizer, params = compiled(by(cubic), xla, nonfinite="skip")
     monitor = collage_neuron.monitor(optimizer, every=1)
-    run(optimizer, params, 2)
+    run(optimizer, 2)
     before = exact(optimizer, params)
     params[0].grad = torch.full_like(params[0], torch.inf)
     optimizer.step()
     assert all(map(torch.equal, before, exact(optimizer, params)))
     assert monitor.latest() is not None
-    resumed, others = compiled(Muon, xla, nonfinite="skip")
+    assert bookkeeping(optimizer).as_written
+    resumed, others = compiled(by(cubic), xla, nonfinite="skip")
     with torch.no_grad():
         for p, q in zip(params, others, strict=True):
             q.copy_(p)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    run(optimizer, params, 2, first=5)
-    run(resumed, others, 2, first=5)
+    run(optimizer, 2, first=5)
+    run(resumed, 2, first=5)
     assert all(map(torch.equal, exact(optimizer, params), exact(resumed, others)))
 
 
@@ -160,7 +153,7 @@ class Scaled(Written):
 
 def test_an_error_in_the_middle_is_undone_and_gradients_are_written(xla: torch.device) -> None:
     optimizer, params = compiled(Scaled, xla)
-    run(optimizer, params, 1)
+    run(optimizer, 1)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()

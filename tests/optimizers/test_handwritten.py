@@ -13,6 +13,7 @@ import foreign
 import pytest
 import torch
 from agreement import Agreement, Make, Twins, compare, gradients, initial
+from staged import Lamb
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
@@ -130,12 +131,11 @@ def test_a_schedule_in_attributes_is_run_once_a_step() -> None:
 
 
 @pytest.mark.sampled(of=2)
-@pytest.mark.parametrize("name", CASES)
-def test_parameters_of_one_group_do_what_each_does_alone(name: str) -> None:
-    """So that what an optimizer keeps in the group is counted once a step, not once a parameter."""
+@pytest.mark.parametrize("make", [*(case.make for case in CASES.values()), Lamb], ids=[*CASES, "lamb"])
+def test_parameters_of_one_group_do_what_each_does_alone(make: Make) -> None:
+    """What an optimizer keeps in the group is counted once a step, not once a parameter; sums are of one alone."""
     together = [torch.nn.Parameter(initial() * k) for k in (1, 2, 4)]
-    optimizers = [CASES[name].make(together), *(CASES[name].make([torch.nn.Parameter(p.detach().clone())])
-                                                for p in together)]  # fmt: skip
+    optimizers = [make(together), *(make([torch.nn.Parameter(p.detach().clone())]) for p in together)]
     for optimizer in optimizers:
         collage_neuron.compile(optimizer)
         for gradient in gradients(4):

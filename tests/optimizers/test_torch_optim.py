@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -216,30 +216,30 @@ class DecaysByAProduct(Written):
         p.add_(gradient, alpha=-group["lr"])
 
 
+def in_bf16_arithmetic(make: Callable[[Any], Any], plain: Callable[[Any], Any], gradients: Iterable[Any]) -> Any:
+    """A parameter and its compiled optimizer after the steps, under `full`, and these in float64; where they began."""
+    theta = torch_cases.weights(SHAPE)
+    p, exact = torch_cases.parameter(theta, torch.bfloat16), torch_cases.parameter(theta, torch.float64)
+    optimizer, oracle = collage_neuron.compile(make(p), strategy="full", arithmetic="bf16"), plain(exact)
+    for g in gradients:
+        p.grad, exact.grad = g, g.double()
+        optimizer.step()
+        oracle.step()
+    return p, optimizer, exact, oracle, theta
+
+
 @pytest.mark.parametrize("product", [False, True])
 def test_bf16_arithmetic_keeps_a_small_multiple_of_the_parameter(product: bool) -> None:
     """One rounding to bf16 of the multiple, and a pair's of the parameter: within 2**-6 of the way after 100 steps."""
-    theta = torch_cases.weights(SHAPE)
-    p, exact = torch_cases.parameter(theta, torch.bfloat16), torch_cases.parameter(theta, torch.float64)
-    optimizer = collage_neuron.compile(DecaysByAProduct([p], product), strategy="full", arithmetic="bf16")
-    oracle = DecaysByAProduct([exact], product)
-    for _ in range(100):
-        p.grad, exact.grad = torch.zeros_like(p), torch.zeros_like(exact)
-        optimizer.step()
-        oracle.step()
+    make, nothing = (lambda p: DecaysByAProduct([p], product)), torch.zeros(SHAPE, dtype=torch.bfloat16)
+    p, optimizer, exact, _, theta = in_bf16_arithmetic(make, make, [nothing] * 100)
     runs = Runs(theta.double(), exact.detach(), {"full": exact_value(optimizer, p).double()}, {})
     assert runs.errors()["full"] <= 2**-6
 
 
 def test_bf16_arithmetic_keeps_the_average_of_asgd() -> None:
     """Two roundings to bf16 of each increment: within 2**-6 of the average."""
-    theta = torch_cases.weights(SHAPE)
-    p, exact = torch_cases.parameter(theta, torch.bfloat16), torch_cases.parameter(theta, torch.float64)
-    optimizer = collage_neuron.compile(CASES["asgd"].of(p), strategy="full", arithmetic="bf16")
-    oracle = CASES["asgd"].plain(exact)
-    for g in torch_cases.gradients(80, SHAPE):  # each is recorded: its numbers go through tensors
-        p.grad, exact.grad = g, g.double()
-        optimizer.step()
-        oracle.step()
+    case, gradients = CASES["asgd"], torch_cases.gradients(80, SHAPE)  # each is recorded: its numbers are tensors'
+    p, optimizer, exact, oracle, _ = in_bf16_arithmetic(case.of, case.plain, gradients)
     average = read_exact(p, optimizer.state[p], "ax")
     assert torch_cases.state_error(average, oracle.state[exact]["ax"]) <= 2**-6

@@ -48,37 +48,27 @@ def gradients(optimizer: Any, reference: Any, seed: int) -> None:
         set_gradients([p for g in o.param_groups for p in g["params"]], seed)
 
 
-@pytest.mark.parametrize("strategy", ULP)
-@pytest.mark.parametrize("first", ["method", "step"])
-def test_the_curvature_of_sophia_is_that_of_float64(first: str, strategy: str) -> None:
-    """30 steps move by at most the learning rate; each stores three numbers below 4, through a ratio of about 1."""
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["full", "fp32", "plus"])
+@pytest.mark.parametrize("first", [0, 2], ids=["method first", "step first"])
+def test_the_curvature_of_sophia_is_that_of_float64(first: int, strategy: str) -> None:
+    """30 steps move by at most the learning rate; each stores three numbers below 4, through a ratio of about 1.
+
+    Under `plus` the curvature, which methods alone write, is seen to be a second moment; the average is in bf16.
+    """
     optimizer, reference = both(SophiaG, strategy, lr=1e-3, rho=1.0)
     for i in range(30):
         gradients(optimizer, reference, i)
         for o in (optimizer, reference):
-            if i % 5 == (0 if first == "method" else 2):
+            if i % 5 == first:
                 o.update_hessian(bs=3)
             o.step()
-    assert error(optimizer, reference) <= 30 * (4 + 3) * ULP[strategy]
+    if strategy != "plus":
+        assert error(optimizer, reference) <= 30 * (4 + 3) * ULP[strategy]
     for p, q in pairs(optimizer, reference):
         state, other = optimizer.state[p], reference.state[q]["hessian"]
         value = read_fp32(p, state, "hessian").double()
-        assert (value - other).abs().max() <= 10 * ULP[strategy] * other.abs().max()
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["method first", "step first"])
-def test_a_state_that_methods_alone_write_is_a_second_moment_under_plus(first: int) -> None:
-    optimizer, reference = both(SophiaG, "plus", lr=1e-3, rho=1.0)
-    for i in range(20):
-        gradients(optimizer, reference, i)
-        for o in (optimizer, reference):
-            if i >= first:
-                o.update_hessian()
-            o.step()
-    for p, q in pairs(optimizer, reference):
-        value = read_fp32(p, optimizer.state[p], "hessian").double()
-        other = reference.state[q]["hessian"]
-        assert (value - other).abs().max() <= 20 * 2**-17 * other.abs().max()
+        assert (value - other).abs().max() <= 10 * ULP.get(strategy, 2**-17) * other.abs().max()
 
 
 @pytest.mark.parametrize("strategy", ULP)

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 from methods import SAM, SophiaG
-from models import set_gradients
 from torch.nn import Parameter
+from xla_runs import compiled, run, torch_xla
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
-
-pytest.importorskip("torch_xla")
-import torch_xla
 
 
 class Methods(torch.optim.SGD):
@@ -53,12 +50,9 @@ class OnCopies(Methods):
 
 
 def stepped(make: Any, device: torch.device, strategy: str = "full") -> tuple[Any, list[Parameter]]:
-    g = torch.Generator().manual_seed(0)
-    params = [Parameter(torch.randn(shape, generator=g).to(device)) for shape in ((4, 6), (5,))]
-    optimizer: Any = collage_neuron.compile(make(params), strategy=strategy, verbose=False)
-    set_gradients(params, 0)
-    optimizer.step()
-    return optimizer, params
+    optimizer = compiled(make, ((4, 6), (5,)), device, strategy=strategy)
+    run(optimizer, 1)
+    return optimizer, optimizer.param_groups[0]["params"]
 
 
 def exact(optimizer: Any, params: list[Parameter]) -> list[torch.Tensor]:
@@ -104,8 +98,7 @@ def test_methods_of_papers_are_those_of_the_cpu(make: Any, use: Any, xla: torch.
     for device in (torch.device("cpu"), xla):
         optimizer, params = stepped(lambda ps: make(ps, lr=1e-2), device, "fp32")
         use(optimizer)
-        set_gradients(params, 1)
-        optimizer.step()
+        run(optimizer, 1, first=1)
         found.append(exact(optimizer, params))
     for on_cpu, on_xla in zip(*found, strict=True):
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)

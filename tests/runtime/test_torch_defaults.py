@@ -46,6 +46,14 @@ def in_flush() -> None:
     torch.set_flush_denormal(True)
 
 
+def in_bf16() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+
+
+def in_float64() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
@@ -57,7 +65,7 @@ def as_before() -> Iterator[None]:
 
 @pytest.mark.validated
 @pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("setting", [in_meta, in_flush])
+@pytest.mark.parametrize("setting", [in_meta, in_flush, in_bf16, in_float64])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_takes_no_notice(backend: str, setting: Callable[[], None], first: int) -> None:
     """Neither its first ones, nor steady and validated ones; the numbers are subnormal in part."""
@@ -69,6 +77,7 @@ def test_a_step_takes_no_notice(backend: str, setting: Callable[[], None], first
     torch.set_default_device(None)
     assert (torch.tensor([1e-39]) * 0.5 == 0).item() == (setting is in_flush)  # as it was
     torch.set_flush_denormal(False)
+    torch.set_default_dtype(torch.float32)
     train(q, wanted, first, 1e-30)
     train(q, wanted, 5 - first, 1e-30)
     assert all(map(torch.equal, words_of(p, optimizer), words_of(q, wanted)))

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from as_written import Written
 from models import follow, through_torch_save
 from torch import nn
 from torch.optim import Optimizer
+from traced_updates import Stepping
 from worlds import run_script
 
 import collage_neuron
+from collage_neuron.numerics.strategies import DEFAULT
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -72,14 +73,38 @@ WAYS = [
 ]
 
 
+def begun(
+    make: Callable[[Any], Optimizer], shape: tuple[int, ...], how: str, dtype: torch.dtype, strategy: str
+) -> tuple[Scaled, Optimizer]:
+    """A compiled run, of which plain torch has taken two steps, or made a checkpoint after two, or neither."""
+    if how == "new":
+        return compiled(make, shape, strategy=strategy)
+    model = Scaled(shape).to(dtype)
+    plain = make(model.parameters())
+    follow(plain, range(2))
+    if how == "stepped":
+        return collage_neuron.compile(model, plain, strategy=strategy)
+    loaded = compiled(make, shape, strategy=strategy)
+    loaded[1].load_state_dict(plain.state_dict())
+    return loaded
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+BEGINNINGS = [
+    *(("new", FP32, strategy) for strategy in ("bf16", "plus", "fp32")),
+    ("stepped", FP32, DEFAULT), ("stepped", BF16, DEFAULT),
+    ("a checkpoint", FP32, "plus"), ("a checkpoint", FP32, "fp32"), ("a checkpoint", BF16, "plus"),
+]  # fmt: skip
+
+
 @pytest.mark.sampled(of=6)
-@pytest.mark.parametrize("strategy", ["bf16", "plus", "fp32"])
+@pytest.mark.parametrize(("how", "dtype", "strategy"), BEGINNINGS)
 @pytest.mark.parametrize("name", CASES)
-def test_as_one_element(name: str, strategy: str) -> None:
+def test_as_one_element(name: str, how: str, dtype: torch.dtype, strategy: str) -> None:
     """Six steps: the same bits, in states of the same names and dtypes, as of a parameter of shape [1]."""
-    flat, one = ((compiled(CASES[name], shape, strategy=strategy)) for shape in ((), (1,)))
-    follow(flat[1], range(6))
-    follow(one[1], range(6))
+    flat, one = (begun(CASES[name], shape, how, dtype, strategy) for shape in ((), (1,)))
+    follow(flat[1], range(2, 8))
+    follow(one[1], range(2, 8))
     assert told(*flat) == told(*one)
     assert all(v.dim() == 0 for v in flat[1].state[flat[0].scale].values() if isinstance(v, torch.Tensor))
 
@@ -95,38 +120,6 @@ def test_interrupted(name: str, strategy: str, way: Callable[..., tuple[Scaled, 
     rest = way(*interrupted, CASES[name])
     follow(rest[1], range(3, 6))
     assert told(*rest) == told(*whole)
-
-
-@pytest.mark.sampled(of=6)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
-def test_stepped_before(name: str, dtype: torch.dtype) -> None:
-    """An optimizer that plain torch stepped, in fp32 or in bf16, is compiled as it is for a parameter of shape [1]."""
-    both = []
-    for shape in ((), (1,)):
-        model = Scaled(shape).to(dtype)
-        optimizer = CASES[name](model.parameters())
-        follow(optimizer, range(2))
-        both.append(collage_neuron.compile(model, optimizer))
-        follow(both[-1][1], range(2, 5))
-    assert told(*both[0]) == told(*both[1])
-
-
-@pytest.mark.sampled(of=6)
-@pytest.mark.parametrize(
-    ("dtype", "strategy"), [(torch.float32, "plus"), (torch.float32, "fp32"), (torch.bfloat16, "plus")]
-)
-@pytest.mark.parametrize("name", CASES)
-def test_plain_checkpoint(name: str, dtype: torch.dtype, strategy: str) -> None:
-    both = []
-    for shape in ((), (1,)):
-        model = Scaled(shape).to(dtype)
-        plain = CASES[name](model.parameters())
-        follow(plain, range(2))
-        both.append(compiled(CASES[name], shape, strategy=strategy))
-        both[-1][1].load_state_dict(plain.state_dict())
-        follow(both[-1][1], range(2, 5))
-    assert told(*both[0]) == told(*both[1])
 
 
 def test_numbers_that_torch_cast() -> None:
@@ -169,36 +162,29 @@ def test_in_a_fresh_process(name: str, strategy: str, tmp_path: Path) -> None:
     assert printed.strip() == str(sorted((k, v.dtype) for k, v in optimizer.state[p].items()))
 
 
-class Directed(Written):
-    """Keeps the direction of its last step, a tensor, as `step`."""
+Update = Callable[..., object]
 
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state["step"] = state["step"] * 0.5 + g if "step" in state else g.clone()
-        p.sub_(state["step"], alpha=group["lr"])
+
+def both_ways(update: Update, **settings: Any) -> list[tuple[Scaled, Optimizer]]:
+    """Three steps of an update, of a scale without dimensions and of one with one."""
+    runs = [compiled(lambda ps: Stepping(ps, update), shape, **settings) for shape in ((), (1,))]
+    for _, optimizer in runs:
+        follow(optimizer, range(3))
+    return runs
+
+
+def directed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Keeps the direction of its last step, a tensor, as `step`."""
+    s["step"] = s["step"] * 0.5 + g if "step" in s else g.clone()
+    p.sub_(s["step"], alpha=lr)
 
 
 def test_after_another_optimizer() -> None:
     """What is a tensor in one optimizer is a number in the next."""
-    follow(compiled(Directed, ())[1], range(2))
+    follow(compiled(lambda ps: Stepping(ps, directed), ())[1], range(2))
     follow(compiled(torch.optim.AdamW, ())[1], range(2))
-    both = [compiled(Directed, shape, strategy="fp32") for shape in ((), (1,))]
-    for _, optimizer in both:
-        follow(optimizer, range(3))
-    assert told(*both[0]) == told(*both[1])
-
-
-class BySize(Written):
-    """Momentum in a tensor that is made from the parameter's size; the momentum is written in place."""
-
-    def __init__(self, params: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(params, lr=0.01)
-        self.make = make
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if "m" not in state:
-            state["m"] = self.make(p)
-        state["m"].mul_(0.9).add_(g)
-        p.sub_(state["m"], alpha=group["lr"])
+    flat, one = both_ways(directed, strategy="fp32")
+    assert told(*flat) == told(*one)
 
 
 MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -216,10 +202,15 @@ MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("strategy", ["plus", "fp32"])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_states_made_from_the_size(maker: str, strategy: str) -> None:
-    """The momentum of the first step counts."""
-    flat, one = (compiled(lambda ps: BySize(ps, MAKERS[maker]), s, strategy=strategy) for s in ((), (1,)))
-    follow(flat[1], range(3))
-    follow(one[1], range(3))
+    """The momentum of the first step counts; it is written in place."""
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        if "m" not in s:
+            s["m"] = MAKERS[maker](p)
+        s["m"].mul_(0.9).add_(g)
+        p.sub_(s["m"], alpha=lr)
+
+    flat, one = both_ways(update, strategy=strategy)
     assert told(*flat) == told(*one)
     assert flat[1].state[flat[0].scale]["m"].item() != 0.0
 
@@ -235,42 +226,27 @@ QUESTIONS: dict[str, Callable[[torch.Tensor], bool]] = {
 }
 
 
-class Asking(Written):
-    """Decays what has dimensions, and nothing else."""
-
-    def __init__(self, params: Any, question: Callable[[torch.Tensor], bool]) -> None:
-        super().__init__(params, lr=0.01)
-        self.question = question
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not self.question(g):
-            p.mul_(0.5)
-        p.sub_(g, alpha=group["lr"])
-
-
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_code_that_asks_for_dimensions(question: str) -> None:
-    """A recording takes the branch of the parameter that it is of."""
-    model, optimizer = compiled(lambda ps: Asking(ps, QUESTIONS[question]), ())
-    follow(optimizer, range(1))
+    """A recording takes the branch of the parameter that it is of: what has dimensions decays."""
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        if not QUESTIONS[question](g):
+            p.mul_(0.5)
+        p.sub_(g, alpha=lr)
+
+    (model, _), (other, _) = both_ways(update)
     assert model.scale.item() > 1.0
     assert model.weight.abs().max().item() < 0.6
-    model, optimizer = compiled(lambda ps: Asking(ps, QUESTIONS[question]), (1,))
-    follow(optimizer, range(1))
-    assert model.scale.item() < 0.7
-
-
-class IntoATemporary(Written):
-    """Writes the gradient into a tensor of one element that the step makes."""
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(torch.zeros(p.shape).add_(g))
+    assert other.scale.item() < 0.7
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_what_is_written_into_a_number_of_the_step_is_not_lost(shape: tuple[int, ...]) -> None:
+    """The gradient, into a tensor of one element that the step makes."""
     p = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
-    optimizer = collage_neuron.compile(IntoATemporary([p]), verbose=False)
+    update: Update = lambda o, p, g, s, lr, t: p.sub_(torch.zeros(p.shape).add_(g))  # noqa: E731
+    optimizer = collage_neuron.compile(Stepping([p], update), verbose=False)
     for t in range(1, 4):
         p.grad = torch.ones_like(p)
         optimizer.step()
