@@ -21,7 +21,7 @@ _FIRST = {
     aten.lerp.Scalar, aten.lerp.Tensor, aten.addcmul.default, aten.addcdiv.default, aten.neg.default,
     aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default,
     aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_max.default,
-    aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.index_put.default,
 }  # fmt: skip
 _BOTH = {aten.mul.Tensor, aten.maximum.default, aten.minimum.default}
 

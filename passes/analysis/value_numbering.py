@@ -59,6 +59,7 @@ _TABLE: Mapping[str, Rule] = {
     "abs.default": Algebra.absolute,
     "sign.default sgn.default": Algebra.sign,
     "pow.Tensor_Scalar": lambda v, x, exponent: v.power(x, exponent.get(ONE, 0.0)),
+    "square.default": lambda v, x: v.power(x, 2.0),
     "sqrt.default": lambda v, x: v.power(x, 0.5),
     "rsqrt.default": lambda v, x: v.power(x, -0.5),
     "reciprocal.default": lambda v, x: v.power(x, -1.0),
@@ -70,6 +71,9 @@ _TABLE: Mapping[str, Rule] = {
     "clamp.default clamp.Tensor": Algebra.between,
     "where.self where.ScalarOther where.ScalarSelf where.Scalar": Algebra.chosen,
     "masked_fill.Scalar masked_fill.Tensor": lambda v, x, mask, value: v.chosen(mask, value, x),
+    "index_put.default": lambda v, x, indices, values, accumulate=False: v.chosen(
+        indices[0], plus(x, values) if accumulate else values, x
+    ),
     "nan_to_num.default": _nan_to_num,
     "clone.default detach.default alias.default lift_fresh.default _to_copy.default": lambda v, x, **_: x,
     "copy.default": lambda v, x, source, non_blocking=False: source,

@@ -66,7 +66,9 @@ def test_value_against_float64(name: str, arithmetic: str, state: str) -> None:
     components = {"param": exact["param"].bfloat16(), "grad": exact["grad"].bfloat16()}
     words = format_named(state).encode(exact["state"].float())
     components |= dict(zip(format_named(state).keys("state"), words, strict=True))
-    inputs = {key: components[key].double() for key in ("param", "grad")} | {"s0": SLOT}
+    inputs = {key: components[key].double() for key in ("param", "grad")} | {
+        "s0": torch.tensor(SLOT, dtype=torch.float64) if name == "index_put" else SLOT,
+    }
     reads_low = state == "bf16x2" and (arithmetic == "fp32" or keeps_pair(name))
     inputs["state"] = sum(w.double() for w in words) if reads_low else words[0].double()
     truth = torch.as_tensor(run_captured(name, inputs)["state"])
@@ -83,7 +85,7 @@ def test_value_against_float64(name: str, arithmetic: str, state: str) -> None:
 
 PAIRS = {
     "add", "add_state_second", "add_scalar", "sub", "mul_scalar", "mul", "lerp", "lerp_of_states", "maximum", "minimum",
-    "clamp", "clamp_min", "clamp_max", "where", "masked_fill", "mask_as_number", "mask_and", "mask_or",
+    "clamp", "clamp_min", "clamp_max", "where", "masked_fill", "index_put", "mask_as_number", "mask_and", "mask_or",
     "mask_ge", "mask_le", "mask_ne", "mask_not", "zeros", "ones", "full", "clone",
 }  # fmt: skip
 

@@ -353,6 +353,11 @@ def _nan_to_num(m: Bounds, out: Tensor, x: Ball, *_: Any, **__: Any) -> Ball:
     return Ball(out, r.nan_to_num(torch.inf))
 
 
+@_handles("square")
+def _square(m: Bounds, out: Tensor, x: Ball) -> Ball:
+    return _power(m, out, x, _number(2))
+
+
 @_handles("pow")
 def _power(m: Bounds, out: Tensor, x: Ball, exponent: Ball) -> Ball:
     x, n = m.read(x), exponent.c
@@ -432,6 +437,11 @@ def _where(m: Bounds, out: Tensor, mask: Ball, x: Ball, y: Ball) -> Ball:
 @_handles("masked_fill")
 def _masked_fill(m: Bounds, out: Tensor, x: Ball, mask: Ball, value: Ball) -> Ball:
     return _where(m, out, mask, value, x)
+
+
+@_handles("index_put")
+def _index_put(m: Bounds, out: Tensor, x: Ball, indices: list[Ball], value: Ball, *_: Any) -> Ball:
+    return _where(m, out, indices[0], value, x)
 
 
 @_handles("copy")

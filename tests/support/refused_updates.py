@@ -56,6 +56,8 @@ NO_RULE = (
     r"keys of collage_neuron.passes.rewrite.rules.RULES"
 )
 
+BY_INDEX = r"writes to some elements by index; only x\[mask\] = number is elementwise"
+
 WAITS = r"aten.{}.default cannot wait"
 
 IN_FP32 = r"aten.{}.default makes a tensor of torch.{}: updates are compiled in fp32"
@@ -81,10 +83,8 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         lambda p: p.add_(grad(p) * p.new_zeros(p.shape, dtype=torch.float16).add_(grad(p))),
         IN_FP32.format("new_zeros", "float16"),
     ),
-    "index": (
-        lambda p: p.index_put_((torch.tensor([0]),), torch.tensor(0.0)),
-        r"aten\.index_put\.default .*has no rule",
-    ),
+    "two indices": (lambda p: p.index_put_((grad(p) > 0, grad(p) < 0), torch.tensor(0.0)), BY_INDEX),
+    "integer index": (lambda p: p.index_put_((torch.tensor([0]),), torch.tensor(0.0)), BY_INDEX),
     "transposed": (lambda p: p.t().add_(1.0), r"not elementwise: aten\.\w+\.\w+ takes the elements of a tensor"),
     "stranger": (
         lambda p: p.add_(stranger),

@@ -161,6 +161,12 @@ def log(a: Arithmetic, x: Any) -> Any:
     return a.round(torch.log(a.read(x)))
 
 
+@rule(aten.square.default)
+def square(a: Arithmetic, x: Any) -> Any:
+    """x * x."""
+    return mul(a, a.read(x), a.read(x))
+
+
 @rule(aten.softplus.default)
 def softplus(a: Arithmetic, x: Any, beta: Any = 1, threshold: Any = 20) -> Any:
     """log1p(e ** (beta * x)) / beta, and x itself where beta * x is above the threshold."""

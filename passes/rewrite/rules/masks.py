@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import LARGEST
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, lift
@@ -97,6 +98,14 @@ def where(a: Arithmetic, mask: Any, x: Any, y: Any) -> Any:
 def masked_fill(a: Arithmetic, x: Any, mask: Any, value: Any) -> Any:
     """The value where the mask is true, else x."""
     return where(a, mask, value, x)
+
+
+@rule(aten.index_put.default)
+def index_put(a: Arithmetic, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """x[mask] = value, the one form that is elementwise."""
+    if len(indices) != 1 or lift(indices[0]).mask is None or accumulate or lift(values).host is None:
+        raise UnsupportedUpdate("the update writes to some elements by index; only x[mask] = number is elementwise")
+    return where(a, indices[0], values, x)
 
 
 @rule(aten.nan_to_num.default)
