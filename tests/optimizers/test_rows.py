@@ -18,7 +18,7 @@ from torch.nn import Parameter
 import collage_neuron
 from collage_neuron.errors import StrategyChanged, TranslationError, UnsupportedUpdate
 from collage_neuron.numerics import matrix_sums
-from collage_neuron.passes.backends import reference
+from collage_neuron.passes.backends import staged
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 
@@ -175,7 +175,7 @@ def test_a_nan_reaches_the_number() -> None:
 def test_validation_notices_a_number_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     optimizer, _ = compiled_number(backend="reference", validate="on")
     run(optimizer, steps - 1)
-    monkeypatch.setattr(reference, "store_small", lambda launch, found: None)
+    monkeypatch.setattr(staged, "store_small", lambda launch, found: None)
     with pytest.raises(TranslationError, match=r"v becomes .*rounding explains"):
         run(optimizer, 1, first=5)
 
