@@ -370,12 +370,15 @@ FAR = 100.0
 def _check_values(p: torch.Tensor, name: str, state: Mapping[str, Any], codes: torch.Tensor, record: Record) -> None:
     """Raises for values that were computed from codes as if these were values: `state["exp_avg"] = m * 0.5`, of `m`."""
     values = state[name]
-    if not values.is_floating_point() or values.shape[1:] != codes.shape[1:] or not codes.dim():
+    are_comparable = values.is_floating_point() and not codes.is_floating_point() and codes.dim() > 0
+    if not are_comparable or values.shape[1:] != codes.shape[1:]:
         return
     rows = min(len(values), len(codes))  # of a new parameter there may be more, or fewer
     pairs = torch.stack([_on_host(values)[:rows].double(), _on_host(codes)[:rows].double()]).flatten(1)
     pairs = pairs[:, pairs[0] != 0]  # masks
-    was = word_encoding.decode(format_named(record[name]), [codes, *_further(state, name, record)], name).abs().max()
+    fmt = format_named(record[name])
+    words = [local(codes), *(local(state[key]) for key in fmt.keys(name)[1:])]
+    was = word_encoding.decode(fmt, words, name).abs().max().cpu()
     numbers = pairs[0]
     if (numbers == numbers[:1]).all() or numbers.abs().max() <= FAR * was:  # one number tells nothing
         return
@@ -385,10 +388,6 @@ def _check_values(p: torch.Tensor, name: str, state: Mapping[str, Any], codes: t
             f"({record[name]}), which are no values. Nothing was updated: compute it from the values, which "
             "optimizer.state_dict() has, and assign that, or load it by load_state_dict()"
         )
-
-
-def _further(state: Mapping[str, Any], name: str, record: Record) -> list[torch.Tensor]:
-    return [local(state[key]) for key in format_named(record[name]).keys(name)[1:]]
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
@@ -443,7 +442,8 @@ def note_as(optimizer: Optimizer, p: torch.Tensor, low: LowWords, record: Mappin
 
 
 LEFT = "_collage_left"
-"""An attribute of parameters whose compiled optimizer is gone: its `LowWords`, and its record of their format."""
+"""An attribute of parameters whose compiled optimizer is gone, or has them no more: its `LowWords`, and its record of
+their format."""
 
 
 def leave(p: torch.Tensor, low: LowWords, record: Mapping[str, str]) -> None:
