@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from keyword import iskeyword
+from math import isfinite
 from operator import itemgetter
 from struct import Struct, pack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from collage_neuron import torch_privates
-from collage_neuron.passes.analysis.state_roles import pattern
+from collage_neuron.passes.analysis.state_roles import pattern, roles_of
 from collage_neuron.passes.functionalize.captured_graph import captured_of
 from collage_neuron.passes.functionalize.recorded_ops import Recorder, Ref
 from collage_neuron.passes.ir.update import Captured, Recording
@@ -36,6 +37,9 @@ MOST = 4
 
 NEW = 16
 """As often as a step is of a kind that is not known, one after the other, an optimizer's run as written too."""
+
+MOST_ROLES = 1024
+"""Patterns of the numbers of an update whose roles are known, before all are forgotten."""
 
 Named = dict[str, int]
 """The places of the tensors of a parameter that wait: of itself, its gradient and its states, by name."""
@@ -71,6 +75,8 @@ class Planned(NamedTuple):
     numbers: list[Callable[[Sequence[float]], Any]]
     more: list[float]
     """Further slots: numbers that the calls have."""
+    roles: dict[object, object]
+    """Those of its states, by the `pattern` of its numbers."""
 
     def followed_by(self, following: Mapping[str, Recording]) -> Planned:
         """The same with the step after it, which may show what states are for."""
@@ -80,7 +86,7 @@ class Planned(NamedTuple):
     def parts(self, numbers: Sequence[float]) -> Iterator[tuple[tuple[int, ...], Recording]]:
         """Those of its parameters that can be launched together, and their recording.
 
-        Formats may depend on the signs and sizes of numbers (`pattern`): where these are different, so are the parts.
+        Formats may depend on the signs and sizes of numbers (`pattern`): where roles are different, so are the parts.
         """
         rows = [[*get(numbers), *self.more] for get in self.numbers]
         bits = Struct(f"{len(rows[0])}d")  # as bits: NaN does not equal itself, and 0.0 equals -0.0
@@ -92,9 +98,22 @@ class Planned(NamedTuple):
         alike: dict[object, list[int]] = {}
         for i in range(len(rows)):
             alike.setdefault(pattern([column[i] for column in different]), []).append(i)
-        whole = replace(self.recording, rows=rows)
+        whole, parts = replace(self.recording, rows=rows), dict[object, list[int]]()
         for places in alike.values():
+            parts.setdefault(self._roles(rows[places[0]]) if len(alike) > 1 else None, []).extend(places)
+        for places in map(sorted, parts.values()):
             yield tuple(self.params[i] for i in places), whole.of(places)
+
+    def _roles(self, slots: Sequence[float]) -> object:
+        """The roles of its states with these numbers, which cost a thousand times as much as their pattern."""
+        key, own = pattern(slots), self.recording
+        if not all(map(isfinite, slots)):
+            return key  # which may be rejected, and is not launched with others
+        if key not in self.roles:
+            if len(self.roles) >= MOST_ROLES:
+                self.roles.clear()
+            self.roles[key] = frozenset(roles_of(own.captured, slots, own.following).items())
+        return self.roles[key]
 
 
 class Before(NamedTuple):
@@ -212,7 +231,7 @@ def planned_of(
         has_rows = bool(tensors[own["param"]].dim())
         key = group, dtype, captured.text, tuple(captured.fresh.items()), has_rows, bits_of(more)
         if key not in found:
-            found[key] = Planned(group, [], Recording(captured, slots), [], more)
+            found[key] = Planned(group, [], Recording(captured, slots), [], more, {})
         found[key].params.append(i)
         found[key].numbers.append(_getter(at))
     return list(found.values()), list(reads)
