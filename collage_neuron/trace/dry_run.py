@@ -106,6 +106,7 @@ def _unheard() -> Iterator[None]:
     thread = threading.get_ident()
     others = logging.Filter()
     others.filter = lambda record: record.thread != thread  # type: ignore[method-assign]
+    # To each logger: the filter of one sees nothing that its children pass on.
     found = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
     for logger in found:
         logger.addFilter(others)
@@ -117,14 +118,12 @@ def _unheard() -> Iterator[None]:
 
 
 def known(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
-    """What is known of the next step, if steps are traced; None where they are recorded.
-
-    A step that looks at values is known once one was taken: it is that one.
-    """
+    """What is known of the next step, if steps are traced; None where they are recorded."""
     if not is_traced(base, optimizer):
         return None
     why = next(_unknown(base, optimizer), None)
     found = run(base, optimizer) if why is None else Known(base, {}, UnsupportedUpdate(why))
+    # A step that looks at values is known once one was taken.
     return found if found.is_known else _taken(base, optimizer) or found
 
 

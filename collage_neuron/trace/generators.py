@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+# What names contain through which code may draw from a generator of the process, generously: names of functions,
+# modules and classes of libraries, which are not followed, and what can reach any name.
 _OF_DRAWING = re.compile(
     "rand|rng|seed|generator|gauss|variate|normal(?!i)|uniform|bernoulli|binomial|poisson|multinomial|exponential_|cauchy_"
     "|geometric_|dropout|rrelu|gumbel|distribution|shuffle|sampl|choice|permutation|xavier|kaiming|orthogonal|lowrank"
     "|^eval$|^exec$|import",
     re.IGNORECASE,
 )
-"""What names contain through which code may draw from a generator of the process, generously: names of functions,
-modules and classes of libraries, which are not followed, and what can reach any name."""
 
 
 @lru_cache(4096)
@@ -46,7 +46,7 @@ def of_process() -> Iterator[Generator]:
 
 def of_object(x: Any, name: str) -> Generator | None:
     """The same for `x`, if it is a random generator object."""
-    if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
+    if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):  # the system's has no state
         return Generator(name, x.getstate, x.setstate)
     if isinstance(x, torch.Generator):
         return Generator(name, x.get_state, lambda state: _set_state(x, state))

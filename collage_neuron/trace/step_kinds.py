@@ -209,7 +209,8 @@ def planned_of(
         captured = captured_of(recorder, lanes.refs(always | own), lanes.refs(now))
         _check_shapes(captured, now)
         more = slots[len(at) :]
-        has_rows = bool(tensors[own["param"]].dim())
+        has_rows = bool(tensors[own["param"]].dim())  # without a row there are no formats in blocks
+        # Further slots are numbers that calls have: told apart by their bits, since 0.0 equals -0.0.
         key = group, dtype, captured.text, tuple(captured.fresh.items()), has_rows, bits_of(more)
         if key not in found:
             found[key] = Planned(group, [], Recording(captured, slots), [], more)
@@ -246,7 +247,7 @@ def _check_names(keys: Sequence[Any], now: Mapping[Any, Ref]) -> None:
             raise Uncompiled(
                 f"step() has a state called {name!r}, which is no name of a value, or one of ours; rename it"
             )
-    if len({ref.storage for ref in now.values()}) < len(now) or {"param", "grad"} & set(keys):
+    if len({ref.storage for ref in now.values()}) < len(now):
         raise Uncompiled("a state shares the memory of its parameter, its gradient or another state; clone() it")
 
 
@@ -301,7 +302,7 @@ class Placeholders:
         params_before, is_alike, found = self._last
         if not (step_inventory.are_same(params_before, params) and is_alike(*grads)):
             found = list(map(self._gradient, params, grads))
-            self._last = params, torch_privates.guard(grads) if grads else list, found
+            self._last = params, torch_privates.guard(grads) if grads else list, found  # `list()` is false
         return found
 
     def _gradient(self, p: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
