@@ -52,6 +52,7 @@ def bytes_elsewhere(optimizer: Optimizer) -> int:
     held += [x for p, x in optimizer.state.items() if p not in states]
     found = {id(t): t for t in tensors_in(held) if t.dim() and id(t) not in known}
     pins = bookkeeping(optimizer).pins.values()
+    # A pin has its memory whether or not an attribute refers to it too: it counts once.
     of_pins = {memory_of(pin.shell): pin.shell.nbytes + pin.value.nbytes for pin in pins}
     return sum(t.nbytes for t in found.values() if memory_of(t) not in of_pins) + sum(of_pins.values())
 

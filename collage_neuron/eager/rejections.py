@@ -24,8 +24,8 @@ from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.code_inspection import looks_at_graphs
 
+# What torch says where a step differentiates gradients that have no graph.
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
-"""What torch says where a step differentiates gradients that have no graph."""
 
 PLAIN = (torch.Tensor.__torch_function__, torch.Tensor.__torch_dispatch__)
 

@@ -34,9 +34,7 @@ OURS = "_collage_"
 class Held:
     """The attributes, groups and states of an optimizer, and of those `inside` it, as they are now.
 
-    Containers and tensors in them are among these.
-
-    Tensors with `known` ids are not looked at.
+    Containers and tensors in them are among these, but for tensors with `known` ids.
     """
 
     def __init__(
@@ -119,8 +117,8 @@ _LEAVES = ATOMS | ORDINARY
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
 _CHANGING = (dict, list, set, deque)
 
+# What `copy.copy` makes of these classes, at a tenth of its cost; of a subclass it may make something else.
 _COPY: dict[type, Callable[[Any], Any]] = {dict: dict, States: dict, list: list, set: set}
-"""Copies of what may have subclasses, which `copy.copy` makes, at a tenth of its cost."""
 
 
 def _collect(x: Any, containers: dict[int, Any], tensors: dict[int, torch.Tensor]) -> None:
