@@ -165,8 +165,8 @@ def unscale(optimizer: Optimizer, left: dict[str, torch.Tensor | None]) -> bool:
 # --- what a process may have set: a step runs without it --------------------------------------------------------------
 
 
+# Equals zero just if this thread takes subnormal numbers for zero: torch has no function that says so.
 _SUBNORMAL = 5e-324
-"""Equals zero just if this thread takes subnormal numbers for zero: torch has no function that says so."""
 
 _NOTHING = nullcontext()
 
