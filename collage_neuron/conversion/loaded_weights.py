@@ -57,9 +57,9 @@ def watch_models_of(optimizer: Optimizer) -> None:
         watch(smallest(model, held))
 
 
+# The models of parameters that an optimizer was compiled over, by identity: one with many optimizers (one for each
+# parameter, in hooks of gradients) is looked for among all objects of the process once.
 _FOUND: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
-"""The models of parameters that an optimizer was compiled over, by identity: one with many optimizers (one for each
-parameter, in hooks of gradients) is looked for among all objects of the process once."""
 
 
 def _tell(
