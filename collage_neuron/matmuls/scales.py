@@ -19,8 +19,8 @@ def size_of(x: Tensor) -> Size:
     if not wide.numel():
         return Size(-math.inf)
     top = wide.abs().max()
-    shaped = wide / torch.where(top > 0, top, 1)
-    rms = shaped.square().mean().sqrt()  # no square of 1e30
+    shaped = wide / torch.where(top > 0, top, 1)  # so that no square of 1e30 overflows
+    rms = shaped.square().mean().sqrt()
     roomy = fitting(shaped, torch.ones_like(top), rms, "e4m3") != rms
     numbers = torch.stack([top, rms, (wide >= 0).all().float(), roomy.float()])
     largest, relative, positive, is_roomy = numbers.tolist()  # one program and one wait, however many numbers
