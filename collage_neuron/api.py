@@ -169,7 +169,7 @@ def compile(
     _check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))
-    kept_layers = check_matmul(target, matmul, keep, rescale)
+    kept_layers = check_matmul(target, matmul, keep, rescale)  # all checks of arguments before anything changes
     within_budget = partial(compile_optimizer, budget=budget)
     check_environment()
     named = chosen(target, keep_fp32)

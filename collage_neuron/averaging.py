@@ -157,8 +157,8 @@ class AveragedModel(torch.nn.Module):
         return found
 
     def _apply(self, fn: Any, recurse: bool = True) -> AveragedModel:
-        """Moves everything but `n_averaged`, which stays on the host so that reading it does not wait for a device."""
-        count = self.n_averaged
+        """Moves everything but `n_averaged`."""
+        count = self.n_averaged  # it stays on the host, so that reading it does not wait for a device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.n_averaged = count
         return self
@@ -241,7 +241,8 @@ def _exact_one(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.
 
 
 def _move(pairs: Sequence[Pair], weight: float) -> None:
-    """Moves averages toward values by the fraction `weight`, a tensor: XLA would recompile for each Python number."""
+    """Moves averages toward values by the fraction `weight`."""
+    # As a tensor: XLA would compile another program for each number of Python's.
     on_host = torch.tensor([weight], dtype=torch.float32, device="cpu")
     weights = {device: on_host.to(device) for device in {average.device for average, _ in pairs}}
     for average, value in pairs:
@@ -259,7 +260,7 @@ def _by_kind(pairs: Sequence[Pair]) -> Iterator[tuple[list[torch.Tensor], list[t
 
 
 def _reshard(*models: torch.nn.Module) -> None:
-    """Restores FSDP2's shards: after an evaluation the modules hold gathered parameters, unknown to optimizers."""
+    # After an evaluation the modules of FSDP2 hold gathered parameters, which optimizers do not know.
     for module in chain.from_iterable(model.modules() for model in models):
         reshard: Any = getattr(module, "reshard", None)
         if torch_privates.is_fully_sharded(module) and reshard is not None:
