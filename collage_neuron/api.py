@@ -195,6 +195,7 @@ def compile(
         stay = kept(target, buffers, named)
         with wrappers.followed(target, optimizer):
             check_unshared(params_of(optimizer), target.parameters())
+            # The optimizer first: it takes the fp32 values of its parameters, which the cast of the rest would round.
             within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
             cast_beside(target, optimizer, stay, named)
         if matmul is not None:

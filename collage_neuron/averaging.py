@@ -122,7 +122,7 @@ class AveragedModel(torch.nn.Module):
             require_settled(p for p in model.parameters() if p not in owners)
         _check_alike(self.module, model)
         both: list[Pair] = list(zip(self.module.parameters(), model.parameters(), strict=True))
-        trained = [(a, p) for a, p in both if not is_left_alone(p)]
+        trained = [(a, p) for a, p in both if not is_left_alone(p)]  # frozen ones in int8 or fp8 have no average
         params = [(a, v) for (a, _), v in zip(trained, _exact(owners, [p for _, p in trained]), strict=True)]
         buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
         copied: list[Pair] = [(a, p) for a, p in both if is_left_alone(p)]
@@ -165,7 +165,7 @@ class AveragedModel(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without the optimizers."""
-        return vars(self) | {"_optimizers": []}
+        return vars(self) | {"_optimizers": []}  # weak references cannot be pickled, and a copy has no optimizer
 
 
 def _weakly(optimizers: Any) -> list[ref[Optimizer]]:

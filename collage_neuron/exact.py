@@ -91,6 +91,7 @@ def _owners_among(optimizers: Sequence[Optimizer]) -> tuple[dict[Any, Optimizer]
     for optimizer in optimizers:
         replaced_params.follow(optimizer)
         external_writes.restore_words(optimizer)
+    # Reversed: of a dictionary the last entry counts, and it is to be the first optimizer.
     listed = [(p, x) for x in reversed(optimizers) for p in params_of(x)]
     split = {id(x): split_params(x.state) for x in optimizers}
     return dict(listed), {p: x for p, x in listed if p in split[id(x)]}

@@ -43,7 +43,7 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, step_plan.Job]]:
     records = dry_run.foreseen(base, optimizer)
     for i, group in enumerate(optimizer.param_groups):
         moved = [p for p in group["params"] if not is_left_alone(p)]
-        for dtype in dict.fromkeys(p.dtype for p in moved):
+        for dtype in dict.fromkeys(p.dtype for p in moved):  # states of fp32 parameters have other formats
             params = [p for p in moved if p.dtype == dtype]
             first = step_plan.plan_update(base, optimizer, group, params, records)
             if not first.recording.by_shape:

@@ -215,6 +215,7 @@ class _InLightning(_Averaging):
             self.swap_out()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # Steps of an earlier fit, or before a checkpoint, are not averaged again.
         self.begin(pl_module, [unwrapped(o) for o in trainer.optimizers], taken=trainer.global_step)
         if self.loaded is not None:
             self.average.load_state_dict(self.loaded)

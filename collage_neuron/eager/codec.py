@@ -147,7 +147,7 @@ class Conversions:
         if not reads[0][0].numel():
             return
         launches = self._launches.setdefault(backend, {}).setdefault((update, reads[0][0].device), [])
-        if not launches or update.draws:  # numbers that are drawn by are those of a launch: one for each tensor
+        if not launches or update.draws:  # random bits depend on numbers of a launch: each tensor has its own
             vector = _numbers(update, tuple(drawing) if update.draws else ())
             launches.append(Launch(update, vector, [], [], kept=kept))
         rows: Any = launches[-1]

@@ -299,12 +299,12 @@ class Storing:
 
     def _write_each(self) -> None:
         """Words get their places, parameter by parameter."""
-        self.presentation.release(self._made.keys())
+        self.presentation.release(self._made.keys())  # what is in no state any more keeps its fp32 value
         done: set[int] = set()
         for p in self.presentation.params():
             for stored in self.stored[id(p)]:
                 if stored.words[0] is not stored.owner and id(stored.owner) not in done:
-                    torch_privates.exchange(stored.owner, stored.words[0])
+                    torch_privates.exchange(stored.owner, stored.words[0])  # the object stays, with the word inside
                 done.add(id(stored.owner))
             self._write_state(p)
             requires_grad = self.grads[id(p)][1]

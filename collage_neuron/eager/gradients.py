@@ -124,6 +124,7 @@ class Gradients:
         torch_privates.copy_each(
             [local(wide) for *_, wide in alone.values()], [gradient(p) for p, *_ in alone.values()]
         )
+        # A second object over the memory: `p.grad` becomes `wide`, and the object that was `p.grad` has this inside.
         self.pairs += [(grad, wide.detach()) for _, grad, wide in alone.values()]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 

@@ -23,7 +23,7 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
     States count once a first step has made them, and all tensors in containers with them.
     """
     found: dict[str, int] = {"param": 0}
-    for p in group["params"]:
+    for p in group["params"]:  # states as they are: what a step as written makes is not known before it
         state = optimizer.state.get(p, {})
         found["param"] += word_encoding.bytes_of(formats_of(Settings.of(group), p, (), (), p.dtype)) * p.numel()
         for k, x in state.items():

@@ -71,7 +71,8 @@ def _is_one_of(x: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
 
 
 def _is_along(x: torch.Tensor, old: torch.Tensor) -> bool:
-    # Gradients may be along the weights (a decay): an average of either looks the same then.
+    """Returns True if x may be a multiple of the weights."""
+    # Where gradients are one too, an average of either looks the same.
     x, old = x.double(), old.double()
     return bool((x @ old) ** 2 > 0.5 * (x @ x) * (old @ old))
 

@@ -477,6 +477,7 @@ class Presentation:
             backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
             settling.decode(backend, v.fmt, v.words(), local(v.shell), v.name)
         settling.run()
+        # What refers to the memory finds what was stored; its copy tells in the next step whether somebody wrote there.
         for v in held:
             pins[v.owner] = Pin(v.shell, local(v.shell.detach()).clone(), version(v.owner))
 

@@ -79,6 +79,7 @@ class Held:
     @torch.no_grad()
     def restore(self) -> None:
         """Restores attributes and containers, in place, and the small tensors that have changed."""
+        # In place: code may hold the dictionaries and lists themselves.
         for own, attributes in self._attributes:
             for gone in [k for k in own if k not in attributes and not k.startswith(OURS)]:
                 del own[gone]

@@ -123,7 +123,7 @@ class Steady:
             (found if id(x) in ids else others).append(x)
         if not step_inventory.are_same(found, owners):
             return False
-        if any(isinstance(x, torch.Tensor) and x.numel() != 1 for x in others):
+        if any(isinstance(x, torch.Tensor) and x.numel() != 1 for x in others):  # a new state may need words
             return False
         # Of parameters with a gradient all is stored; what has none is not, so it must be as it was.
         idle = [v for v in shown.values if id(v.p) not in shown.gradients.of]

@@ -41,7 +41,7 @@ def written(
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
     if name is not None:
         of_state: Written = [(tuple, name)]
-        # One that was a state in the last step is not asked for its values: to compare them takes a pass over memory.
+        # One that was a state in the last step is not asked for its values: comparing them takes a pass over memory.
         is_expected = expected is not None and expected.func is state and expected.args == of_state
         if is_expected or x.numel() == 1 or not x.is_cpu or x.dtype != torch.float32:
             return state, of_state, []

@@ -204,7 +204,7 @@ class DeferredCalls:
             return None
         what, places, number, returns, calls, others, _ = expected
         place = self._place
-        if what != asked or [place(id(x)) for x in args] != places:
+        if what != asked or [place(id(x)) for x in args] != places:  # ids: all that waits is alive in `tensors`
             return None
         if others:
             numbers = expected.numbers(args, kwargs or {}, self._place)
@@ -385,6 +385,7 @@ class DeferredCalls:
         self._put(call, [placeholder(each.shape, each.stride, each.dtype, device, each.offset) for each in makes])
 
     def _put(self, call: Call, made: Sequence[torch.Tensor]) -> None:
+        """Gives what a call returns its places."""
         # Spare placeholders that nobody was given are replaced: their ids may be used again.
         for t in self.tensors[call.first : call.first + len(made)] if self._spare else ():
             self._places.pop(id(t), None)
@@ -417,7 +418,8 @@ class DeferredCalls:
             del self.tensors[count:], self._inside[count:]
             self._set_places()
 
-    def _count(self) -> int:  # of the placeholders so far, of which `spare` ones are there already
+    def _count(self) -> int:
+        """How many placeholders the calls so far have made."""
         if not self._spare:
             return len(self.tensors)
         expected = self._course.expected

@@ -176,7 +176,7 @@ def _by_params(kind: StepKind, keys: Sequence[int]) -> dict[int, Recording]:
 def _with_following(found: Mapping[int, Recording], copied: Copied) -> dict[int, Recording]:
     try:
         later = _recordings(copied)
-    except (UnsupportedUpdate, Uncompiled):
+    except (UnsupportedUpdate, Uncompiled):  # the first step is known all the same
         return dict(found)
     return {
         key: replace(each, following=later.get(key)) if structure(each.captured.graph).unread else each

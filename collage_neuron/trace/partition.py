@@ -166,12 +166,14 @@ class Partition:
         if not is_added:
             self._share(changed)
 
-    def _note(self, places: Iterable[int], at: int) -> None:  # made, or written, by the last of so many calls
+    def _note(self, places: Iterable[int], at: int) -> None:
+        """Notes tensors that are made, or written, by the last of so many calls."""
         for place in places:
             self._made.setdefault(place, at)
             self._written[self._ref(place).storage] = at
 
-    def _share(self, places: Iterable[int]) -> None:  # what depends on several parameters is in no lane
+    def _share(self, places: Iterable[int]) -> None:
+        """Notes tensors that depend on several parameters, and are in no lane."""
         for storage in [self._ref(place).storage for place in places]:
             self._shared.add(storage)
             self._loose.pop(storage, None)

@@ -58,7 +58,7 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def _children(x: Any) -> Iterable[Any]:
-    for kinds, children in _OF_KINDS:
+    for kinds, children in _OF_KINDS:  # the first that fits: a model is an object with attributes too
         if isinstance(x, kinds):
             return children(x)
     followed = is_own(x) and not isinstance(x, (torch.Tensor, Optimizer, ModuleType))

@@ -173,15 +173,15 @@ SHARED = (*_HARMLESS, type, ModuleType, FunctionType, BuiltinFunctionType, torch
 """Classes of objects that a copy of an optimizer has in common with it."""
 
 _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Callable[[], None]]]], ...] = (
-    (FunctionType, lambda x: _of_function(x)),
-    (BuiltinFunctionType, lambda x: _of_library(x)),
-    (ModuleType, lambda x: _of_module(x)),
+    (FunctionType, _of_function),
+    (BuiltinFunctionType, _of_library),
+    (ModuleType, _of_module),
     (type, lambda x: [_of_class(x)] if is_own(x) else _of_library(x)),
     (
         (dict, list, set, deque),
         lambda x: [_of_container(x), *([_of_container(vars(x))] if hasattr(x, "__dict__") else ())],
     ),
-    (Optimizer, lambda x: _of_optimizer(x)),
+    (Optimizer, _of_optimizer),
     (torch.nn.Module, lambda x: [_of_container(vars(x))] if is_own(x) else ()),
     (_HARMLESS, lambda x: ()),
 )
