@@ -22,9 +22,9 @@ _WRAPPED = {"add", "sub", "mul", "div"}  # called with a number, torch records t
 _OF_THREE = {"addcmul", "addcdiv"}  # two of their tensors may be numbers
 
 
-def is_foreach(op: Op) -> bool:
+def is_foreach(func: Any) -> bool:
     """Returns True for a `torch._foreach_*` operation, on lists."""
-    return str(schema(op.target).name).startswith("aten::_foreach_")
+    return str(schema(func).name).startswith("aten::_foreach_")
 
 
 def unrolled(op: Op) -> Iterator[Op]:

@@ -12,7 +12,6 @@ import torch
 from collage_neuron.passes.functionalize.graph_builder import functional_overload
 from collage_neuron.passes.functionalize.one_shape import refs_in
 from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, Slot
-from collage_neuron.torch_privates import schema
 from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of, written_by
 from collage_neuron.trace.foreach import is_foreach, unrolled
@@ -66,7 +65,7 @@ def _needed(ops: Sequence[Op], after: Iterable[Ref]) -> list[Op]:
     """The operations on which tensors depend, as they are afterwards: code may compute what it only reads."""
     found, used = list[Op](), set(after)
     live = {ref.storage for ref in used}
-    single = [one for op in ops for one in (unrolled(op) if is_foreach(op) else (op,))]
+    single = [one for op in ops for one in (unrolled(op) if is_foreach(op.target) else (op,))]
     for op in reversed(single):
         out, read = [x for x in op.outs if x is not None], list(refs_in((op.args, op.kwargs)))
         # A view is needed if it is looked at itself; what writes memory is, if any tensor with that memory is.
@@ -311,7 +310,7 @@ def _constant(x: Any) -> Any:
 
 def _parts(call: Call, numbers: list[int]) -> Iterator[Part]:
     """A call, or, of an operation on lists, those on lists of one tensor that it is equivalent to."""
-    if not str(schema(call.func).name).startswith("aten::_foreach_"):
+    if not is_foreach(call.func):
         yield call, numbers, list(call.returns)
         return
     left = iter(numbers)

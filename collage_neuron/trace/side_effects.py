@@ -244,5 +244,5 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _of_generator(generator: Generator) -> Callable[[], None]:
-    before = generator.read()
+    before = generator.read()  # a copy: torch, numpy and Python each give one
     return lambda: generator.write(before)
