@@ -103,7 +103,7 @@ class Conversions:
     """Conversions that run together: those of one update are one launch, unless each has random bits of its own."""
 
     def __init__(self, laid: dict[Update, LaidOut] | None = None) -> None:
-        """With what was `laid` out for earlier ones, which is added to."""
+        """Begins without conversions; `laid` has what backends know of earlier ones, and is added to."""
         self._launches: dict[Backend, dict[tuple[Update, torch.device], list[Launch]]] = {}
         self._laid = laid
 

@@ -50,7 +50,7 @@ def formats_as_written(
     record: Mapping[str, str],
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Format]:
-    """The same of a parameter that is bf16, or will be, and of its states that are values now.
+    """The formats of a parameter that is bf16, or will be, and of its states that are values now.
 
     A state that is stored as an average stays one, in a resumed run too.
     """
@@ -132,7 +132,7 @@ class Storing:
         self.is_settled = self.is_settled and isinstance(settings.strategy, str) and self._keeps(outline, found)
 
     def _plan_whole(self) -> None:
-        """The same for a step that has left everything where it was, of parameters with a gradient."""
+        """Plans to write all parameters with a gradient, of a step that has left everything where it was."""
         given = self.presentation.gradients.of.keys()
         for alike in self.presentation.alike:
             alike.encode(self._encoding, given)

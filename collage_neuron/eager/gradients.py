@@ -159,7 +159,7 @@ class Gradients:
         self.of, self.pairs, self._before, self._versions = {}, [], [], []
 
     def exchanged(self) -> list[Gradient]:
-        """Those whose objects present fp32 tensors too."""
+        """The gradients whose objects present fp32 tensors too."""
         done = {id(own) for own, _ in self.pairs}
         return [g for g in self.of.values() if id(g.owner) in done]
 
@@ -348,7 +348,7 @@ class Gradients:
 
 
 def _parts_held(grads: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """By their ids, what is in gradients that are DTensors, if something that is held lies in its memory."""
+    """The parts of gradients that are DTensors, by their ids, if something that is held lies in their memory."""
     parts = [torch_privates.part(g) for g in grads if type(g) not in ORDINARY and is_sharded(g)]
     memories = set(map(memory_of, held)) if parts else set()
     return {id(x): x for x in parts if memory_of(x) in memories}

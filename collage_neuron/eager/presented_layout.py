@@ -45,7 +45,7 @@ class Outline:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Those of the values."""
+        """The names of the values."""
         return tuple(each.name for each in self.values)
 
 

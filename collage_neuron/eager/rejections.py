@@ -51,7 +51,7 @@ def check(
 
 
 def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
-    """The same for what depends on the class of the optimizer alone, and on its attributes."""
+    """Raises `refusal` for what depends on the class of the optimizer alone, and on its attributes."""
     if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
         raise refusal
     if any(words in str(refusal.__cause__) for words in _SECOND_BACKWARD):

@@ -45,7 +45,7 @@ class Held:
         inside: Iterable[Inner] = (),
         seen: step_inventory.Seen | None = None,
     ) -> None:
-        """With what the step has `seen`, states are dictionaries, and it is known which of their values are tensors."""
+        """Looks at all; with what the step has `seen`, it is known which values of states are tensors."""
         own = [vars(x) for x in (optimizer, *(each.optimizer for each in inside))]
         self._attributes = [(x, {k: v for k, v in x.items() if not k.startswith(OURS)}) for x in own]
         containers: dict[int, Any] = {}

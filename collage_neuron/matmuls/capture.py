@@ -101,7 +101,7 @@ class Backend:
         return compiled
 
     def names(self, inputs: Sequence[Any]) -> list[str | None]:
-        """Of each input, the name of the parameter that it is, or None."""
+        """The name of the parameter that each input is, or None."""
         model = self._model()
         named = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         return [named.get(id(x)) for x in inputs]
@@ -265,7 +265,7 @@ class Captured:
         return any(off[i] for i in new)
 
     def unsettled(self, names: Sequence[str], seen: Tensor) -> Tensor:
-        """Of each operand, True if nothing is known of it but that it is zero, or not finite."""
+        """A mask of operands: True if nothing is known of one but that it is zero, or not finite."""
         scales = self.backend.scales
         return ~scales.settled[scales.at([self.key(name) for name in names])] | ~(seen[:, 0] < torch.inf)
 

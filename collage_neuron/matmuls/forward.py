@@ -60,7 +60,7 @@ class Fp8Forward:
 
     @property
     def __signature__(self) -> Any:
-        """That of the model's own forward: trainers look at it to see which columns of a batch the model takes."""
+        """The signature of the model's own forward: trainers look there for the columns of a batch that it takes."""
         return inspect.signature(self._own)
 
     @property

@@ -82,7 +82,7 @@ class NewMeasurements:
         self._handed_out: dict[int, list[int]] = {}
 
     def new(self, models: Iterable[torch.nn.Module]) -> Operands:
-        """By operand the numbers of the last measurement; empty if there was none since the last call."""
+        """The numbers of the last measurement by operand; empty if there was none since the last call."""
         forwards = (forward_of(model) for model in models)
         return dict(
             row for f in forwards if f is not None and self._is_new(f.backend) for row in _rows(f.backend.scales)

@@ -139,6 +139,6 @@ def worst(seen: Tensor) -> float:
 
 
 def binades(seen: Tensor) -> Tensor:
-    """By how many binades the scale of each operand was off, either way; 0 of what is not usable."""
+    """The binades by which the scale of each operand was off, either way; 0 of what is not usable."""
     drift = seen[:, 0]
     return drift.where(usable(drift), 1).log2().abs()

@@ -32,7 +32,7 @@ def two_sum(a: Tensor, b: Tensor) -> Pair:
 
 
 def fast_two_sum(a: Tensor, b: Tensor) -> Pair:
-    """The same for |a| >= |b|."""
+    """a + b = hi + lo exactly, for |a| >= |b|."""
     s = a + b
     return Pair(s, b - (s - a))
 

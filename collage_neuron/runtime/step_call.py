@@ -36,7 +36,7 @@ class Call(NamedTuple):
     """Not empty if there are other arguments than a closure: a captured update cannot have them."""
 
     def evaluated(self) -> Call:
-        """The same call once the closure was evaluated: the code gets one that does not do it again at first."""
+        """Evaluates the closure; returns the call with one that does not do it again at first."""
         with torch.enable_grad():
             loss = self.closure()
         once = Once(self.closure, loss)

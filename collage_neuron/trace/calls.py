@@ -104,7 +104,7 @@ NORMS = (torch.ops.aten.norm.Scalar, torch.ops.aten.norm.ScalarOpt_dim)
 
 
 def vector_norm(x: Any, p: Any = 2, dim: Sequence[int] = (), keepdim: bool = False) -> tuple[Any, Any, dict[str, Any]]:
-    """The same as on a CPU: an operation, its arguments and its keywords."""
+    """Returns the operation that a norm is on a CPU, with its arguments and its keywords."""
     own = [2 if p is None else p, list(dim) or None, keepdim]
     while own and own[-1] == (2, None, False)[len(own) - 1]:  # as torch writes it there
         own.pop()

@@ -56,7 +56,7 @@ def asks_for_types(base: Any) -> bool:
 
 
 def asks(base: Any, held: Iterable[Any]) -> bool:
-    """The same of a class whose optimizer holds some objects."""
+    """Returns True if `step` of a class asks, or a function that it names or that one of the objects `held` has."""
     return any(_asks(code) for function in _reached(base, held) for code in codes_of(function.__code__))
 
 

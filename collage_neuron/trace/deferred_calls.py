@@ -288,13 +288,13 @@ class DeferredCalls:
 
     @property
     def cones(self) -> Cones:
-        """Those of the values of this step, at its end."""
+        """The cones of the values of this step, at its end."""
         calls = self.calls
         return self._cones if self._cones.calls is calls else Cones(calls)  # the one it has followed may have gone on
 
     @property
     def _cones(self) -> Cones:
-        """Those of the values so far: of an earlier step, if that has made the same calls."""
+        """The cones of the values so far: of an earlier step, if that has made the same calls."""
         calls = self._course.whole
         found = next((each for each in self._earlier if each.calls is calls), None)
         if found is None:
@@ -325,7 +325,7 @@ class DeferredCalls:
 
     @cached_property
     def _shapes(self) -> set[torch.Size]:
-        """Those of the values that the step begins with."""
+        """The shapes of the values that the step begins with."""
         return {t.shape for t in self.tensors[: self._first]}
 
     def _meet(self, x: torch.Tensor) -> int:
@@ -510,7 +510,7 @@ class DeferredCalls:
             exchange(self.tensors[call.first], self.met[call.first])
 
     def met_states(self) -> Iterator[tuple[adopted_tensors.Name, torch.Tensor]]:
-        """Those states, with their names."""
+        """The states that have met values that wait, with their names."""
         return ((call.args[0][1], self.tensors[call.first]) for call in self._meeting())
 
     def _meeting(self) -> list[Call]:

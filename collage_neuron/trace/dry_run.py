@@ -161,7 +161,7 @@ def records(base: type[Optimizer], optimizer: Optimizer, known: Known | None) ->
 
 
 def foreseen(base: type[Optimizer], optimizer: Optimizer) -> Records:
-    """The same of an optimizer of which nothing is known yet."""
+    """Returns what has the recordings of the next step of an optimizer, of which nothing is known yet."""
     return records(base, optimizer, known(base, optimizer))
 
 

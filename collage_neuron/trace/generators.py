@@ -45,7 +45,7 @@ def of_process() -> Iterator[Generator]:
 
 
 def of_object(x: Any, name: str) -> Generator | None:
-    """The same for `x`, if it is a random generator object."""
+    """The generator that `x` is; None of other objects."""
     if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):  # the system's has no state
         return Generator(name, x.getstate, x.setstate)
     if isinstance(x, torch.Generator):

@@ -59,7 +59,7 @@ def _told(x: Any) -> Any:
 
 
 def _told_with_numbers(x: Any) -> Any:
-    """The same, and the values of numbers."""
+    """What a result depends on, the values of numbers included."""
     if isinstance(x, torch.Tensor):
         return _told(x)
     return (list, *map(_told_with_numbers, x)) if isinstance(x, (list, tuple)) else (type(x), x)

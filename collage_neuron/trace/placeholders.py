@@ -108,7 +108,7 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set
 
 
 class WaitingParameter(torch.nn.Parameter):
-    """The same of a parameter."""
+    """The class of a placeholder that stands for a parameter."""
 
     __torch_dispatch__: Any = classmethod(called)
     data = WaitingTensor.data
@@ -250,7 +250,7 @@ def value_of(x: Any) -> Any:
 
 
 def valued(given: Any) -> list[Any]:
-    """The same of arguments, and of those in lists."""
+    """The values of arguments, and of those in lists (`value_of`)."""
     return [valued(x) if isinstance(x, (list, tuple)) else value_of(x) for x in given]
 
 

@@ -198,7 +198,7 @@ def _of_cell(cell: Any, before: Any) -> Callable[[], None]:
 
 
 def _of_class(x: Any) -> Callable[[], None]:
-    """Of a class, or a module."""
+    """Returns what puts back the attributes of a class, or a module."""
     before = dict(vars(x))
 
     def restore() -> None:

@@ -58,7 +58,7 @@ class Left(NamedTuple):
         return found
 
     def places(self) -> set[int | None]:
-        """Those that outlive the step."""
+        """The places of what outlives the step."""
         return {*self.states, *self.params, *self.gradients}
 
 
@@ -73,12 +73,12 @@ class Planned(NamedTuple):
     """Further slots: numbers that the calls have."""
 
     def followed_by(self, following: Mapping[str, Recording]) -> Planned:
-        """The same with the step after it, which may show what states are for."""
+        """Adds the recording of the step after it, which may show what states are for."""
         found = following.get(self.recording.captured.text)
         return self if found is None else self._replace(recording=replace(self.recording, following=found))
 
     def parts(self, numbers: Sequence[float]) -> Iterator[tuple[tuple[int, ...], Recording]]:
-        """Those of its parameters that can be launched together, and their recording.
+        """Yields parameters that can be launched together, with their recording.
 
         Formats may depend on the signs and sizes of numbers (`pattern`): where these are different, so are the parts.
         """

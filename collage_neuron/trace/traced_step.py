@@ -95,7 +95,7 @@ class TracedStep:
         launching: Launching,
         due: bool,
     ) -> None:
-        """Of an optimizer of a class; it is measured if that is `due`."""
+        """Begins nothing yet; the step is measured if that is `due`."""
         self.optimizer, self.traces, self._launching, self._due = optimizer, traces, launching, due
         self._base, self._name = base, base.__name__
         self.following: Mapping[str, Recording] = {}

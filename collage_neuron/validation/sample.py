@@ -170,7 +170,7 @@ def spread(grad: Tensor, turn: int) -> Tensor:
 
 
 def indices(n: int) -> Tensor:
-    """Those of the first elements."""
+    """The indices of the first `n` elements."""
     return torch.arange(n, dtype=torch.int64, device="cpu")
 
 

@@ -204,7 +204,7 @@ class History:
     """Number of jobs for which no sample could be made."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the updates, which are objects of this process: a copy of the optimizer validates its first step."""
+        """Leaves out updates, which are objects of this process: a copy of the optimizer validates its first step."""
         return {**vars(self), "known": set()}
 
 
