@@ -356,7 +356,7 @@ class Presentation:
     def restore_words(self) -> None:
         """Ends the presentation of values that have waited, and which nobody has computed."""
         exchange = torch_privates.exchange_shards if self.has_shards else torch_privates.exchange_each
-        exchange(reversed(self.presented))  # the last first: an object that is in two pairs gets its own back
+        exchange(reversed(self.presented))
         exchange(reversed(self.gradients.pairs))
         self.is_on, self.presented = False, []
         self.put_words()
