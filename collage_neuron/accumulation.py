@@ -27,8 +27,7 @@ class Fp32Sums:
         self._handles: list[RemovableHandle] = [self._hooked(p) for p in self._params]
 
     def _hooked(self, p: torch.Tensor) -> RemovableHandle:
-        """Registers the hook, which torch rejects for a frozen parameter; it may be thawed later."""
-        requires_grad = p.requires_grad
+        requires_grad = p.requires_grad  # torch rejects the hook for a frozen parameter, which may be thawed later
         try:
             handle: RemovableHandle = p.requires_grad_(True).register_post_accumulate_grad_hook(self)
             return handle

@@ -169,7 +169,7 @@ def compile(
     _check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))
-    kept_layers = check_matmul(target, matmul, keep, rescale)
+    kept_layers = check_matmul(target, matmul, keep, rescale)  # all checks of arguments before anything changes
     within_budget = partial(compile_optimizer, budget=budget)
     check_environment()
     named = chosen(target, keep_fp32)
@@ -195,6 +195,7 @@ def compile(
         stay = kept(target, buffers, named)
         with wrappers.followed(target, optimizer):
             check_unshared(params_of(optimizer), target.parameters())
+            # The optimizer first: it takes the fp32 values of its parameters, which the cast of the rest would round.
             within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
             cast_beside(target, optimizer, stay, named)
         if matmul is not None:

@@ -122,7 +122,7 @@ class AveragedModel(torch.nn.Module):
             require_settled(p for p in model.parameters() if p not in owners)
         _check_alike(self.module, model)
         both: list[Pair] = list(zip(self.module.parameters(), model.parameters(), strict=True))
-        trained = [(a, p) for a, p in both if not is_left_alone(p)]
+        trained = [(a, p) for a, p in both if not is_left_alone(p)]  # frozen ones in int8 or fp8 have no average
         params = [(a, v) for (a, _), v in zip(trained, _exact(owners, [p for _, p in trained]), strict=True)]
         buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
         copied: list[Pair] = [(a, p) for a, p in both if is_left_alone(p)]
@@ -157,15 +157,15 @@ class AveragedModel(torch.nn.Module):
         return found
 
     def _apply(self, fn: Any, recurse: bool = True) -> AveragedModel:
-        """Moves everything but `n_averaged`, which stays on the host so that reading it does not wait for a device."""
-        count = self.n_averaged
+        """Moves everything but `n_averaged`."""
+        count = self.n_averaged  # it stays on the host, so that reading it does not wait for a device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.n_averaged = count
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without the optimizers."""
-        return vars(self) | {"_optimizers": []}
+        return vars(self) | {"_optimizers": []}  # weak references cannot be pickled, and a copy has no optimizer
 
 
 def _weakly(optimizers: Any) -> list[ref[Optimizer]]:
@@ -241,7 +241,8 @@ def _exact_one(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.
 
 
 def _move(pairs: Sequence[Pair], weight: float) -> None:
-    """Moves averages toward values by the fraction `weight`, a tensor: XLA would recompile for each Python number."""
+    """Moves averages toward values by the fraction `weight`."""
+    # As a tensor: XLA would compile another program for each number of Python's.
     on_host = torch.tensor([weight], dtype=torch.float32, device="cpu")
     weights = {device: on_host.to(device) for device in {average.device for average, _ in pairs}}
     for average, value in pairs:
@@ -259,7 +260,7 @@ def _by_kind(pairs: Sequence[Pair]) -> Iterator[tuple[list[torch.Tensor], list[t
 
 
 def _reshard(*models: torch.nn.Module) -> None:
-    """Restores FSDP2's shards: after an evaluation the modules hold gathered parameters, unknown to optimizers."""
+    # After an evaluation the modules of FSDP2 hold gathered parameters, which optimizers do not know.
     for module in chain.from_iterable(model.modules() for model in models):
         reshard: Any = getattr(module, "reshard", None)
         if torch_privates.is_fully_sharded(module) and reshard is not None:

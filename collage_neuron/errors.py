@@ -33,6 +33,7 @@ def pointing_at(place: object | None) -> Iterator[None]:
     except UnsupportedUpdate as error:
         if place is None:
             raise
+        # With the cause of the first: what is looked for there (torch's own words) is not in a message of ours.
         raise type(error)(f"{error} (at {place})") from error.__cause__
 
 

@@ -33,7 +33,7 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     """
     require_compiled(optimizer)
     if isinstance(value, (int, float)):
-        number = torch.tensor(value, dtype=torch.float64, device="cpu").float().item()
+        number = torch.tensor(value, dtype=torch.float64, device="cpu").float().item()  # inf where fp32 ends, no error
         value = torch.full_like(p.detach(), number, dtype=torch.float32)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"the value is a {type(value).__name__} and no tensor or number; nothing was written")
@@ -83,7 +83,7 @@ def owners_of(params: Iterable[torch.Tensor], given: Sequence[Optimizer]) -> dic
     wanted = [p for p in params if p.dtype == torch.bfloat16 and p not in split]
     others = [x for x in shared_params.optimizers_with(wanted) if all(x is not optimizer for optimizer in given)]
     listed_by_others, split_by_others = _owners_among(others)
-    return {**listed_by_others, **listed, **split_by_others, **split}
+    return {**listed_by_others, **listed, **split_by_others, **split}  # the last counts: who keeps low words
 
 
 def _owners_among(optimizers: Sequence[Optimizer]) -> tuple[dict[Any, Optimizer], dict[Any, Optimizer]]:
@@ -91,6 +91,7 @@ def _owners_among(optimizers: Sequence[Optimizer]) -> tuple[dict[Any, Optimizer]
     for optimizer in optimizers:
         replaced_params.follow(optimizer)
         external_writes.restore_words(optimizer)
+    # Reversed: of a dictionary the last entry counts, and it is to be the first optimizer.
     listed = [(p, x) for x in reversed(optimizers) for p in params_of(x)]
     split = {id(x): split_params(x.state) for x in optimizers}
     return dict(listed), {p: x for p, x in listed if p in split[id(x)]}
@@ -118,8 +119,7 @@ def check_range(fmt: Format, p: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-_FAR_FROM_INFINITE = 1e38
-"""In bf16: smaller values are not converted to find out."""
+_FAR_FROM_INFINITE = 1e38  # in bf16: smaller values are not converted to find out
 
 
 def sharded_or_not(t: object) -> str:

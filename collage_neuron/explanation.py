@@ -37,21 +37,19 @@ from collage_neuron.trace import dry_run
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, step_plan.Job]]:
-    """One plan for the parameters of each dtype in a group, recorded with the first, as if it had a gradient.
-
-    Where the step looks at shapes, one for each update that it has for them.
-    """
+    """One plan for the parameters of each dtype in a group, recorded with the first, as if it had a gradient."""
     require_compiled(optimizer)
     base = base_of(type(optimizer))
     records = dry_run.foreseen(base, optimizer)
     for i, group in enumerate(optimizer.param_groups):
         moved = [p for p in group["params"] if not is_left_alone(p)]
-        for dtype in dict.fromkeys(p.dtype for p in moved):
+        for dtype in dict.fromkeys(p.dtype for p in moved):  # states of fp32 parameters have other formats
             params = [p for p in moved if p.dtype == dtype]
             first = step_plan.plan_update(base, optimizer, group, params, records)
             if not first.recording.by_shape:
                 yield i, first
                 continue
+            # Where the step looks at shapes, one for each update that it has for them.
             yield from ((i, job) for job in _by_shape(optimizer, group, params, records))
 
 
@@ -161,16 +159,13 @@ def _explain_passes(optimizer: Optimizer, index: int, job: step_plan.Job, whole:
 
 
 def _paragraphs(recording: Recording, pipeline: Sequence[Pass], whole: bool) -> Iterator[str]:
-    """The captured update, then for each pass its name, the first line of its docstring, and what it changed.
-
-    Unless the text is to be `whole`, the operations that draw random bits are one line.
-    """
+    """The captured update, then for each pass its name, the first line of its docstring, and what it changed."""
     text = printer.format_graph(recording.captured.graph)
     numbers = f"  # numbers of the next step:\n  {_slots(recording)}"
     yield f"captured: The step of one parameter as its optimizer writes it.\n{numbers}\n{text}"
     for each, update in run_passes(recording.captured, pipeline):
         before, text = text, printer.format_update(update, parts=True)
-        text = text if whole else printer.fold_draws(text)
+        text = text if whole else printer.fold_draws(text)  # what draws random bits, in one line
         sentence = (type(each).__doc__ or "").partition("\n")[0]
         idle = f"  (nothing to do: {getattr(each, 'idle', 'it is as it was')})"
         shown = text if whole else printer.format_changes(before, text)
@@ -238,6 +233,7 @@ def _small(captured: Captured) -> dict[str, str]:
 
 def _explain_budget(optimizer: Optimizer, job: step_plan.Job, size: float) -> Iterator[str]:
     """Says that the strategy was chosen by bytes, if that of the group was, and whether these suffice now."""
+    # The words that blocks share, and states of one number, are not counted when the strategy is chosen.
     values = len(job.update.formats) + len(job.recording.captured.small)
     ours, shared = bookkeeping(optimizer), NEGLECTED * values
     if ours.budget is None or job.params[0].dtype == torch.float32:

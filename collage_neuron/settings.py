@@ -95,6 +95,6 @@ def _checked(*values: Any) -> Settings:
 def filled(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The group with `defaults` for what it does not name; the default strategy is that of its arithmetic."""
     both = {**defaults, **group}
-    if KEYS[0] not in group and both.get(KEYS[0]) == DEFAULT:
+    if KEYS[0] not in group and both.get(KEYS[0]) == DEFAULT:  # the group's arithmetic may not be that of `defaults`
         both[KEYS[0]] = default_strategy(both[KEYS[1]])
     return both

@@ -96,7 +96,7 @@ class _Averaging:
         if every < 1:
             raise ValueError(f"every is {every}; give the number of steps from one update to the next, from 1 on")
         scratch = torch.nn.Linear(1, 1)
-        AveragedModel(scratch, torch.optim.SGD(scratch.parameters()), **how)  # checks the arguments
+        AveragedModel(scratch, torch.optim.SGD(scratch.parameters()), **how)  # checks the arguments before a run begins
         self.every, self.start, self.how = every, start, how
         self.model: torch.nn.Module | None = None
         self.trained: list[torch.Tensor] = []
@@ -122,10 +122,7 @@ class _Averaging:
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Puts the averages into the model, unless they are there or there was no update yet.
-
-        Through `data`, so that the optimizer takes the weights for unwritten: they come back with their low words.
-        """
+        """Puts the averages into the model, unless they are there or there was no update yet."""
         if not self.trained and self.has_average():
             self.trained = [t.clone() for t in self._here()]
             for here, mine in zip(self._here(), self._of(self.average.module), strict=True):
@@ -161,6 +158,7 @@ class _Averaging:
         return self._of(self.model)
 
     def _of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        # By `data`, so that the optimizer takes the weights for unwritten: they come back with their low words.
         return [local(t.detach()).data for t in chain(model.parameters(), model.buffers())]
 
 
@@ -195,7 +193,7 @@ class _InTrainer(_Averaging):
         self.swap_in()
 
     def _before_evaluation(self, control: Any) -> None:
-        """Swaps until the next step begins, or the model is saved: nothing is called before an evaluation."""
+        # Until the next step begins, or the model is saved: nothing is called right before an evaluation.
         if control.should_evaluate:
             self.swap_in()
             self.out_before_saving()
@@ -217,6 +215,7 @@ class _InLightning(_Averaging):
             self.swap_out()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # Steps of an earlier fit, or before a checkpoint, are not averaged again.
         self.begin(pl_module, [unwrapped(o) for o in trainer.optimizers], taken=trainer.global_step)
         if self.loaded is not None:
             self.average.load_state_dict(self.loaded)

@@ -66,13 +66,14 @@ def _owners(model: torch.nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, 
 
 
 def _fp32_model(model: torch.nn.Module, owners: Mapping[torch.Tensor, Optimizer]) -> StateDict:
-    """The state of a model that holds exact values: its own hooks may transpose, split or scale them."""
+    """The state of a model that holds exact values."""
     waiting = waiting_values(p for p in model.parameters() if p not in owners)
     values: dict[torch.Tensor, torch.nn.Parameter] = {}
     for p in model.parameters():
         if p in owners or p.dtype == torch.bfloat16:
             exact = like(waiting[p], p) if p in waiting else _exact(p, owners.get(p))
             values[p] = torch.nn.Parameter(exact, requires_grad=False)
+    # By the model's own `state_dict`: hooks of it may transpose, split or scale what they find.
     with torch_privates.holding(model, values):
         found = model.state_dict(keep_vars=True)
     once = set(map(id, values.values()))  # names of tied weights have a tensor each
@@ -145,6 +146,7 @@ def set_fp32_state_dict(
     owned = {name: p for name, p in own.items() if isinstance(p, torch.nn.Parameter) and p in owners}
     for name, p in owned.items():
         check_range(format_of_param(groups[owners[p], p], p), p, model_state_dict[name])
+    # The optimizer first, which checks the states; then weights, and last their low words, which belong to them.
     optimizer.load_state_dict(dict(optim_state_dict))
     model.load_state_dict(_narrowed(model_state_dict, own))
     for name, p in owned.items():

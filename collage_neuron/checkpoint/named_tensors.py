@@ -44,7 +44,7 @@ def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], 
 
 
 def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same, with memory of their own: safetensors saves none that shares it, as views in containers do."""
+    # safetensors saves no tensors that share memory, as views in containers do.
     seen = Counter(v.untyped_storage().data_ptr() for v in tensors.values())
     return {k: v.clone() if seen[v.untyped_storage().data_ptr()] > 1 else v for k, v in tensors.items()}
 
@@ -55,6 +55,7 @@ def _without_tensors(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> 
 
     def named(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
+            # A state may have a name that ends in a number itself.
             name = next(name for n in numbers if (name := f"{key}.{n}") not in tensors)
             tensors[name] = x
             return {TENSOR: name}
@@ -71,7 +72,7 @@ def _without_tensors(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> 
 
 def _literal(key: str, value: Any) -> str:
     text = repr(value)
-    try:
+    try:  # what is read must be equal too: the text of an object may be that of a literal
         if ast.literal_eval(text) == value:
             return text
     except (ValueError, SyntaxError):
@@ -90,7 +91,7 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
     groups: dict[int, StateDict] = {}
     states: dict[int, StateDict] = {}
     for key, value in values.items():
-        where, number, name = [*key.split(".", 2), "", ""][:3]
+        where, number, name = [*key.split(".", 2), "", ""][:3]  # names may have dots
         if where not in ("state", "param_groups") or not number.isdigit() or not name:
             raise ValueError(f"{key!r} is not part of an optimizer's state; nothing was read")
         (states if where == "state" else groups).setdefault(int(number), {})[name] = value

@@ -45,7 +45,7 @@ def check_views(base: type[Optimizer], optimizer: Optimizer) -> None:
 
 def _held(base: type[Optimizer], optimizer: Optimizer, namespaces: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """What the optimizer holds, tensors and arrays among it, and what is in the namespaces of its parameters."""
-    with suppress(UnsupportedUpdate):  # there is too much of it
+    with suppress(UnsupportedUpdate):  # there is too much of it: what was found so far has been looked at
         own = (optimizer, *(each.optimizer for each in inner_of(optimizer)))
         names = [{k: v for k, v in vars(x).items() if k != "state"} for x in own]
         yield from reachable([base, *names, *namespaces])

@@ -61,6 +61,7 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
             f"{refusal}. bytes={budget} needs an update that is captured, which says what states there will be: name a "
             "strategy instead"
         ) from refusal
+    # In this order: the first that fits is the most accurate.
     under = {name: replace(settings, strategy=name) for name in BY_ACCURACY if possible(name, settings.arithmetic)}
     sizes = {name: max((_size(*each, own) for each in found), default=0) for name, own in under.items()}
     fitting = [name for name, size in sizes.items() if size <= budget]
@@ -78,7 +79,7 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
 def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:
     """Bytes per parameter of a group with this update."""
     formats = formats_of(update, settings, torch.bfloat16)
-    shared = [_shared(fmt, params) for fmt in formats.values()]
+    shared = [_shared(fmt, params) for fmt in formats.values()]  # of each state: below NEGLECTED they do not count
     elements = max(1, sum(p.numel() for p in params))
     shared += [size / elements for size in reduced_states.bytes_of(update.captured, params).values()]
     return word_encoding.bytes_of(formats) + max(map(_gradient, params)) + sum(x for x in shared if x > NEGLECTED)

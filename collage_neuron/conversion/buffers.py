@@ -60,11 +60,12 @@ def kept(
 
 
 def _has_statistics(module: torch.nn.Module) -> bool:
-    """Returns True if `module` averages what it sees. A frozen batch norm of buffers alone does not, and is cast."""
+    """Returns True if `module` averages what it sees."""
     buffers = dict(module.named_buffers(recurse=False))
     statistics = [buffers[name] for name in ("running_mean", "running_var") if name in buffers]
     if not any(t.dtype == torch.float32 for t in statistics):
         return False
+    # A frozen batch norm of buffers alone does not, and is cast.
     learns = "num_batches_tracked" in buffers or any(True for _ in module.parameters(recurse=False))
     return isinstance(module, torch_privates.NORMS) or learns
 
@@ -75,10 +76,8 @@ def surround(model: torch.nn.Module, named: AbstractSet[torch.Tensor] = frozense
     These are modules with fp32 statistics, and those whose parameters the user has `named`: a matrix product does not
     accept bf16 activations with fp32 weights. Inside of such a module everything is fp32. Modules that a model declares
     convert their activations themselves.
-
-    torch's own norms accept bf16 activations with fp32 statistics. A user's norm may compute by hand and return fp32;
-    torch_xla computes in fp32 what it then calls bf16, and XLA rejects graphs built on that.
     """
+    # torch's own norms accept bf16 activations with fp32 statistics. A user's norm may compute by hand and return fp32.
     norms = [m for m in model.modules() if _has_statistics(m) and not _takes_bf16(m)]
     for module in dict.fromkeys([*outermost(model, named), *norms]):
         if not torch_privates.has_pre_hook(module, _widen):
@@ -87,6 +86,7 @@ def surround(model: torch.nn.Module, named: AbstractSet[torch.Tensor] = frozense
 
 
 def _takes_bf16(module: torch.nn.Module) -> bool:
+    # torch_xla computes in fp32 what it then calls bf16, and XLA rejects graphs built on that.
     return isinstance(module, torch_privates.NORMS) and all(
         t.device.type != "xla" for t in module.buffers(recurse=False)
     )
@@ -112,9 +112,10 @@ def _cast(x: Any, of: torch.dtype, to: torch.dtype) -> Any:
 
 
 def _rotary(module: torch.nn.Module) -> set[torch.Tensor]:
-    """Rotary frequencies among the buffers of `module`; all buffers (tables of cosines) if the module only rotates."""
+    """Rotary frequencies among the buffers of `module`; all its buffers if the module only rotates."""
     buffers = dict(module.named_buffers(recurse=False))
     found = {t for name, t in buffers.items() if "freq" in name or _are_frequencies(t)}
+    # A module that only rotates keeps tables of cosines too.
     alone = next(module.parameters(), None) is None and next(module.children(), None) is None
     return {*buffers.values()} if found and alone else found
 

@@ -303,10 +303,8 @@ def _saved_wide(name: str, fmt: Format) -> list[tuple[str, str]]:
 
 
 def _tell_of_loaded(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> None:
-    """Warns of settings that a checkpoint brought instead of the requested ones, and of words that are out of date.
-
-    A user's group may name a strategy; only a checkpoint names all the settings at once.
-    """
+    """Warns of settings that a checkpoint brought instead of the requested ones, and of words that are out of date."""
+    # A user's group may name a strategy; only a checkpoint names all the settings at once.
     for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
         if all(key in group for key in asked.as_group()):
             warn_of_settings(i, asked, own)
@@ -323,11 +321,7 @@ def _tell_of_loaded(optimizer: Optimizer, asked: Settings, chosen: Sequence[Sett
 
 @torch.no_grad()
 def _split(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Format) -> None:
-    """Splits an fp32 parameter, or a state of it, into the words of `fmt`, or those that a checkpoint brought for it.
-
-    Where the first word is still the one that these were saved with, they are stored as they are: splitting their sum
-    again might move half an ulp from one to the other. Elsewhere torch has trained without knowing the further words.
-    """
+    """Splits an fp32 parameter, or a state of it, into the words of `fmt`, or those that a checkpoint has of it."""
     state, record, saved = optimizer.state[p], record_of(optimizer, p), dict[str, torch.Tensor]()
     if any(name + suffix in state for suffix in suffixes()):
         belongs, there = external_writes.belongs(optimizer, p, name), {**state, "param": p.detach()}
@@ -340,6 +334,8 @@ def _split(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Format) -> Non
     else:
         value = read_exact(p, state, name, record)
     store(p, state, name, fmt, value, record)
+    # Where the first word is still the one that these were saved with, they are stored as they are: splitting their sum
+    # again might move half an ulp from one to the other. Elsewhere torch has trained without knowing the further words.
     for key, word in saved.items():
         target = local(p.detach() if key == "param" else state[key])
         target.copy_(torch.where(belongs, word, target.cpu()))

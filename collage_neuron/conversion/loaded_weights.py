@@ -47,7 +47,7 @@ def _hook(module: torch.nn.Module, hook: Any) -> None:
 
 
 def watch_models_of(optimizer: Optimizer) -> None:
-    """The same for the models that the bf16 parameters of `optimizer` belong to, as far as they are built already."""
+    """Watches the models that the bf16 parameters of `optimizer` belong to, as far as they are built already."""
     held = {id(p) for p in params_of(optimizer) if p.dtype == torch.bfloat16}
     known = [model for reference in _FOUND.valuerefs() if (model := reference()) is not None]
     if not held <= set(map(id, chain.from_iterable(model.parameters() for model in known))):
@@ -57,9 +57,9 @@ def watch_models_of(optimizer: Optimizer) -> None:
         watch(smallest(model, held))
 
 
+# The models of parameters that an optimizer was compiled over, by identity: one with many optimizers (one for each
+# parameter, in hooks of gradients) is looked for among all objects of the process once.
 _FOUND: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
-"""The models of parameters that an optimizer was compiled over, by identity: one with many optimizers (one for each
-parameter, in hooks of gradients) is looked for among all objects of the process once."""
 
 
 def _tell(

@@ -127,11 +127,7 @@ def cast_beside(
 
 
 def _tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
-    """Warns in the log `collage_neuron` of trained fp32 parameters outside the optimizer that bf16 cannot hold.
-
-    A second optimizer would begin with rounded weights and without their low words. Frozen weights are cast as by
-    `model.to`, without a word, and noted: they may be trained later.
-    """
+    """Warns in the log `collage_neuron` of trained fp32 parameters outside the optimizer that bf16 cannot hold."""
     held = set(params_of(optimizer)) | stay
     wide = {name: p for name, p in model.named_parameters() if p not in held and p.dtype == torch.float32}
     lost = {name: p for name, p in wide.items() if is_rounded(p)}
@@ -145,6 +141,7 @@ def _tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSe
             f" and {len(found) - 1} others" if len(found) > 1 else "",
             type(model).__name__,
         )
+    # Frozen weights are cast as by `model.to`, without a word, and noted: they may be trained later.
     if frozen := {name: p for name, p in lost.items() if not p.requires_grad}:
         rounded.setdefault(model, {}).update(frozen)
 
@@ -171,25 +168,23 @@ def _to_bf16(
 
 @cache
 def _look_at_steps() -> None:
-    """Once in a process: this and the next are all that changes in it."""
+    # Once in a process (`cache`): this and the next are all that changes in it.
     register_optimizer_step_pre_hook(_before_any_step)
 
 
 @cache
 def _look_at_loads() -> None:
-    """The same for what saves and loads, only for models that are compiled alone: torch has no hook for all."""
+    # For what saves and loads torch has no hook for all optimizers; only models that are compiled alone need it.
     for name in ("state_dict", "load_state_dict"):
         setattr(Optimizer, name, _compiling(getattr(Optimizer, name)))
 
 
 @torch_privates.not_compiled  # not for a compiler that compiles the step
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The global hook: compiles an optimizer over such a model before the optimizer's own hooks and step run.
-
-    The step in progress is still the method of the original class: `optimizer/bypass.py` takes it over.
-    """
+    """The global hook: compiles an optimizer over such a model before the optimizer's own hooks and step run."""
     if is_compiled(optimizer) or optimizer in _seen:
         return
+    # The step in progress is still the method of the original class: `optimizer/bypass.py` takes it over.
     if not _compile_waiting(optimizer):
         _seen.add(optimizer)
         _tell_of_plain(optimizer)
@@ -220,11 +215,9 @@ def _compile_waiting(optimizer: Optimizer) -> bool:
 
 
 def _compiling(method: Any) -> Any:
-    """A method of torch's, but of an optimizer over such a model, which it compiles first.
-
-    What is saved before the first step has the low words then. torch casts what it loads to bf16, integers and fp32
-    words too, so that compiling at the first step would be too late: trainers load before it.
-    """
+    """A method of torch's, but of an optimizer over such a model, which it compiles first."""
+    # What is saved before the first step has the low words then. torch casts what it loads to bf16, integers and fp32
+    # words too, so that compiling at the first step would be too late: trainers load before it.
 
     @wraps(method)
     def of_compiled(self: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -50,7 +50,7 @@ def encoding(fmt: Format, name: str, draws: bool = True) -> Update:
     if fmt.draw is not None and draws:
         stored = fmt.store(name, value, Randomness(writer.scalar, lambda: writer.index))
     else:
-        stored = encode(fmt.decode(encode(value)))
+        stored = encode(fmt.decode(encode(value)))  # twice: a tie that is stored again would be split otherwise
     body, keys = writer.finish(list(stored)), tuple(fmt.keys("param"))
     return Update.elementwise(body, (VALUE,), keys, writer.scalars, {"param": fmt}, draws=writer.draws)
 
@@ -103,7 +103,7 @@ class Conversions:
     """Conversions that run together: those of one update are one launch, unless each has random bits of its own."""
 
     def __init__(self, laid: dict[Update, LaidOut] | None = None) -> None:
-        """With what was `laid` out for earlier ones, which is added to."""
+        """Begins without conversions; `laid` has what backends know of earlier ones, and is added to."""
         self._launches: dict[Backend, dict[tuple[Update, torch.device], list[Launch]]] = {}
         self._laid = laid
 
@@ -147,7 +147,7 @@ class Conversions:
         if not reads[0][0].numel():
             return
         launches = self._launches.setdefault(backend, {}).setdefault((update, reads[0][0].device), [])
-        if not launches or update.draws:
+        if not launches or update.draws:  # random bits depend on numbers of a launch: each tensor has its own
             vector = _numbers(update, tuple(drawing) if update.draws else ())
             launches.append(Launch(update, vector, [], [], kept=kept))
         rows: Any = launches[-1]
@@ -165,6 +165,7 @@ class Conversions:
         if self._laid is None or launch.update.draws or launch.kept is not None:
             return launch
         tensors = [*chain.from_iterable(launch.reads), *chain.from_iterable(launch.writes)]
+        # The guard is one call for all tensors: properties that are read one by one cost six times as much.
         found = self._laid.get(launch.update)
         if found is None or found.tensors != len(tensors) or not found.guard(*tensors):
             found = self._laid[launch.update] = LaidOut(len(tensors), torch_privates.guard(tensors), {})

@@ -50,7 +50,7 @@ def formats_as_written(
     record: Mapping[str, str],
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Format]:
-    """The same of a parameter that is bf16, or will be, and of its states that are values now.
+    """The formats of a parameter that is bf16, or will be, and of its states that are values now.
 
     A state that is stored as an average stays one, in a resumed run too.
     """
@@ -132,7 +132,7 @@ class Storing:
         self.is_settled = self.is_settled and isinstance(settings.strategy, str) and self._keeps(outline, found)
 
     def _plan_whole(self) -> None:
-        """The same for a step that has left everything where it was, of parameters with a gradient."""
+        """Plans to write all parameters with a gradient, of a step that has left everything where it was."""
         given = self.presentation.gradients.of.keys()
         for alike in self.presentation.alike:
             alike.encode(self._encoding, given)
@@ -143,6 +143,7 @@ class Storing:
             settings, backend = self._looked_up.of(group, p)
             for k, v in enumerate(values if key in given else ()):
                 if v.fmt.draw is not None:
+                    # By the numbers that `_plan` has: a step draws the same bits either way.
                     stored = Stored(v.name, v.fmt, [v.owner, *v.further], v.owner, v.shell, v)
                     self._encode(stored, backend, group, settings, number + k * len(self.presentation.groups))
 
@@ -197,16 +198,13 @@ class Storing:
         return self.presentation.kind != "step" and is_fp32 and self._may_be_stored(p, name, x)
 
     def _may_be_stored(self, p: torch.Tensor, name: Any, x: Any) -> bool:
-        """Returns True for a new state that can have words; others stay as they were made.
-
-        Those are what shares its memory (views of one buffer, an array, a list of rows), and what is bf16 on purpose.
-        """
+        """Returns True for a new state that can have words; others stay as they were made."""
         if not isinstance(name, str) or not is_value(x, p) or id(x) in self._objects or x.grad_fn is not None:
             return False
-        if x.dtype != torch.float32:
+        if x.dtype != torch.float32:  # it is bf16 on purpose
             bookkeeping(self.optimizer).as_made.setdefault(p, set()).add(name)
             return False
-        return id(x) in self._made or is_alone(x)
+        return id(x) in self._made or is_alone(x)  # not what shares its memory: a view of one buffer, an array
 
     def _formats(self, settings: Settings, group: dict[str, Any], p: Any, results: Results) -> dict[str, Format]:
         """The formats of what there was, and of new states, by what their first values show."""
@@ -239,7 +237,7 @@ class Storing:
 
     @property
     def _is_due(self) -> bool:
-        """Returns True in steps 1, 2, 4, ..., 256: what begins with zeros may count later."""
+        # In steps 1, 2, 4, ..., 256: what begins with zeros may count later.
         steps = bookkeeping(self.optimizer).steps + 1
         return self._at_end and steps <= 256 and steps & (steps - 1) == 0
 
@@ -284,7 +282,7 @@ class Storing:
 
     def write(self) -> None:
         """Writes the words, and then all else."""
-        self._encoding.run()
+        self._encoding.run()  # before the counts of draws: a backend that raises leaves them as they were
         for group in self._drawing.values():
             group[DRAWN] = group.get(DRAWN, 0) + 1
         self.presentation.gradients.write(
@@ -301,12 +299,12 @@ class Storing:
 
     def _write_each(self) -> None:
         """Words get their places, parameter by parameter."""
-        self.presentation.release(self._made.keys())
+        self.presentation.release(self._made.keys())  # what is in no state any more keeps its fp32 value
         done: set[int] = set()
         for p in self.presentation.params():
             for stored in self.stored[id(p)]:
                 if stored.words[0] is not stored.owner and id(stored.owner) not in done:
-                    torch_privates.exchange(stored.owner, stored.words[0])
+                    torch_privates.exchange(stored.owner, stored.words[0])  # the object stays, with the word inside
                 done.add(id(stored.owner))
             self._write_state(p)
             requires_grad = self.grads[id(p)][1]

@@ -124,6 +124,7 @@ class Gradients:
         torch_privates.copy_each(
             [local(wide) for *_, wide in alone.values()], [gradient(p) for p, *_ in alone.values()]
         )
+        # A second object over the memory: `p.grad` becomes `wide`, and the object that was `p.grad` has this inside.
         self.pairs += [(grad, wide.detach()) for _, grad, wide in alone.values()]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 
@@ -158,7 +159,7 @@ class Gradients:
         self.of, self.pairs, self._before, self._versions = {}, [], [], []
 
     def exchanged(self) -> list[Gradient]:
-        """Those whose objects present fp32 tensors too."""
+        """The gradients whose objects present fp32 tensors too."""
         done = {id(own) for own, _ in self.pairs}
         return [g for g in self.of.values() if id(g.owner) in done]
 
@@ -242,7 +243,7 @@ class Gradients:
             if ORDINARY.issuperset(type(own) for own, _ in self.pairs):
                 torch_privates.exchange_all(self.pairs)
                 return self.pairs
-        except RuntimeError:
+        except RuntimeError:  # something in C++ refers weakly to one of them; none is exchanged
             pass
         done = []
         for own, other in self.pairs:
@@ -270,10 +271,8 @@ class Gradients:
                 p.grad = wide
 
     def check_written(self) -> None:
-        """Raises UnsupportedUpdate if the step has written the memory that a gradient had before.
-
-        What the optimizer holds of that memory presents fp32 too. What only somebody else holds of it does not.
-        """
+        """Raises UnsupportedUpdate if the step has written the memory that a gradient had before."""
+        # What the optimizer holds of that memory presents fp32 too. What only somebody else holds of it does not.
         if list(map(torch_privates.version, self._before)) != self._versions:
             raise UnsupportedUpdate(
                 "step() writes to the memory of a gradient by another name than p.grad, which does not see it (a "
@@ -281,13 +280,10 @@ class Gradients:
             )
 
     def check_given(self, params: Iterable[Any], dtypes: Mapping[int, torch.dtype]) -> None:
-        """Raises UnsupportedUpdate if the step gives a parameter a part of a tensor that somebody holds.
-
-        After the step the gradient is one of another type, in memory of its own. `dtypes` are those of the parameters
-        between steps.
-        """
+        """Raises UnsupportedUpdate if the step gives a parameter, of these `dtypes`, a part of a held tensor."""
         for p in params:
             own, g = self.of.get(id(p)), p.grad
+            # After the step such a gradient is one of another type, in memory of its own: the tensor would not see it.
             is_new = g is not None and (own is None or g is not own.wide) and dtypes[id(p)] != torch.float32
             if is_new and _is_part_of_held(g):
                 raise UnsupportedUpdate(
@@ -335,7 +331,7 @@ class Gradients:
                 (small if x.numel() <= SMALL and x.is_cpu else both).append((p, own, x))
             if found is not (None if given is None else given.wide):
                 p.grad = None if found is None else found.detach().to(p.dtype)
-        if not _are_same([(x, local(own)) for _, own, x in small]):
+        if not _are_same([(x, local(own)) for _, own, x in small]):  # one comparison for all: most are unchanged
             both += small
         for p, own, x in both:
             # On XLA only the host could tell whether it was changed; rounding an unchanged one changes nothing.
@@ -352,7 +348,7 @@ class Gradients:
 
 
 def _parts_held(grads: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """By their ids, what is in gradients that are DTensors, if something that is held lies in its memory."""
+    """The parts of gradients that are DTensors, by their ids, if something that is held lies in their memory."""
     parts = [torch_privates.part(g) for g in grads if type(g) not in ORDINARY and is_sharded(g)]
     memories = set(map(memory_of, held)) if parts else set()
     return {id(x): x for x in parts if memory_of(x) in memories}
@@ -375,7 +371,7 @@ def _is_shared(g: torch.Tensor) -> bool:
 
 
 def _giving(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: x
+    return lambda: x  # a lambda in the loop would give the last tensor of the loop
 
 
 SMALL = 1 << 12

@@ -47,6 +47,7 @@ class Region:
     def of(cls, length: int) -> Region:
         """A new region; it is aligned to large pages if it has whole ones."""
         aligned = length >= LARGE
+        # A mapping begins anywhere among small pages: with one large page more, there is an aligned beginning in it.
         memory = mmap.mmap(-1, length + LARGE * aligned, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         offset = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE if aligned else 0
         if aligned:
@@ -61,7 +62,7 @@ class Region:
     def lend(self, count: int) -> torch.Tensor:
         """The region as an fp32 tensor of `count` elements."""
         held = (ctypes.c_char * self.length).from_buffer(self.memory, self.offset)
-        self.lease = weakref.ref(held)
+        self.lease = weakref.ref(held)  # torch keeps it alive for as long as a tensor has the memory
         return torch.frombuffer(held, dtype=torch.float32, count=count)
 
     def free(self) -> bool:
@@ -110,7 +111,7 @@ def without_graph(t: torch.Tensor) -> torch.Tensor:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """To compare NaN with itself."""
+    """The bytes of a tensor, by which NaN equals itself."""
     x = x.detach() if x.layout is torch.strided else x.detach().to_dense()  # a method runs beside sparse gradients
     return x.contiguous().reshape(-1).view(torch.uint8)
 
@@ -198,6 +199,7 @@ class Pool:
             if region.free():
                 self._free.setdefault(region.length, []).append(region)
         for key, shell in list(self._shells.items()):
+            # Other devices have no memory that could be marked as free: it goes with the step.
             if key not in self._used or shell.owner() is None or not shell.tensor.is_cpu or not self._is_in(shell):
                 del self._shells[key]
                 self.steady = None

@@ -23,7 +23,7 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
     States count once a first step has made them, and all tensors in containers with them.
     """
     found: dict[str, int] = {"param": 0}
-    for p in group["params"]:
+    for p in group["params"]:  # states as they are: what a step as written makes is not known before it
         state = optimizer.state.get(p, {})
         found["param"] += word_encoding.bytes_of(formats_of(Settings.of(group), p, (), (), p.dtype)) * p.numel()
         for k, x in state.items():
@@ -52,6 +52,7 @@ def bytes_elsewhere(optimizer: Optimizer) -> int:
     held += [x for p, x in optimizer.state.items() if p not in states]
     found = {id(t): t for t in tensors_in(held) if t.dim() and id(t) not in known}
     pins = bookkeeping(optimizer).pins.values()
+    # A pin has its memory whether or not an attribute refers to it too: it counts once.
     of_pins = {memory_of(pin.shell): pin.shell.nbytes + pin.value.nbytes for pin in pins}
     return sum(t.nbytes for t in found.values() if memory_of(t) not in of_pins) + sum(of_pins.values())
 

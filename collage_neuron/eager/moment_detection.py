@@ -50,6 +50,7 @@ def counts(grad: torch.Tensor | None, states: Mapping[str, torch.Tensor]) -> fro
     if grad is None or not states or _is_whole(_sample(grad)):
         return frozenset()
     sampled = {name: _sample(x) for name, x in states.items()}
+    # Zeros may become anything: they are looked at again in later steps.
     return frozenset(n for n, x in sampled.items() if x.any() and bool((x >= 0).all()) and _is_whole(x))
 
 
@@ -70,7 +71,8 @@ def _is_one_of(x: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
 
 
 def _is_along(x: torch.Tensor, old: torch.Tensor) -> bool:
-    """Returns True if x may be a multiple of the weights: where gradients are, an average of either looks the same."""
+    """Returns True if x may be a multiple of the weights."""
+    # Where gradients are one too, an average of either looks the same.
     x, old = x.double(), old.double()
     return bool((x @ old) ** 2 > 0.5 * (x @ x) * (old @ old))
 

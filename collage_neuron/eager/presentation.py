@@ -198,9 +198,10 @@ class Presentation:
                 known.update(map(id, further))
 
     def _shell(self, owner: torch.Tensor) -> torch.Tensor:
-        """Memory for the value: in a step the same each time it is presented, since variables may refer to it."""
+        """Memory for a value."""
         if self._waiting is not None:
             return self._waiting.value(owner)
+        # In a step the same each time it is presented, and pinned between steps: variables may refer to it.
         shell = self._shells.get(id(owner))
         if shell is None and (pins := bookkeeping(self.optimizer).pins) and owner in pins:
             shell = pins[owner].shell
@@ -229,11 +230,12 @@ class Presentation:
         filling.run()
 
     def _refill(self, v: Value, pin: Pin) -> None:
-        """What still refers to the memory may have written it: that counts, unless the words were written since."""
+        """Fills memory that was pinned."""
         now, at_once = torch.empty_like(local(v.shell)), Conversions()
         backend = Lookup().of(self.groups[id(v.p)][1], v.p)[1]
         at_once.decode(backend, v.fmt, v.words(), now, v.name)
         at_once.run()
+        # What still refers to the memory may have written it: that counts, unless the words were written since.
         if version(v.owner) != pin.version or torch.equal(bits(local(v.shell)), bits(pin.value)):
             local(v.shell).copy_(now)
 
@@ -288,6 +290,7 @@ class Presentation:
                 state = states[key]
                 for name in outline.aside:
                     state.pop(name, None)  # two parameters may have one state
+        # Compared as a whole first: in most steps no flag has to be set.
         if list(map(_requires_grad, self.values)) != list(map(_shell_requires_grad, self.values)):
             for v in self.values:
                 v.shell.requires_grad_(v.owner.requires_grad)
@@ -328,7 +331,7 @@ class Presentation:
         return self._copies.take(owner, self._decoded)
 
     def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
-        """Copies of values that wait, by the ids of their objects."""
+        # Copies of values that wait, whose objects have placeholders inside: the first word is in the shell.
         asked, filling = list(values), Conversions(pool(self.optimizer).laid_out)
         words = {id(v.owner): [*map(torch_privates.part, (without_graph(v.shell), *v.further))] for v in asked}
         found = {key: torch.empty_like(first, dtype=torch.float32) for key, (first, *_) in words.items()}
@@ -369,7 +372,8 @@ class Presentation:
                 state.update(zip(v.keys, v.further, strict=True))
 
     def states(self) -> dict[int, dict[Any, Any]]:
-        """The states by the ids of parameters: a tensor is hashed in Python."""
+        """The states by the ids of parameters."""
+        # Not by the parameters: a tensor is hashed in Python.
         return dict(zip(map(id, self.optimizer.state), self.optimizer.state.values(), strict=True))
 
     def let_go(self) -> None:
@@ -443,7 +447,7 @@ class Presentation:
 
     def leave(self) -> dict[int, tuple[torch.Tensor | None, bool]]:
         """Puts the words back; returns for each parameter its fp32 gradient, and whether it requires one."""
-        grads = self.gradients.take(self.params())
+        grads = self.gradients.take(self.params())  # before: what is `p.grad` belongs to what is inside `p`
         left = {id(p): (grads[id(p)], p.requires_grad) for p in self.params()}
         exchange = torch_privates.exchange_shards if self.has_shards else torch_privates.exchange_each
         exchange(reversed(self.pairs()))
@@ -473,6 +477,7 @@ class Presentation:
             backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
             settling.decode(backend, v.fmt, v.words(), local(v.shell), v.name)
         settling.run()
+        # What refers to the memory finds what was stored; its copy tells in the next step whether somebody wrote there.
         for v in held:
             pins[v.owner] = Pin(v.shell, local(v.shell.detach()).clone(), version(v.owner))
 

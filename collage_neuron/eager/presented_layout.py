@@ -45,7 +45,7 @@ class Outline:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Those of the values."""
+        """The names of the values."""
         return tuple(each.name for each in self.values)
 
 
@@ -54,7 +54,7 @@ def outlines(optimizer: Optimizer, params: Sequence[torch.Tensor], seen: step_in
     as_made = bookkeeping(optimizer).as_made
     if seen is None:
         return [_outline(optimizer, p) for p in params]
-    others = tuple((id(p), frozenset(names)) for p, names in as_made.items())
+    others = tuple((id(p), frozenset(names)) for p, names in as_made.items())  # the structure does not tell these
     return seen.structure.once(("outlines", others), lambda: [_outline(optimizer, p) for p in params])
 
 
@@ -62,7 +62,7 @@ def _outline(optimizer: Optimizer, p: torch.Tensor) -> Outline:
     found, record = dict.get(optimizer.state, p), record_of(optimizer, p)
     state = found if isinstance(found, dict) else {}
     names, as_made = names_in(state), bookkeeping(optimizer).as_made
-    others = as_made.get(p, ()) if as_made else ()
+    others = as_made.get(p, ()) if as_made else ()  # a tensor is hashed in Python, and most optimizers have none
     found_in = (k for k in values_in(state, p, record) if _is_in_words(p, state, k, record))
     values = ["param", *(k for k in found_in if k not in others)]
     formats = {name: kept_format(p, state, name, record) for name in values}

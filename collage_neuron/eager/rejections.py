@@ -24,8 +24,8 @@ from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.code_inspection import looks_at_graphs
 
+# What torch says where a step differentiates gradients that have no graph.
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
-"""What torch says where a step differentiates gradients that have no graph."""
 
 PLAIN = (torch.Tensor.__torch_function__, torch.Tensor.__torch_dispatch__)
 
@@ -51,7 +51,7 @@ def check(
 
 
 def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
-    """The same for what depends on the class of the optimizer alone, and on its attributes."""
+    """Raises `refusal` for what depends on the class of the optimizer alone, and on its attributes."""
     if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
         raise refusal
     if any(words in str(refusal.__cause__) for words in _SECOND_BACKWARD):

@@ -34,9 +34,7 @@ OURS = "_collage_"
 class Held:
     """The attributes, groups and states of an optimizer, and of those `inside` it, as they are now.
 
-    Containers and tensors in them are among these.
-
-    Tensors with `known` ids are not looked at.
+    Containers and tensors in them are among these, but for tensors with `known` ids.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class Held:
         inside: Iterable[Inner] = (),
         seen: step_inventory.Seen | None = None,
     ) -> None:
-        """With what the step has `seen`, states are dictionaries, and it is known which of their values are tensors."""
+        """Looks at all; with what the step has `seen`, it is known which values of states are tensors."""
         own = [vars(x) for x in (optimizer, *(each.optimizer for each in inside))]
         self._attributes = [(x, {k: v for k, v in x.items() if not k.startswith(OURS)}) for x in own]
         containers: dict[int, Any] = {}
@@ -81,6 +79,7 @@ class Held:
     @torch.no_grad()
     def restore(self) -> None:
         """Restores attributes and containers, in place, and the small tensors that have changed."""
+        # In place: code may hold the dictionaries and lists themselves.
         for own, attributes in self._attributes:
             for gone in [k for k in own if k not in attributes and not k.startswith(OURS)]:
                 del own[gone]
@@ -119,8 +118,8 @@ _LEAVES = ATOMS | ORDINARY
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
 _CHANGING = (dict, list, set, deque)
 
+# What `copy.copy` makes of these classes, at a tenth of its cost; of a subclass it may make something else.
 _COPY: dict[type, Callable[[Any], Any]] = {dict: dict, States: dict, list: list, set: set}
-"""Copies of what may have subclasses, which `copy.copy` makes, at a tenth of its cost."""
 
 
 def _collect(x: Any, containers: dict[int, Any], tensors: dict[int, torch.Tensor]) -> None:

@@ -96,6 +96,7 @@ class Steady:
             return None
         known = shown.again(optimizer, dict(zip(map(id, params), seen.state_of(params), strict=True)))
         owners, shells = [v.owner for v in shown.values], [v.shell for v in shown.values]
+        # Last, since it notes which memory is used in this step.
         if shown.has_two_names or _settings(shown) != self.settings or not pool(optimizer).are_those_of(owners, shells):
             return None
         shown.fill(is_as_before=True)
@@ -122,8 +123,9 @@ class Steady:
             (found if id(x) in ids else others).append(x)
         if not step_inventory.are_same(found, owners):
             return False
-        if any(isinstance(x, torch.Tensor) and x.numel() != 1 for x in others):
+        if any(isinstance(x, torch.Tensor) and x.numel() != 1 for x in others):  # a new state may need words
             return False
+        # Of parameters with a gradient all is stored; what has none is not, so it must be as it was.
         idle = [v for v in shown.values if id(v.p) not in shown.gradients.of]
         return self.guard(*(v.shell for v in shown.values)) and shown.are_as_before(idle)
 

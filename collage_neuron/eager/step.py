@@ -131,6 +131,7 @@ def take(
     replaced_params.check_words(optimizer)
     external_writes.drop_stale(optimizer)
     mask = finite()
+    # `bool` waits for the device; a trace that may begin before it is known asks later (`decide`).
     if mask is not None and not (trace is not None and trace.decides_later(mask)) and not bool(mask):
         return Taken([], call.loss)
     if trace is None:
@@ -164,11 +165,11 @@ def _run(
     trace: Trace | None,
     refusal: UnsupportedUpdate | None = None,
 ) -> Taken:
-    """Runs `step()`; one that is repeated for a `refusal` is warned of when it has not raised once more."""
+    """Runs `step()`."""
     with presented(base, optimizer, "step", due, trace) as context:
         args, kwargs = context.given(call.args), context.given(call.kwargs)
         returned = context.run(lambda: torch_privates.unhooked_step(base)(optimizer, *args, **kwargs))
-        if refusal is not None:
+        if refusal is not None:  # only when it has not raised once more: else the error is the code's own
             fallback_warning.warn(base, optimizer, refusal)
     return Taken(context.measured, returned)
 
@@ -230,6 +231,7 @@ class Context:
         if seen is None and trace is None and self.is_step and self._held is None:  # no closure was called before
             found = found_in(self.optimizer)
         self._structure = found.structure if found is not None and trace is None and self.is_step else None
+        # What the last step has planned holds as long as the structure is the same object.
         earlier = self._planned(found) if trace is None else None if seen is None else trace.planned(seen)
         if earlier is None:
             known = self.presentation.plan(found, None if trace is None else trace.waiting)
@@ -238,7 +240,7 @@ class Context:
         step_inventory.changed(self.optimizer)
         if self._held is None:
             self._held = Held(self.optimizer, self.presentation.params(), known, inside, found)
-        if trace is not None and self._held.has_large:
+        if trace is not None and self._held.has_large:  # what a skipped step would write there nobody could restore
             trace.decide()
         self.presentation.alias(self._held.tensors)
         if trace is not None and not self.presentation.can_wait():
@@ -304,10 +306,8 @@ class Context:
             self._mode.__exit__(None, None, None)  # that of now: a closure may have run
 
     def _show(self, to_user: bool) -> bool:
-        """Shows the optimizer `to_user`, whose code may count in its class or go by that, or to us; returns what was.
-
-        It is of the user's class then, and missing states are made as that makes them.
-        """
+        """Shows the optimizer to the user's code, or to us; returns to whom it was shown before."""
+        # Code of the user's may count in its class, or go by that, and missing states are made as that makes them.
         before = self._is_shown
         self._is_shown, cls = to_user, self._classes[to_user]
         object.__setattr__(self.optimizer, "__class__", cls)
@@ -388,7 +388,7 @@ class Context:
         shared_params.hand_on(self.optimizer)
         with self._not_presented():
             yield
-        self._has_agreed = True
+        self._has_agreed = True  # processes have agreed before what waited was computed, or when the step began
         self.begin()
 
     def _leave_mode(self) -> None:
@@ -398,7 +398,7 @@ class Context:
 
     @contextmanager
     def _put_off(self, trace: Trace) -> Iterator[None]:
-        """The same if nothing was done yet: values wait again afterwards."""
+        """A context as `suspended`, in a step that has done nothing yet: its values wait again afterwards."""
         self._leave_mode()
         self.collect()
         trace.put_off()
@@ -432,6 +432,7 @@ class Context:
             return x
 
         def closure(*args: Any, **kwargs: Any) -> Any:
+            # Nothing was done since the closure was evaluated, before the step: its loss is that of these weights.
             untouched = self._trace is not None and self._trace.is_untouched
             if untouched and isinstance(x, Once) and x.is_new:
                 return x.result(is_current=True)

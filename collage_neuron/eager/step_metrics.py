@@ -28,17 +28,16 @@ class Changing(NamedTuple):
     number: Any
 
     def measured(self) -> Measured:
-        """Its measurements, once the results are written.
-
-        The raw update is the difference of the fp32 values: what adding it to the fp32 value loses, nobody sees.
-        """
+        """Its measurements, once the results are written."""
         changes = {}
         for name, fmt, stored, owner, *_ in self.stored:
             before = word_encoding.of_each(fmt, self.before[name]) if name in self.before else []
             changes[name] = Change(
                 fmt, word_encoding.of_each(fmt, [local(x.detach()) for x in (owner, *stored[1:])]), before
             )
+        # A stochastic store follows on average: what it leaves out in one step is not lost.
         wanted = {s.name: self.results[s.name] for s in self.stored if s.format.draw is None}
+        # The raw update is the difference of the fp32 values: what adding it to the fp32 value loses, nobody sees.
         wanted["param"] = self.results["param"] - changes["param"].fmt.decoder("param")(changes["param"].old)
         found = measures_of(changes, wanted)
         return Measured(

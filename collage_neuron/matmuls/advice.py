@@ -31,6 +31,7 @@ def advice(name: str, drift: float, saturated: float, vanished: float, limited: 
         )
     if abs(drift) > SCALED_WELL:
         return f"{lost}: its scale was off by {abs(drift):.0f} binades; measure more often (a smaller rescale)"
+    # Without the number of the graph (`@1`), that of the call (`#2`), and the operand.
     layer = name.partition("@")[0].partition("#")[0].rpartition(".")[0]
     return f"{lost} though its scale fits: its values differ too much in size; name {layer!r} in keep"
 

@@ -58,6 +58,7 @@ class WeightWrites:
         return writes != before if self._every else self._is_new(writes - before)
 
     def _is_new(self, writes: int) -> bool:
+        # A run that accumulates writes in some calls only: the first ones show which numbers of writes are its own.
         is_new = writes not in self._usual and self._calls > FIRST and len(self._usual) < MOST
         self._usual.add(writes)
         return is_new
@@ -100,7 +101,7 @@ class Backend:
         return compiled
 
     def names(self, inputs: Sequence[Any]) -> list[str | None]:
-        """Of each input, the name of the parameter that it is, or None."""
+        """The name of the parameter that each input is, or None."""
         model = self._model()
         named = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         return [named.get(id(x)) for x in inputs]
@@ -114,7 +115,7 @@ class Backend:
     def look_back(self) -> None:
         """Reads what calls have measured. If weights had drifted, other graphs measure in their next call too."""
         drifted = [half.graph for graph in self.graphs for half in graph.halves if half.look_back()]
-        for graph in self.graphs if drifted else []:
+        for graph in self.graphs if drifted else []:  # they have the weights in common
             if graph is not drifted[0]:
                 graph.restart()
 
@@ -130,7 +131,7 @@ class Backend:
             True if an operand lost much for such a scale.
         """
         bad = False
-        limited = set(self.scales.beyond())
+        limited = set(self.scales.beyond())  # waits for the device, as what calls this has done anyway
         for name, row in zip(names, seen.tolist(), strict=True):
             found = Measurement(*row)
             numbers = found.binades, found.saturated, found.vanished, name in limited
@@ -250,6 +251,7 @@ class Captured:
         Scales of another graph stay as they are: this one gets its own. Returns True if any scale has changed.
         """
         scales, seen = self.backend.scales, seen.cpu()
+        # Where a scale was never measured, the first size counts, however near the assumed one it is.
         off, found = binades(seen).tolist(), usable(seen[:, 0]).tolist()
         settled = [bool(scales.settled.cpu()[scales.places[self.key(name)]]) for name in names]
         new = [i for i in range(len(names)) if found[i] and (off[i] > BINADES or not settled[i])]
@@ -263,7 +265,7 @@ class Captured:
         return any(off[i] for i in new)
 
     def unsettled(self, names: Sequence[str], seen: Tensor) -> Tensor:
-        """Of each operand, True if nothing is known of it but that it is zero, or not finite."""
+        """A mask of operands: True if nothing is known of one but that it is zero, or not finite."""
         scales = self.backend.scales
         return ~scales.settled[scales.at([self.key(name) for name in names])] | ~(seen[:, 0] < torch.inf)
 

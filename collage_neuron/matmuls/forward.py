@@ -26,8 +26,8 @@ MOST = 64
 """The number of graphs that are kept; before another one all of them are dropped."""
 
 
+# Threads take turns: torch.compile captures in one at a time, and what `_run` switches on and off is the process's.
 _ONE_AT_A_TIME = RLock()
-"""Threads take turns: torch.compile captures in one at a time, and what `_run` switches on and off is the process's."""
 
 
 class Fp8Forward:
@@ -52,17 +52,15 @@ class Fp8Forward:
         self._met: torch_privates.Surroundings | None = None
 
     def is_kept(self, parameter: str) -> bool:
-        """Returns True for a parameter that `keep` names, or that lies in a module which it names: by any of its names.
-
-        A tied weight has several, and graphs know the first one.
-        """
+        """Returns True for a parameter that `keep` names, itself or a module that it lies in, by any of its names."""
+        # A tied weight has several, and graphs know the first one.
         everything = dict(self.model.named_parameters(remove_duplicate=False))
         mine = [name for name, p in everything.items() if p is everything[parameter]]
         return any(f"{name}.".startswith(f"{kept}.") for name in mine for kept in self.keep or ())
 
     @property
     def __signature__(self) -> Any:
-        """That of the model's own forward: trainers look at it to see which columns of a batch the model takes."""
+        """The signature of the model's own forward: trainers look there for the columns of a batch that it takes."""
         return inspect.signature(self._own)
 
     @property
@@ -76,7 +74,7 @@ class Fp8Forward:
             self._start()
         if self._compiled is None or torch_privates.is_managed_by_fsdp(self.model):
             self._check()
-        before, captured = self.backend.calls, len(self.backend.graphs)
+        before, captured = self.backend.calls, len(self.backend.graphs)  # torch.compile may be off, without a word
         results = self._run(args, kwargs)
         if self.backend.calls == before:
             raise UnsupportedModel(
@@ -135,10 +133,8 @@ class Fp8Forward:
 
 @contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """A context in which nn.TransformerEncoder and nn.MultiheadAttention run their layers in evaluation too.
-
-    Without gradients they call one fused operation instead, in which there is no matmul to rewrite.
-    """
+    """A context in which nn.TransformerEncoder and nn.MultiheadAttention run their layers in evaluation too."""
+    # Without gradients they call one fused operation instead, in which there is no matmul to rewrite.
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -148,8 +144,7 @@ def _without_fast_path() -> Iterator[None]:
 
 
 def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under code of its own: torch.compile counts captures by code, and models of a class share theirs."""
-
+    # torch.compile counts captures by code objects, and models of a class share theirs: this one is of its own.
     def apart(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 

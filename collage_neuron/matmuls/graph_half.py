@@ -54,6 +54,7 @@ class Recalibration:
         """Returns True if a call, counted from 1, is to measure."""
         n = call - self.begin
         early = n < self.rescale and (n & (n - 1) == 0 or n == 3)
+        # Of batches that come in turns, an even distance would measure one alone.
         shift = call // self.rescale % 2 if self.rescale % 2 == 0 else 0
         return early or (call - shift) % self.rescale == 0 or call - self.history[-1] >= self.distance
 

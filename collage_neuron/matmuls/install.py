@@ -41,13 +41,14 @@ def check_matmul(
 def install(target: torch.nn.Module, keep: tuple[str, ...] | None, rescale: int) -> None:
     """Makes the model run its matmuls in fp8 from its next forward on."""
     model = inner(target)
-    if forward_of(model) is None:
+    if forward_of(model) is None:  # one that is compiled again has the hook
         model.register_load_state_dict_post_hook(loaded)
     vars(model)["forward"] = Fp8Forward(model, keep, rescale)
 
 
 def loaded(model: torch.nn.Module, keys: object) -> None:
-    """A hook of `load_state_dict`: scales are measured anew. Without state, so that it is copied with the model."""
+    """A hook of `load_state_dict`: scales are measured anew."""
+    # A function that finds the forward, and does not hold it: the hook is copied with the model.
     forward = forward_of(model)
     if forward is not None:
         forward.loaded()

@@ -60,7 +60,7 @@ def check_target(device: torch.device, environ: Mapping[str, str] | None = None)
         _tell(device)
 
 
-@cache
+@cache  # once for a device
 def _tell(device: torch.device) -> None:
     warn_user(
         f"matmul='fp8' on {device}: operands are rounded to fp8, but torch has no dot of them there, so products are "
@@ -71,10 +71,8 @@ def _tell(device: torch.device) -> None:
 
 
 def spread_part(model: torch.nn.Module) -> str | None:
-    """What of a model FSDP, tensor parallelism or torch_xla's FSDP holds, or None.
-
-    FSDP puts whole parameters into the model while its forward runs, so its modules are asked as well.
-    """
+    """What of a model FSDP, tensor parallelism or torch_xla's FSDP holds, or None."""
+    # First modules: while the forward runs, FSDP has whole parameters in them, which look like any other.
     for name, module in model.named_modules():
         if torch_privates.is_managed_by_fsdp(module):
             return f"FSDP holds {name or 'the model'}"

@@ -82,7 +82,7 @@ class NewMeasurements:
         self._handed_out: dict[int, list[int]] = {}
 
     def new(self, models: Iterable[torch.nn.Module]) -> Operands:
-        """By operand the numbers of the last measurement; empty if there was none since the last call."""
+        """The numbers of the last measurement by operand; empty if there was none since the last call."""
         forwards = (forward_of(model) for model in models)
         return dict(
             row for f in forwards if f is not None and self._is_new(f.backend) for row in _rows(f.backend.scales)
@@ -90,6 +90,7 @@ class NewMeasurements:
 
     def _is_new(self, backend: Backend) -> bool:
         calls = [half.recalibration.history[-1] for graph in backend.graphs for half in graph.halves]
+        # By the calls that have measured, which the host knows: a look at the numbers would wait for the device.
         before, self._handed_out[id(backend)] = self._handed_out.get(id(backend), []), calls
         return calls != before
 

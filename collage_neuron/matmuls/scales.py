@@ -19,8 +19,8 @@ def size_of(x: Tensor) -> Size:
     if not wide.numel():
         return Size(-math.inf)
     top = wide.abs().max()
-    shaped = wide / torch.where(top > 0, top, 1)
-    rms = shaped.square().mean().sqrt()  # no square of 1e30
+    shaped = wide / torch.where(top > 0, top, 1)  # so that no square of 1e30 overflows
+    rms = shaped.square().mean().sqrt()
     roomy = fitting(shaped, torch.ones_like(top), rms, "e4m3") != rms
     numbers = torch.stack([top, rms, (wide >= 0).all().float(), roomy.float()])
     largest, relative, positive, is_roomy = numbers.tolist()  # one program and one wait, however many numbers
@@ -139,6 +139,6 @@ def worst(seen: Tensor) -> float:
 
 
 def binades(seen: Tensor) -> Tensor:
-    """By how many binades the scale of each operand was off, either way; 0 of what is not usable."""
+    """The binades by which the scale of each operand was off, either way; 0 of what is not usable."""
     drift = seen[:, 0]
     return drift.where(usable(drift), 1).log2().abs()

@@ -110,10 +110,10 @@ class Gap:
         """The size, or if it is in a gap one of its ends, drawn by `other`: a block's power is that of the largest.
 
         The size itself is then to be drawn by the number returned: u, or in a gap `other`, both uniform from 0 to 1.
-        If other elements keep the power, it is drawn between the codes beside it. The gap is a part of their interval,
-        so what goes up here goes up there, and is stored as the end above; if none keeps it, what is drawn down here is
-        the largest code of the power before. So the expectation is the size in both cases.
         """
+        # If other elements keep the power, it is drawn between the codes beside it. The gap is part of their interval:
+        # what goes up here goes up there, and is stored as the end above; if none keeps it, what is drawn down here is
+        # the largest code of the power before. So the expectation is the size in both cases.
         power = self.power(size)
         y = size * inverse_power_of_two(power)
         up = other * fp32(self.above - self.below) < y - self.below
@@ -167,10 +167,8 @@ class Curve:
         return below + widen(u * (high - low) < y - low)
 
     def scaled(self, code: Value, unit: Value) -> Value:
-        """The number of a code in units of a power of two, NaN in units of infinity.
-
-        Both products are exact, so a compiler that contracts one and the difference (XLA's for CPUs) changes no bit.
-        """
+        """The number of a code in units of a power of two, NaN in units of infinity."""
+        # Both products are exact, so a compiler that contracts one and the difference (XLA's for CPUs) changes no bit.
         # Without an origin too: of an infinite unit it is NaN, where the product alone would be infinite.
         return self._power(code) * unit - self.linear * unit
 
@@ -243,11 +241,9 @@ class RootWords:
         return self._words(x, self._limited(code, size, size, power, 2.0), power)
 
     def draw(self, x: Value, random: Value, other: Value | None = None) -> Sequence[Value]:
-        """The words of an fp32 value, stochastically; `random`, and `other`, are uniform in 0 to 65535.
-
-        Chances are exactly 0 and 1 for the value of a code, whichever of two codes is the one below it, since values
-        are computed as `decode` computes them: what was decoded, and zero, is drawn as the same words.
-        """
+        """The words of an fp32 value, stochastically; `random`, and `other`, are uniform in 0 to 65535."""
+        # Chances are exactly 0 and 1 for the value of a code, whichever of two codes is the one below it, since values
+        # are computed as `decode` computes them: what was decoded, and zero, is drawn as the same words.
         size = torch.abs(x) if self.signed else magnitudes(x)
         top, u = self.gap.draw(size, uniform(random), uniform(random if other is None else other))
         power = power_of_block(block_max(top, BLOCK), self.least)

@@ -64,7 +64,8 @@ def narrow(x: Value, fmt: str) -> Value:
 
 @traceable
 def sqrt(x: Value) -> Value:
-    """The square root, correctly rounded to fp32: torch's own on the CPU is an ulp off in one case in six."""
+    """The square root, correctly rounded to fp32."""
+    # Not torch's own, which on the CPU is an ulp off in one case in six.
     return x.to(torch.float64).sqrt().to(torch.float32)  # 53 >= 2 * 24 + 2: the second rounding is innocuous
 
 
@@ -74,10 +75,8 @@ LARGEST = 2.0**127 * (2 - 2**-7)
 
 @traceable
 def capped(x: Value) -> Value:
-    """x, or the largest bf16 where x is larger: keeps the difference of a word that overflowed from being inf - inf.
-
-    One side is enough: what overflows in a run whose weights stay finite is a second moment, which is not negative.
-    """
+    """x, or the largest bf16 where x is larger: keeps the difference of a word that overflowed from being inf - inf."""
+    # One side is enough: what overflows in a run whose weights stay finite is a second moment, which is not negative.
     return x.clamp(max=LARGEST)
 
 
@@ -93,11 +92,9 @@ def power_of_two(x: Value) -> Value:
 
 @traceable
 def inverse_power_of_two(x: Value) -> Value:
-    """2**(1 - e) of an fp32 number m * 2**e: its exponent bits inverted. Inf below 2**-126, 0 for Inf and NaN.
-
-    Twice the reciprocal of `power_of_two(x)`, so that it is a normal number wherever that is one: no division is
-    exact on every backend, and no integer addition is cheap on all of them; masks on bits are both.
-    """
+    """2**(1 - e) of an fp32 number m * 2**e: its exponent bits inverted. Inf below 2**-126, 0 for Inf and NaN."""
+    # Twice the reciprocal of `power_of_two(x)`, so that it is a normal number wherever that is one. No division is
+    # exact on every backend, and no integer addition is cheap on all of them; masks on bits are both.
     return ((x.view(torch.int32) & EXPONENT) ^ EXPONENT).view(torch.float32)
 
 
@@ -128,10 +125,10 @@ def limit_places(x: Value, most: int) -> Value:
 def beyond(x: Value, n: Value) -> Value:
     """The fp32 number n places beyond the bf16 number x; n is whole, -32768 to 32767. Where n is 0 it is x.
 
-    The inverse of `places`: `beyond(bf16(y), places(y))` is y, bit for bit, unless y lies halfway. A number of the
-    upper half alone changes, by the sign of n, so that no backend needs 32-bit additions (NKI has slow ones).
+    The inverse of `places`: `beyond(bf16(y), places(y))` is y, bit for bit, unless y lies halfway.
     """
-    # The bits of a bf16 number end in 16 zeros, so n changes its upper half by at most a borrow.
+    # The bits of a bf16 number end in 16 zeros, so n changes its upper half by at most a borrow, by the sign of n: no
+    # backend needs 32-bit additions, of which NKI has slow ones.
     return (x.view(torch.int32) + n.to(torch.int32)).view(torch.float32)
 
 
@@ -215,7 +212,7 @@ def fast_two_sum(a: Value, b: Value) -> Expansion:
     Where the sum overflows both words are infinite, or the low one finite; neither is NaN (`capped`).
     """
     s = bf16(a + b)
-    z = bf16(capped(s) - a)
+    z = bf16(capped(s) - a)  # of a sum that overflowed too: neither word is NaN
     return Expansion(s, bf16(b - z))
 
 

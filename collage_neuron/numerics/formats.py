@@ -291,7 +291,7 @@ def _decoders(fmt: Format) -> list[Callable[[Sequence[Value]], Value]]:
 
 
 def _draws(fmt: Format, conversion: str) -> int:
-    """How many random numbers a conversion takes for an element."""
+    # A code takes a second random number, for elements between two powers of two of their block.
     return 0 if conversion != "draw" else 1 + fmt.is_coded
 
 

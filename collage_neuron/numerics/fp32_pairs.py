@@ -32,7 +32,7 @@ def two_sum(a: Tensor, b: Tensor) -> Pair:
 
 
 def fast_two_sum(a: Tensor, b: Tensor) -> Pair:
-    """The same for |a| >= |b|."""
+    """a + b = hi + lo exactly, for |a| >= |b|."""
     s = a + b
     return Pair(s, b - (s - a))
 
@@ -50,7 +50,7 @@ def folded(x: Tensor) -> Pair:
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """x = a + b, of 12 bits each, so that products of such are exact."""
-    far = x * 4096.0
+    far = x * 4096.0  # the sum with it drops the last 12 bits of x (Dekker's split)
     a = (x + far) - far
     return a, x - a
 
@@ -73,6 +73,7 @@ def root(x: Pair) -> Pair:
 def corrected(near: Tensor, x: Pair) -> Pair:
     """The square root of x from one that is off by an ulp or two, since a device may approximate it."""
     a, b = halves(near)
+    # One step of Newton's: what is left of x beside the square, whose partial products are exact.
     left = folded(torch.stack([x.hi, -(a * a), -2.0 * (a * b), -(b * b), x.lo], dim=-1)).hi
     fits = (near > 0) & (near < torch.inf)
     return fast_two_sum(near, torch.where(fits, left / (2.0 * near), torch.zeros_like(near)))

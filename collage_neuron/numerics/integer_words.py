@@ -48,6 +48,7 @@ class IntegerWord:
         """The fp32 value of two words: exact."""
         hi, lo = map(widen, words)
         count = lo if self.unit == 1 else lo * self.unit
+        # A weight that was set to 0 behind the optimizer's back keeps its `lo`, and places below 0 would be NaN.
         return beyond(hi, count * widen(hi != 0.0))
 
 

@@ -77,7 +77,7 @@ def down_columns(terms: Tensor) -> Tensor:
     if not terms.numel():  # which torch does not pad
         return terms.new_zeros(*others, groups, columns)
     padded = torch.nn.functional.pad(terms, (0, 0, 0, groups * DOWN - rows)).reshape(*others, groups, DOWN, columns)
-    sums = torch.zeros(*others, groups, columns, dtype=torch.float64, device=terms.device)
+    sums = torch.zeros(*others, groups, columns, dtype=torch.float64, device=terms.device)  # so no sum is -0
     for i in range(DOWN):
         sums = sums + padded[..., i, :]
     return sums

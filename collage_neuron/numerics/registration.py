@@ -48,17 +48,17 @@ class Table(dict[str, Entry]):
         # An equal one (a cell of a notebook that is run twice) leaves the first in its place: graphs are cached by it.
 
     def update(self, *others: Any, **named: Any) -> None:
-        """As of any dictionary; each entry is checked."""
+        """Adds entries as any dictionary does; each is checked."""
         for name, entry in dict(*others, **named).items():
             self[name] = entry
 
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # | makes a plain dictionary
-        """As of any dictionary; each entry is checked."""
+        """Adds entries as any dictionary does; each is checked."""
         self.update(other)
         return self
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """As of any dictionary; the entry is checked."""
+        """Adds an entry that is missing, as any dictionary does; it is checked."""
         if name not in self:
             self[name] = default
         return self[name]

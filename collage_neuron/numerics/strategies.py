@@ -230,11 +230,11 @@ def _tells_roles(s: Strategy) -> bool:
     return any(len({s.of(role) for role in roles}) > 1 for roles in _BY_NUMBERS)
 
 
+# Roles of which the numbers of a step determine one: of states that accumulate slowly, and of others.
 _BY_NUMBERS: tuple[tuple[Role | None, ...], ...] = (
     ("slow", "sum", "signed", "idle", "counter"),
     (None, "maximum", "average", "long"),
 )
-"""Roles of which the numbers of a step determine one: of states that accumulate slowly, and of others."""
 
 
 def has_blocks(strategy: StrategyLike) -> bool:

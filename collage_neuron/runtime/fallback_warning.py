@@ -12,13 +12,12 @@ from collage_neuron.states.bookkeeping import bookkeeping, params_of
 SAID = "as written"
 """In `Bookkeeping.told` once it was warned of."""
 
-
+# The reason goes on to advise somebody whose optimizer is rejected: here it runs.
 ADVICE = re.compile(
     r"(; (?:such an optimizer|only elementwise)|, which cannot be rewritten:"
     r"|: [^:]*leave (?:it|the optimizer) uncompiled).*?(?= \(at |$)",
     re.DOTALL,
 )
-"""What the reason goes on to advise: to somebody whose optimizer is rejected."""
 
 
 def why(optimizer: Optimizer) -> str:

@@ -49,10 +49,7 @@ def all_finite(params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _are_finite_between(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`all_finite` for tensors on the CPU: the least and the largest element, NaN if there is one, take one pass.
-
-    `isfinite` writes a mask, and takes 25 times as long on bf16.
-    """
+    # NaN if there is one, in one pass; `isfinite` writes a mask, and takes 25 times as long on bf16.
     ends = [end.double() for t in tensors for end in torch.aminmax(t)]
     return torch.stack(ends).isfinite().all()
 
@@ -76,7 +73,7 @@ def _count(optimizer: Optimizer) -> torch.Tensor | int:
 
 def _set(optimizer: Optimizer, count: torch.Tensor | int) -> None:
     for group in optimizer.param_groups:
-        if SKIPPED in group or group.get("collage_nonfinite") == "skip":
+        if SKIPPED in group or group.get("collage_nonfinite") == "skip":  # one that has skipped keeps its count
             group[SKIPPED] = count
 
 

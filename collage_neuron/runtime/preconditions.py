@@ -137,8 +137,7 @@ def is_left_alone(p: torch.Tensor) -> bool:
 def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen: Seen | None = None) -> None:
     """Checks parameters that have a gradient, and their gradients; `places` say in words where they are.
 
-    What is asked of parameters is part of what a step has `seen`, and is asked once. Of gradients that were sound, one
-    guard call says whether these are like them.
+    What is asked of parameters is part of what a step has `seen`, and is asked once.
 
     Raises:
         TypeError, UnsupportedUpdate: what `check_param` and `check_gradient` raise.
@@ -148,7 +147,7 @@ def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen
         return
     known = {} if seen is None else seen.structure.table("sound")
     key, grads = tuple(map(id, params)), list(map(attrgetter("grad"), params))  # the structure holds the parameters
-    if key in known and known[key](*grads):
+    if key in known and known[key](*grads):  # one call for all gradients: they are like those that were checked
         return
     for p, where in zip(params, places, strict=True):
         check_param(p, where)
@@ -240,5 +239,5 @@ def check_learning_rate(group: Mapping[str, Any], index: int) -> None:
     lr = group.get("lr")
     if isinstance(lr, str):
         raise TypeError(f"param_groups[{index}]['lr'] is the text {lr!r}; nothing was updated: set a number")
-    if isinstance(lr, (int, float, torch.Tensor)) and not abs(float(lr)) <= LARGEST:
+    if isinstance(lr, (int, float, torch.Tensor)) and not abs(float(lr)) <= LARGEST:  # nor is NaN
         raise ValueError(f"param_groups[{index}]['lr'] is {float(lr)}; nothing was updated: set a finite learning rate")

@@ -97,8 +97,7 @@ def ends_in(groups: Sequence[Between], numbers: Sequence[int]) -> tuple[Tensor, 
 # --- the same step ----------------------------------------------------------------------------------------------------
 
 
-_DIFFERENT = -1
-"""What a process tells that knows of a difference already: no checksum is negative."""
+_DIFFERENT = -1  # what a process tells that knows of a difference already: no checksum is negative
 
 DIFFERENT = (
     "the processes that have parts or replicas of a parameter are about to take different steps: they must have "
@@ -162,7 +161,7 @@ def agreed_mask(optimizer: Optimizer, params: Sequence[Any], finite: torch.Tenso
     if not reductions:
         return finite
     found = (~finite).float()  # a sum, as for gradients: not every collective library has a minimum over booleans
-    for reduce in reductions:
+    for reduce in reductions:  # one dimension of a mesh after another: together these are all its processes
         reduce(found)
     return found == 0
 

@@ -109,6 +109,7 @@ def _results(backend: Backend, device: torch.device, update: Update) -> dict[str
 def _inputs() -> dict[str, Tensor]:
     """What both updates read, on the CPU."""
     g = torch.Generator().manual_seed(0)
+    # Of many sizes beside those of a: two_sum has to be exact whichever operand is the larger one.
     scale = torch.exp2(torch.randint(-6, 7, (4096,), generator=g, dtype=torch.int64, device="cpu").float())
     a = torch.randn(4096, generator=g, dtype=torch.float32, device="cpu").bfloat16()
     b = (torch.randn(4096, generator=g, dtype=torch.float32, device="cpu") * scale).bfloat16()

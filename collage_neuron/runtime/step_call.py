@@ -36,7 +36,7 @@ class Call(NamedTuple):
     """Not empty if there are other arguments than a closure: a captured update cannot have them."""
 
     def evaluated(self) -> Call:
-        """The same call once the closure was evaluated: the code gets one that does not do it again at first."""
+        """Evaluates the closure; returns the call with one that does not do it again at first."""
         with torch.enable_grad():
             loss = self.closure()
         once = Once(self.closure, loss)
@@ -165,8 +165,8 @@ def unscale(optimizer: Optimizer, left: dict[str, torch.Tensor | None]) -> bool:
 # --- what a process may have set: a step runs without it --------------------------------------------------------------
 
 
+# Equals zero just if this thread takes subnormal numbers for zero: torch has no function that says so.
 _SUBNORMAL = 5e-324
-"""Equals zero just if this thread takes subnormal numbers for zero: torch has no function that says so."""
 
 _NOTHING = nullcontext()
 

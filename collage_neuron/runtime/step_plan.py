@@ -116,7 +116,8 @@ def _places(group: int, params: Sequence[torch.Tensor]) -> Iterator[str]:
 
 
 def _parts(group: dict[str, Any], params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Parameters that share their formats: in blocks, 0-d ones have others."""
+    """Parameters that share their formats."""
+    # In blocks, 0-d ones have others (`formats_of_shape`).
     if all(map(torch.Tensor.dim, params)) or not has_blocks(Settings.of(group).strategy):
         return [params]
     return [part for part in ([p for p in params if p.dim()], [p for p in params if not p.dim()]) if part]
@@ -194,14 +195,16 @@ class _Wanted(NamedTuple):
 
 
 class _Last(NamedTuple):
-    """The job of an earlier step, for parameters in a list that the structure keeps (`visible_states.buckets`)."""
+    """The job of an earlier step."""
+
+    # Known by the id of its list of parameters, which the structure keeps alive (`visible_states.buckets`).
 
     job: Job
     wanted: _Wanted
 
     def fits(self, wanted: _Wanted, slots: Sequence[float]) -> bool:
         """Returns True if nothing that the job depends on has changed."""
-        update = self.job.update
+        update = self.job.update  # settings and captured updates are cached, so that equal ones are one object
         return all(map(is_, self.wanted, wanted)) and update.far == update.far_in(slots)
 
 

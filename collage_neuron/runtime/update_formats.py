@@ -39,8 +39,7 @@ class Rewritten:
 
 
 _known: dict[Any, Rewritten] = {}
-_MOST = 4096
-"""How many are known before all are forgotten: numbers may be others in every step."""
+_MOST = 4096  # then all are forgotten: numbers may be others in every step
 
 
 def named(settings: Settings) -> object:
@@ -103,7 +102,7 @@ def _check_beginnings(recording: Recording, settings: Settings, dtype: torch.dty
     below = {name: fill for name, fill in recording.captured.fresh.items() if fill < 0}
     if not below:
         return
-    captured = replace(recording.captured, fresh={})
+    captured = replace(recording.captured, fresh={})  # as later steps see it, in which the state is there
     later = formats_for(settings.strategy, captured.states, roles_of(captured, recording.slots), dtype)
     for name, fill in below.items():
         if name in later and not later[name].signed:
@@ -115,11 +114,8 @@ def _check_beginnings(recording: Recording, settings: Settings, dtype: torch.dty
 
 
 def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> Mapping[str, Format]:
-    """The storage formats of a recorded update under the settings of its group.
-
-    A state that this step does not change is written by other steps or by methods of the optimizer, and may accumulate
-    slowly (SophiaG's `hessian`).
-    """
+    """The storage formats of a recorded update under the settings of its group."""
+    # States that it does not change have some too: other steps or methods write them (SophiaG's `hessian`).
     return _rewritten(recording, settings, dtype).formats
 
 

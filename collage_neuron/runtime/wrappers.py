@@ -49,7 +49,7 @@ def followed(model: torch.nn.Module | None = None, optimizer: Optimizer | None =
             f"anew for bfloat16: {AFTER}"
         )
     _check_nodes(wide, replicated)
-    yield
+    yield  # a reducer that is built before would have hooks on the old nodes
     for ddp in replicated:
         torch_privates.set_up_anew(ddp)
 
@@ -119,10 +119,8 @@ def _advice_on_zero(cls: type, optimizer: Optimizer | None) -> str:
 
 
 def instances(module: str, name: str) -> list[Any]:
-    """All objects of a class and its subclasses, if the module that has it was imported.
-
-    A parameter does not know which wrapper holds it, and torch keeps no list of them: the garbage collector does.
-    """
+    """All objects of a class and its subclasses, if the module that has it was imported."""
+    # A parameter does not know which wrapper holds it, and torch keeps no list of them: the garbage collector does.
     cls: Any = getattr(sys.modules.get(module), name, None)
     if cls is None:
         return []
@@ -186,10 +184,8 @@ def ddp_over(params: Names) -> list[Any]:
 
 
 def _check_nodes(params: Names, replicated: Sequence[Any]) -> None:
-    """Raises ValueError if something unknown holds the nodes where gradients of `params` are accumulated.
-
-    It checks only if several processes train: with one process, the holder usually is the graph of a live loss.
-    """
+    """Raises ValueError if something unknown holds the nodes where gradients of `params` are accumulated."""
+    # Only if several processes train: with one process, the holder usually is the graph of a live loss.
     known = set(chain.from_iterable(ddp.module.parameters() for ddp in replicated))
     for p, where in params.items():
         if is_distributed() and p not in known and not is_sharded(p) and _is_held(p):

@@ -32,8 +32,7 @@ def written(
 ) -> tuple[Any, Written, list[float]]:
     """The operation that made a tensor of the state with a name, how its call is written, and the numbers of that.
 
-    One element is a number of the step, unless a value is of that shape: of a 0-d parameter it may be one. A state that
-    is `expected` to be one, since it was in the last step, is not asked for its values.
+    One element is a number of the step, unless a value is of that shape: of a 0-d parameter it may be one.
 
     Raises:
         Uncompiled: it is neither a state nor made of one number, or something else has its memory.
@@ -42,11 +41,12 @@ def written(
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
     if name is not None:
         of_state: Written = [(tuple, name)]
+        # One that was a state in the last step is not asked for its values: comparing them takes a pass over memory.
         is_expected = expected is not None and expected.func is state and expected.args == of_state
         if is_expected or x.numel() == 1 or not x.is_cpu or x.dtype != torch.float32:
             return state, of_state, []
     value = float(x.reshape(-1)[0]) if x.numel() else 0.0
-    if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):
+    if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):  # -0.0 is no constant of a call
         sizes = [(int, n) for n in x.shape]
         if x.numel() == 1 and value and not is_like_value:  # one that was computed, and is another one in each step
             return aten.full.default, [sizes, NUMBER], [value]
@@ -57,17 +57,15 @@ def written(
 
 
 def _may_wait(x: torch.Tensor, device: torch.device, is_state: bool) -> bool:
-    """Returns True for a tensor of which nothing else has the memory: no view, and no array of numpy's.
-
-    XLA says nothing of its memory, and would have to wait for the value, which of a state nobody needs. A state of
-    training in bf16 waits in fp32, and is so afterwards.
-    """
+    """Returns True for a tensor of which nothing else has the memory: no view, and no array of numpy's."""
     if type(x) not in ORDINARY or x.device != device:
         return False
+    # A state of training in bf16 waits in fp32, and is fp32 afterwards.
     if x.dtype != torch.float32 and not (is_state and x.dtype == torch.bfloat16):
         return False
     if x.layout is not torch.strided or not x.is_contiguous() or x.requires_grad or x.is_inference():
         return False
+    # XLA says nothing of its memory, and would have to wait for the value, which of a state nobody needs.
     return (torch_privates.holders(x) <= 1 and x.untyped_storage().resizable()) if x.is_cpu else is_state
 
 

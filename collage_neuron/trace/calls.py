@@ -51,8 +51,8 @@ class Rule(NamedTuple):
     """True if it returns several tensors, or writes several."""
 
 
+# A view whose schema does not say so: torch makes one of a product of more than two dimensions (`x @ y`).
 _VIEW = torch.ops.aten._unsafe_view.default
-"""A view whose schema does not say so, by which torch writes a product of more than two dimensions (`x @ y`)."""
 
 
 @cache
@@ -62,6 +62,7 @@ def rule_of(func: Any) -> Rule | None:
         return None
     s, told = schema(func), set(func.tags)
     returns = [str(r.type) for r in s.returns]
+    # Draws have the order of the code; shapes that depend on values, and shapes that change, are no fixed geometry.
     at_once = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
     if func in (ALL_REDUCE, WAIT):
         return Rule("new", True)
@@ -103,7 +104,7 @@ NORMS = (torch.ops.aten.norm.Scalar, torch.ops.aten.norm.ScalarOpt_dim)
 
 
 def vector_norm(x: Any, p: Any = 2, dim: Sequence[int] = (), keepdim: bool = False) -> tuple[Any, Any, dict[str, Any]]:
-    """The same as on a CPU: an operation, its arguments and its keywords."""
+    """Returns the operation that a norm is on a CPU, with its arguments and its keywords."""
     own = [2 if p is None else p, list(dim) or None, keepdim]
     while own and own[-1] == (2, None, False)[len(own) - 1]:  # as torch writes it there
         own.pop()
@@ -186,7 +187,7 @@ def quick(asked: Any, args: Written, kwargs: Mapping[str, Any], returns: int, ca
     places = [x if type(x) is int else None for x in args]
     if len(others) > 1 or any(x is not NUMBER for _, x in others):
         return Quick(asked, places, None, returns, calls, tuple(others), len(kwargs))
-    return Quick(asked, places, others[0][0] if others else None, returns, calls)
+    return Quick(asked, places, others[0][0] if others else None, returns, calls)  # most: `again` has no loop for these
 
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -218,11 +219,8 @@ class Call(NamedTuple):
 
     @property
     def is_new_view(self) -> bool:
-        """Returns True if torch does not allow what it returns to be returned once more, as a view.
-
-        What `detach` returns is none for torch, which calls it for each tensor that a function such as `torch.zeros`
-        makes of one that somebody has.
-        """
+        """Returns True if torch does not allow the tensor that it returns to be returned once more, as a view."""
+        # What `detach` returns is no view for torch, which calls it for each tensor that `torch.zeros` and others make.
         return self.rule.kind == "view" and self.func is not torch.ops.aten.detach.default
 
     @property
@@ -302,7 +300,7 @@ class Writing(NamedTuple):
         return _number(x, how, self.numbers, self.is_constant)
 
     def _list(self, x: Sequence[Any]) -> Written:
-        """The same of a list; those of a step over lists are long."""
+        # Those of a step over lists are long: tensors alone, and floats alone, take one pass in C.
         places = list(map(self.place, map(id, x)))
         if None not in places:
             return places
@@ -314,7 +312,7 @@ class Writing(NamedTuple):
 
 def _number(x: Any, how: Any, numbers: list[float], is_constant: bool) -> Any:
     """How a call has what is no tensor; `how`, if it is a number of the step."""
-    if is_constant or type(x) not in (int, float):
+    if is_constant or type(x) not in (int, float):  # a bool is a constant, though it is an int
         if type(x) is float and x == 0.0 and math.copysign(1.0, x) < 0.0:  # it equals 0.0
             raise Uncompiled("a constant is -0.0")
         return type(x), x
@@ -385,7 +383,7 @@ def geometries(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Geometry]:
 
 def _meta(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
-        offset = int(x.storage_offset())
+        offset = int(x.storage_offset())  # views that are made of it begin from there (`Geometry.offset`)
         reach = 1 + offset + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         return torch.empty(max(reach, 0), dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), offset)
     return [_meta(y) for y in x] if isinstance(x, (list, tuple)) else x

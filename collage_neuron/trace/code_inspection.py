@@ -32,7 +32,7 @@ MOST = 10_000
 
 
 class Asked:
-    """What is known of the functions that an optimizer uses: looked at anew if it holds others, and in steps 2**n."""
+    """What is known of the functions that an optimizer uses."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -43,6 +43,7 @@ class Asked:
         held = held_by(optimizer)
         ids = list(map(id, held))
         self._steps += 1
+        # If it holds others; and in steps 2**n, since what it holds may have got other functions.
         if ids != self._ids or not self._steps & (self._steps - 1):
             self._ids, self._asks = ids, asks_for_types(base) or asks(base, held)
         return self._asks
@@ -55,7 +56,7 @@ def asks_for_types(base: Any) -> bool:
 
 
 def asks(base: Any, held: Iterable[Any]) -> bool:
-    """The same of a class whose optimizer holds some objects."""
+    """Returns True if `step` of a class asks, or a function that it names or that one of the objects `held` has."""
     return any(_asks(code) for function in _reached(base, held) for code in codes_of(function.__code__))
 
 
@@ -72,11 +73,11 @@ def held_by(optimizer: Optimizer) -> list[Any]:
     return [x for k, x in values if type(x) not in _ATOMS and k not in _OF_TORCH and not k.startswith("_")]
 
 
+# Attributes and settings that are torch's, or are looked at by their class.
 _OF_TORCH = {"state", "defaults", "param_groups", "params", "step"}
-"""Attributes and settings that are torch's, or are looked at by their class."""
 
+# Packages whose objects do not look at what they are given.
 _LIBRARIES = {"torch", *sys.stdlib_module_names}
-"""Packages whose objects do not look at what they are given."""
 
 _ATOMS = {int, float, bool, complex, str, bytes, type(None), Tensor, dtype, device}
 
@@ -149,11 +150,11 @@ def _looks(function: FunctionType) -> bool:
     return not names.isdisjoint(_OF_GRAPHS) or any(module.startswith(_AUTOGRAD) for module in modules)
 
 
+# Autograd notes what is inside a placeholder before it has its value; `FloatTensor` is a type of old.
 _DIFFERENTIATES = {"autograd", "backward", "FloatTensor"}
-"""Autograd notes what is inside a placeholder before it has its value; and a type of old."""
 
 _OF_GRAPHS = _DIFFERENTIATES | {"grad_fn", "is_leaf", "func", "functional", "jvp", "vjp", "hessian"}
 _AUTOGRAD = ("torch.autograd", "torch.func", "torch._functorch")
 
+# How code asks for an exact type: not by the attribute `type`, which is a device's.
 _OF_TYPES = {("LOAD_GLOBAL", "type"), ("LOAD_NAME", "type"), ("LOAD_ATTR", "__class__")}
-"""How code asks: not the attribute `type` of a device."""

@@ -116,7 +116,7 @@ class DeferredCalls:
         self._token: Token[Step | None]
         self.modes = 0
         self._making: AbstractContextManager[object] = nullcontext()
-        if values and not values[0].is_cpu:
+        if values and not values[0].is_cpu:  # on the host a mode costs time: it is on where a step may make some
             self.see_made()
         self._same = dict(same)
         """Places by ids: also of tensors that have been given other data."""
@@ -204,7 +204,7 @@ class DeferredCalls:
             return None
         what, places, number, returns, calls, others, _ = expected
         place = self._place
-        if what != asked or [place(id(x)) for x in args] != places:
+        if what != asked or [place(id(x)) for x in args] != places:  # ids: all that waits is alive in `tensors`
             return None
         if others:
             numbers = expected.numbers(args, kwargs or {}, self._place)
@@ -253,11 +253,13 @@ class DeferredCalls:
             except Uncompiled as error:
                 return self._now(str(error), func, args, kwargs)
         rule = rule_of(func)
+        # Autograd would keep what is inside a placeholder now, before that has its value.
         if rule is None or torch.is_grad_enabled() or (func in (ALL_REDUCE, WAIT) and not self.may_send):
             return self._now(f"{func} cannot wait", func, args, kwargs)
         found: list[float] = []
         self._just_met = []
         try:
+            # First what is written: among arguments, a tensor of one element is a number of the step (`Writing`).
             for x in written_by(rule, args):
                 if self._place(id(x)) is None and isinstance(x, torch.Tensor):
                     self._meet(x)
@@ -286,13 +288,13 @@ class DeferredCalls:
 
     @property
     def cones(self) -> Cones:
-        """Those of the values of this step, at its end."""
+        """The cones of the values of this step, at its end."""
         calls = self.calls
         return self._cones if self._cones.calls is calls else Cones(calls)  # the one it has followed may have gone on
 
     @property
     def _cones(self) -> Cones:
-        """Those of the values so far: of an earlier step, if that has made the same calls."""
+        """The cones of the values so far: of an earlier step, if that has made the same calls."""
         calls = self._course.whole
         found = next((each for each in self._earlier if each.calls is calls), None)
         if found is None:
@@ -323,7 +325,7 @@ class DeferredCalls:
 
     @cached_property
     def _shapes(self) -> set[torch.Size]:
-        """Those of the values that the step begins with."""
+        """The shapes of the values that the step begins with."""
         return {t.shape for t in self.tensors[: self._first]}
 
     def _meet(self, x: torch.Tensor) -> int:
@@ -384,6 +386,7 @@ class DeferredCalls:
 
     def _put(self, call: Call, made: Sequence[torch.Tensor]) -> None:
         """Gives what a call returns its places."""
+        # Spare placeholders that nobody was given are replaced: their ids may be used again.
         for t in self.tensors[call.first : call.first + len(made)] if self._spare else ():
             self._places.pop(id(t), None)
         self.tensors[call.first : call.first + len(made)] = made
@@ -391,11 +394,9 @@ class DeferredCalls:
         self._places.update(zip(map(id, made), call.returns, strict=True))
 
     def meet_states(self, p: torch.Tensor, state: Mapping[Any, Any], only_narrow: bool) -> None:
-        """Makes the states of a parameter wait that are not in words, before the step.
-
-        On XLA what an operation gets is not the object that the state has. And what is done with a state in bf16 alone,
-        before it meets anything, would be done in bf16.
-        """
+        """Makes the states of a parameter wait that are not in words, before the step."""
+        # On XLA an operation gets another object than the state has, so it would not be known when it meets values.
+        # And what is done with a state in bf16 alone, before it meets anything, would be done in bf16.
         for x in state.values():
             is_other = isinstance(x, torch.Tensor) and self._place(id(x)) is None and x.shape != p.shape
             if is_other and not (only_narrow and x.dtype != torch.bfloat16):
@@ -418,7 +419,7 @@ class DeferredCalls:
             self._set_places()
 
     def _count(self) -> int:
-        """How many placeholders there are so far."""
+        """How many placeholders the calls so far have made."""
         if not self._spare:
             return len(self.tensors)
         expected = self._course.expected
@@ -434,6 +435,8 @@ class DeferredCalls:
         if "out" in kwargs or _writes(func):
             own = kwargs.get("out", args[0])
             each = own if isinstance(own, (list, tuple)) else [own]
+            # C++ returns what was inside `t` when the operation began, and `fill` has exchanged that with the value: it
+            # is put back until the step settles, so that the caller gets the object `t`.
             late = [t for t in each if id(t) in self.given and id(t) not in self._just_met]
             self._late = [(t, self.given[id(t)]) for t in late]
             for t, other in self._late:
@@ -507,7 +510,7 @@ class DeferredCalls:
             exchange(self.tensors[call.first], self.met[call.first])
 
     def met_states(self) -> Iterator[tuple[adopted_tensors.Name, torch.Tensor]]:
-        """Those states, with their names."""
+        """The states that have met values that wait, with their names."""
         return ((call.args[0][1], self.tensors[call.first]) for call in self._meeting())
 
     def _meeting(self) -> list[Call]:
@@ -520,6 +523,7 @@ class DeferredCalls:
         """
         self._check_inside()
         now = list(map(torch_privates.users, self.tensors))
+        # Both the count before and that which calls add have the tensor itself once.
         more = any(n > own + before - 1 for n, own, before in zip(now, users, self._users, strict=False))
         return (
             more or any(map(gt, now[first:], users[first:])) or any(map(weakref.getweakrefcount, self.tensors[first:]))
@@ -531,7 +535,7 @@ class DeferredCalls:
             return
         self.decide()
         calls, numbers = self.calls, iter(self.numbers)
-        self.is_filled, self.why, self._quick = True, why, ()
+        self.is_filled, self.why, self._quick = True, why, ()  # first: what runs from here on is not noted again
         try:
             self._check_inside()
             with _unobserved():
@@ -560,12 +564,14 @@ class DeferredCalls:
         kwargs = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), self.tensors, numbers), strict=True))
         out = call.func(*args, **kwargs)
         for i, x in zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False):
+            # An operation may return its argument itself (`lift_fresh`), whose object keeps its own inside.
             give(self.tensors[i], x.detach() if any(x is y for y in args) else x)
 
 
 @contextmanager
 def _unobserved() -> Iterator[None]:
-    """A context in which torch computes, and nothing else: most often it does already, and contexts cost 20 us."""
+    """A context in which torch computes, and nothing else."""
+    # Most often it does already, and the contexts cost 20 us.
     if not (torch_privates.dispatch_modes() or torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
         yield
         return

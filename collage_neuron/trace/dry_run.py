@@ -106,6 +106,7 @@ def _unheard() -> Iterator[None]:
     thread = threading.get_ident()
     others = logging.Filter()
     others.filter = lambda record: record.thread != thread  # type: ignore[method-assign]
+    # To each logger: the filter of one sees nothing that its children pass on.
     found = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
     for logger in found:
         logger.addFilter(others)
@@ -117,14 +118,12 @@ def _unheard() -> Iterator[None]:
 
 
 def known(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
-    """What is known of the next step, if steps are traced; None where they are recorded.
-
-    A step that looks at values is known once one was taken: it is that one.
-    """
+    """What is known of the next step, if steps are traced; None where they are recorded."""
     if not is_traced(base, optimizer):
         return None
     why = next(_unknown(base, optimizer), None)
     found = run(base, optimizer) if why is None else Known(base, {}, UnsupportedUpdate(why))
+    # A step that looks at values is known once one was taken.
     return found if found.is_known else _taken(base, optimizer) or found
 
 
@@ -162,7 +161,7 @@ def records(base: type[Optimizer], optimizer: Optimizer, known: Known | None) ->
 
 
 def foreseen(base: type[Optimizer], optimizer: Optimizer) -> Records:
-    """The same of an optimizer of which nothing is known yet."""
+    """Returns what has the recordings of the next step of an optimizer, of which nothing is known yet."""
     return records(base, optimizer, known(base, optimizer))
 
 
@@ -177,7 +176,7 @@ def _by_params(kind: StepKind, keys: Sequence[int]) -> dict[int, Recording]:
 def _with_following(found: Mapping[int, Recording], copied: Copied) -> dict[int, Recording]:
     try:
         later = _recordings(copied)
-    except (UnsupportedUpdate, Uncompiled):
+    except (UnsupportedUpdate, Uncompiled):  # the first step is known all the same
         return dict(found)
     return {
         key: replace(each, following=later.get(key)) if structure(each.captured.graph).unread else each

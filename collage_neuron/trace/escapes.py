@@ -56,7 +56,7 @@ def outliving(kind: StepKind, mode: DeferredCalls, began: References, marked: Co
     is_shared = mode.is_shared(first, kind.users)
     made = mode.let_go(first)
     references = list(enumerate(torch_privates.references(made), first))
-    kept = [i for i, n in references if n > 2 and i not in stays]
+    kept = [i for i, n in references if n > 2 and i not in stays]  # two are the list's and the count's own
     gone = [n for _, _, n, _ in kind.changed if n is not None and n < first and n not in stays]
     are_parts_kept = bool(then_parts) and (
         any(map(gt, torch_privates.references(mode.tensors), then_parts)) or any(n > 3 for _, n in references)

@@ -14,19 +14,17 @@ from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
 
+# On lists the two are one operation; on single tensors only the second takes numbers, and has an in-place form.
 _CLAMPS = {"maximum": "clamp_min", "minimum": "clamp_max"}
-"""On lists the two are one operation; on single tensors only the second takes numbers, and has an in-place form."""
 
-_WRAPPED = {"add", "sub", "mul", "div"}
-"""Called with a number, torch records these as it does for a tensor."""
+_WRAPPED = {"add", "sub", "mul", "div"}  # called with a number, torch records these as it does for a tensor
 
-_OF_THREE = {"addcmul", "addcdiv"}
-"""Of their tensors two may be numbers."""
+_OF_THREE = {"addcmul", "addcdiv"}  # two of their tensors may be numbers
 
 
-def is_foreach(op: Op) -> bool:
+def is_foreach(func: Any) -> bool:
     """Returns True for a `torch._foreach_*` operation, on lists."""
-    return str(schema(op.target).name).startswith("aten::_foreach_")
+    return str(schema(func).name).startswith("aten::_foreach_")
 
 
 def unrolled(op: Op) -> Iterator[Op]:

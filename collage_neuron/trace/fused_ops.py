@@ -16,7 +16,7 @@ Tensors = list[torch.Tensor]
 
 
 def _prepared(grads: Tensors, maximize: bool, scale: torch.Tensor | None) -> Tensors:
-    """The gradients to use; unscaled in place, as torch's kernels do."""
+    # In place, as torch's kernels do: code after the step finds unscaled gradients.
     if scale is not None:
         on_lists("div_", grads, float(scale))
     return on_lists("neg", grads) if maximize else grads
@@ -42,7 +42,7 @@ def _adam(decoupled: bool) -> Callable[..., None]:
         on_lists("addcmul_", seconds, grads, grads, 1 - beta2)
         if amsgrad:
             on_lists("maximum_", maxima, seconds)
-        counts = list(map(float, steps))
+        counts = list(map(float, steps))  # on the host: bias corrections are computed in double, as plain numbers
         roots = on_lists("sqrt", maxima if amsgrad else seconds)
         on_lists("div_", roots, [(1 - beta2**n) ** 0.5 for n in counts])
         on_lists("add_", roots, eps)
@@ -56,7 +56,7 @@ def _sgd(
     dampening: float, nesterov: bool, maximize: bool, is_first_step: bool, grad_scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     grads = _decayed(params, _prepared(grads, maximize, grad_scale), weight_decay)
-    if momentum and is_first_step:
+    if momentum and is_first_step:  # a buffer begins as the gradient itself, which is not dampened
         on_lists("copy_", buffers, grads)
     elif momentum:
         on_lists("mul_", buffers, momentum)

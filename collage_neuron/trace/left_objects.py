@@ -43,9 +43,6 @@ def keep_objects(
 ) -> list[torch.Tensor]:
     """Puts the words of states into the objects that the step has `left` there, which may have traded places.
 
-    What a state was before has no value then: whoever has kept it gets an error. It is the placeholder that the next
-    step makes in the place of what is a state now.
-
     `temporaries` are what the step has made, from the place `first` on; returns those that the next one can have.
     """
     stays, changed = kind.left.places(), kind.changed
@@ -58,6 +55,8 @@ def keep_objects(
         torch_privates.exchange(t, word)
         states[i][name] = t
         if temporaries and place >= first:
+            # What the state was before has no value: whoever has kept it gets an error. It is the placeholder that the
+            # next step makes in the place of what is a state now.
             if type(word) is not torch.Tensor or are_marked([word]):
                 temporaries = []
             else:
@@ -71,4 +70,4 @@ def put_in_order(states: States, kind: StepKind) -> None:
     for i, state in states.items():
         names = kind.left.keys[i]
         for name in [*names, *(name for name in state if name not in names)]:
-            state[name] = state.pop(name)
+            state[name] = state.pop(name)  # to the end

@@ -112,7 +112,7 @@ class Cones:
         if needed is None:
             needed = self._needed(self.memory(place), before, {}) or []
         last = {memory: i for i in needed for memory in self._used(i)}
-        last.pop(self.memory(place), None)
+        last.pop(self.memory(place), None)  # the value itself stays until it was taken
         ends: dict[int, list[int]] = {}
         for memory, i in last.items():
             ends.setdefault(i, []).append(memory)
@@ -209,7 +209,7 @@ class _There:
         """Nothing needs what has this memory any more; what is small stays."""
         for memory in memories:
             own = [place for place in cones.places(memory) if place in self.tensors]
-            if any(self.tensors[place].numel() > SMALL for place in own):
+            if any(self.tensors[place].numel() > SMALL for place in own):  # a view may be small: all of it goes
                 for place in own:
                     del self.tensors[place]
                 self.done.pop(memory, None)
@@ -226,6 +226,7 @@ def _run(prepared: Prepared, number: int, there: _There, numbers: Sequence[float
         args, named = _arguments(prepared, tensors, numbers)
         out: Any = call.func(*args, **named)
         for place, x in zip(call.returns, out if isinstance(out, (list, tuple)) else (out,), strict=False):
+            # One that returns its argument itself: two places, two objects.
             there.put(place, x.detach() if any(x is y for y in args) else x)
     for memory in prepared.written:
         there.done[memory] = number + 1

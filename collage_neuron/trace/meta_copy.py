@@ -62,6 +62,7 @@ class Copied:
         self.is_launched = True
         """False if what steps do is only looked at: copies are whole, and shards would add up parts."""
         self.optimizer: Any = object.__new__(base)
+        # Without `__init__`, which may want other arguments; and without hooks, which are not the step's code.
         of_torch = {k: v for k, v in vars(optimizer).items() if k in attributes_of_torch()}
         vars(self.optimizer).update(of_torch, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
         self._inner: list[inner_optimizers.Inner] = []

@@ -25,12 +25,9 @@ _results: dict[Any, _Geometry] = {}
 
 
 def result_without_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`func(*args, **kwargs)` of meta tensors; their kernels are written in Python, and a step is recorded each time.
-
-    The result of an operation on each element, or of a sum, a mean or a norm, has no other property than its geometry.
-    That depends on the geometry of the tensors and on the types of the numbers; of a reduction on the numbers too. It
-    is a new tensor in each call, as the operation's own result is.
-    """
+    """`func(*args, **kwargs)` of meta tensors; their kernels are in Python, and a step is recorded each time."""
+    # The result of an operation on each element, or of a sum, a mean or a norm, has no property but its geometry. That
+    # depends on the geometry of the tensors and on the types of the numbers; of a reduction on the numbers too.
     if not _makes_one(func):
         return func(*args, **kwargs)
     told = _told if torch.Tag.pointwise in func.tags else _told_with_numbers  # of a reduction: over which dimensions
@@ -62,14 +59,14 @@ def _told(x: Any) -> Any:
 
 
 def _told_with_numbers(x: Any) -> Any:
-    """The same, and the values of numbers."""
+    """What a result depends on, the values of numbers included."""
     if isinstance(x, torch.Tensor):
         return _told(x)
     return (list, *map(_told_with_numbers, x)) if isinstance(x, (list, tuple)) else (type(x), x)
 
 
+# An exponent, or the order of a norm, selects the operations that they become.
 _POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_", "aten::linalg_vector_norm"}
-"""An exponent, or the order of a norm, selects the operations that they become."""
 
 
 @cache

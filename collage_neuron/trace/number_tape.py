@@ -55,6 +55,7 @@ class Tape:
         """Puts an input on the tape: a float, for which code gets the result, or a 0-d tensor, which code may write."""
         place = self._place(value)
         self.inputs.append(place)
+        # A copy: code counts in place, and the program is tried with what it began with.
         self.given.append(value.clone() if isinstance(value, torch.Tensor) else value)
         if isinstance(value, torch.Tensor):
             self._tensors[id(value)] = value, place
@@ -198,8 +199,8 @@ _ONE = ("neg", "pos", "abs")
 _COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 _NOT_FOLLOWED = ("float", "int", "index", "complex", "round", "trunc", "floor", "ceil", "divmod", "rdivmod", "hash",
                  "str", "repr", "format", "reduce_ex", "copy", "deepcopy")  # fmt: skip
+# Operations whose results are True or False, and have to be the same again: code branches by them.
 _TELL = frozenset({operator.truth, *(getattr(operator, name) for name in _COMPARED)})
-"""Operations whose results are True or False, and have to be the same again."""
 for _name in (*_TWO, *_ONE, *_COMPARED):
     setattr(Traced, f"__{_name}__", _forward(getattr(operator, _name)))
 for _name in _TWO:

@@ -12,7 +12,6 @@ import torch
 from collage_neuron.passes.functionalize.graph_builder import functional_overload
 from collage_neuron.passes.functionalize.one_shape import refs_in
 from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, Slot
-from collage_neuron.torch_privates import schema
 from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of, written_by
 from collage_neuron.trace.foreach import is_foreach, unrolled
@@ -66,9 +65,10 @@ def _needed(ops: Sequence[Op], after: Iterable[Ref]) -> list[Op]:
     """The operations on which tensors depend, as they are afterwards: code may compute what it only reads."""
     found, used = list[Op](), set(after)
     live = {ref.storage for ref in used}
-    single = [one for op in ops for one in (unrolled(op) if is_foreach(op) else (op,))]
+    single = [one for op in ops for one in (unrolled(op) if is_foreach(op.target) else (op,))]
     for op in reversed(single):
         out, read = [x for x in op.outs if x is not None], list(refs_in((op.args, op.kwargs)))
+        # A view is needed if it is looked at itself; what writes memory is, if any tensor with that memory is.
         is_view = functional_overload(op.target)[1] is None and {x.storage for x in out} & {x.storage for x in read}
         if not used.isdisjoint(out) if is_view else any(x.storage in live for x in out):
             found.append(op)
@@ -166,13 +166,13 @@ class Partition:
             self._share(changed)
 
     def _note(self, places: Iterable[int], at: int) -> None:
-        """These are made, or written, by the last of so many calls."""
+        """Notes tensors that are made, or written, by the last of so many calls."""
         for place in places:
             self._made.setdefault(place, at)
             self._written[self._ref(place).storage] = at
 
     def _share(self, places: Iterable[int]) -> None:
-        """These depend on several parameters."""
+        """Notes tensors that depend on several parameters, and are in no lane."""
         for storage in [self._ref(place).storage for place in places]:
             self._shared.add(storage)
             self._loose.pop(storage, None)
@@ -250,7 +250,7 @@ class Partition:
         return bool(places) and all(self._ref(place).storage in self._loose for place in places)
 
     def _add_loose(self, call: Call, numbers: list[int], returns: list[int]) -> None:
-        """An operation on such memory alone: what it makes or writes is so too, with all that it depends on."""
+        # What an operation on loose memory alone makes is loose too, with all that it depends on: a lane takes all.
         ops = {i: op for place in call.places() for i, op in self._loose[self._ref(place).storage].items()}
         ops[next(self._order)] = self._op(call, numbers, returns, -1)
         for place in returns or written_by(call.rule, call.args):
@@ -267,7 +267,7 @@ class Partition:
         """The only parameter that tensors are about, but for numbers; None if there are several."""
         own = [place for place in places if not self._is_shared(place)]
         lanes = self._lanes_of(own)
-        if len(lanes) > 1:
+        if len(lanes) > 1:  # a number of another parameter is read before anything is launched
             own = [place for place in own if not self._is_number(place)]
             lanes = self._lanes_of(own)
         shared = filter(self._is_shared, places)
@@ -279,7 +279,7 @@ class Partition:
 
     def _is_number(self, place: int) -> bool:
         """Returns True for what may be read: one element that was computed."""
-        if place < 0 or place in self._values:
+        if place < 0 or place in self._values:  # a number of a stack has no tensor to read (`_each`)
             return False
         t = self._tensors[place]
         return t.numel() == 1 and t.dtype == torch.float32
@@ -310,12 +310,12 @@ def _constant(x: Any) -> Any:
 
 def _parts(call: Call, numbers: list[int]) -> Iterator[Part]:
     """A call, or, of an operation on lists, those on lists of one tensor that it is equivalent to."""
-    if not str(schema(call.func).name).startswith("aten::_foreach_"):
+    if not is_foreach(call.func):
         yield call, numbers, list(call.returns)
         return
     left = iter(numbers)
     of_args = [_positions(x, left) for x in call.args]
-    shared = list(left)  # those of keywords
+    shared = list(left)  # those of keywords, which all tensors of the lists have
     for i in range(next(len(x) for x in call.args if type(x) is list)):
         args = [[x[i]] if type(x) is list else x for x in call.args]
         func = call.func

@@ -73,7 +73,7 @@ def called(
     """What torch calls for an operation on placeholders."""
     step = STEP.get()
     while step is not None:
-        if not step.is_filled:
+        if not step.is_filled:  # a step inside another one may have its values while the outer one waits
             return step.call(func, args, kwargs)
         step = step.outer
     return func(*valued(args), **dict(zip(kwargs or {}, valued((kwargs or {}).values()), strict=True)))
@@ -108,7 +108,7 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set
 
 
 class WaitingParameter(torch.nn.Parameter):
-    """The same of a parameter."""
+    """The class of a placeholder that stands for a parameter."""
 
     __torch_dispatch__: Any = classmethod(called)
     data = WaitingTensor.data
@@ -150,8 +150,8 @@ for _kind in (WaitingTensor, WaitingParameter):
 WaitingParameter.__deepcopy__ = _of_value("__deepcopy__")  # type: ignore[method-assign]
 
 WAITING = WaitingTensor, WaitingParameter
+# The attribute of what was inside a placeholder that has its value now: C++ may hold that still.
 _VALUE = "_collage_value"
-"""The attribute of what was inside a placeholder that has its value now: C++ may hold that still."""
 
 
 # --- what waits -------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def placeholder(
 
 
 _CLASSES: dict[type, Any] = {torch.Tensor: WaitingTensor, torch.nn.Parameter: WaitingParameter}
-for _torchs, _kind in _CLASSES.items():
+for _torchs, _kind in _CLASSES.items():  # code that asks for the name of a class, or prints it, gets torch's
     _kind.__name__, _kind.__qualname__, _kind.__module__ = _torchs.__name__, _torchs.__qualname__, _torchs.__module__
 
 
@@ -213,7 +213,7 @@ def stands_for(x: object) -> bool:
 
 def give(t: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a placeholder its value. The object `value` stands for `t` from now on, wherever C++ has what was in it."""
-    grad = t.grad
+    grad = t.grad  # it belongs to what is inside an object, which is exchanged, and not to the object
     vars(t).pop(_VALUE, None)
     has_value(t)
     torch_privates.exchange(t, value)
@@ -226,10 +226,7 @@ def give(t: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def put_off(t: torch.Tensor, other: torch.Tensor) -> None:
-    """Takes the value from `t` again, which `other` has from now on, until `give`: an operation in place returns `t`.
-
-    What torch returns is the object of what was inside when the operation began.
-    """
+    """Takes the value from `t` again, which `other` has from now on, until `give` (`DeferredCalls._now` says why)."""
     grad = t.grad
     delattr(other, _VALUE)
     has_value(other)
@@ -245,7 +242,7 @@ def value_of(x: Any) -> Any:
         return x
     found = getattr(x, _VALUE, None)
     if found is None:
-        error = RuntimeError(WAITS)
+        error = RuntimeError(WAITS)  # the step is told, and is repeated even if code catches this
         for step in IN_PROGRESS:
             step.is_asked_for(x, error)
         raise error
@@ -253,7 +250,7 @@ def value_of(x: Any) -> Any:
 
 
 def valued(given: Any) -> list[Any]:
-    """The same of arguments, and of those in lists."""
+    """The values of arguments, and of those in lists (`value_of`)."""
     return [valued(x) if isinstance(x, (list, tuple)) else value_of(x) for x in given]
 
 

@@ -21,8 +21,8 @@ MOST = 100_000
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Types whose objects lead to nothing and cannot change."""
 
+# Functions, classes and objects of these are not followed.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "torch_xla", "numpy", "typing_extensions", "collage_neuron"}
-"""Whose functions, classes and objects are not followed."""
 
 
 def is_own(x: Any) -> bool:
@@ -58,7 +58,7 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def _children(x: Any) -> Iterable[Any]:
-    for kinds, children in _OF_KINDS:
+    for kinds, children in _OF_KINDS:  # the first that fits: a model is an object with attributes too
         if isinstance(x, kinds):
             return children(x)
     followed = is_own(x) and not isinstance(x, (torch.Tensor, Optimizer, ModuleType))
@@ -78,11 +78,8 @@ def _of_function(x: FunctionType) -> Iterable[Any]:
 
 
 def used_globals(function: FunctionType) -> list[Any]:
-    """The globals that a function names, and of modules among them what it may name there (`helpers.count()`).
-
-    Modules that it imports itself are globals too.
-    """
-    names, found = names_of(function), list[Any]()
+    """The globals that a function names, and of modules among them what it may name there (`helpers.count()`)."""
+    names, found = names_of(function), list[Any]()  # modules that it imports itself are among them
     imported = (name for op, name in instructions(function.__code__) if op == "IMPORT_NAME")
     todo, known = [function.__globals__], set[int]()
     todo.append({name: sys.modules[name] for name in imported if name in sys.modules})
@@ -131,8 +128,8 @@ def is_filled(cell: Any) -> bool:
     return True
 
 
+# Attributes of a model that have no objects of its author's but modules, which are its children.
 _TENSORS = {"_parameters", "_buffers", "_modules"}
-"""Attributes of a model that have no objects of its author's but modules, which are its children."""
 
 _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (FunctionType, _of_function),

@@ -90,10 +90,8 @@ _code_of: Callable[[Any], _Code] = cache(_Code)
 
 @cache
 def attributes_of_torch() -> frozenset[str]:
-    """Attributes that every optimizer has: its groups and state, hooks, defaults.
-
-    When they are asked for, since the first optimizer of a process makes torch import its compiler, for two seconds.
-    """
+    """Attributes that every optimizer has: its groups and state, hooks, defaults."""
+    # Not at import: the first optimizer of a process makes torch import its compiler, for two seconds.
     return frozenset(vars(torch.optim.SGD([{"params": []}])))
 
 
@@ -101,10 +99,7 @@ def attributes_of_torch() -> frozenset[str]:
 
 
 def is_of_library(x: Any) -> bool:
-    """Returns True for what Python or torch defines, and not for other code that is wrapped by theirs.
-
-    `torch.no_grad()(f)` is a function of torch around `f`, `functools.partial(f)` an object of Python.
-    """
+    """Returns True for what Python or torch defines, and not for other code that is wrapped by theirs."""
     return _is_of_library(x, set())
 
 
@@ -112,6 +107,7 @@ def _is_of_library(x: Any, seen: set[int]) -> bool:
     if id(x) in seen:
         return True
     seen.add(id(x))
+    # `torch.no_grad()(f)` is a function of torch around `f`, `functools.partial(f)` an object of Python.
     parts = _parts(x)
     if parts is not None:
         return all(_is_of_library(part, seen) for part in parts) and _is_named_so(x)
@@ -144,5 +140,5 @@ def _root(module: object) -> str:
 
 # Ours too: `compile(model)` wraps `Optimizer.load_state_dict`, which no step calls.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "typing_extensions", "collage_neuron"}
+# Modules whose callable objects hold no code of others: functools has partial, unittest has Mock.
 _OF_OBJECTS = frozenset({"builtins", "collections", "types", "typing", "typing_extensions", "torch"})
-"""Whose callable objects hold no code of others: functools has partial, unittest has Mock."""

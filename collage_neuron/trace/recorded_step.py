@@ -44,7 +44,7 @@ def record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any]
 
 
 def _as_numbers(state: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with all tensors as numbers: torch loads a number of a 0-d bf16 parameter in bf16, as it does states."""
+    # In fp32: torch loads a number of a 0-d bf16 parameter in bf16, as it does states.
     return {k: state[k].float() if isinstance(state[k], Tensor) else v for k, v in shown.items()}
 
 

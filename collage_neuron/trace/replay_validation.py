@@ -169,7 +169,8 @@ class Part:
 
 
 def _any_number(place: int) -> Tensor:
-    """A number of another parameter: it must not matter, and is the same for all copies of a sample."""
+    """A number in the place of one of another parameter."""
+    # It must not matter which; it follows from the place alone, so that all copies of a sample have the same.
     return torch.tensor(1.0 + 0.618 * place % 1.0, dtype=torch.float32, device="cpu")
 
 
@@ -202,16 +203,12 @@ def _asked(call: Bound) -> Iterator[str]:
             yield "dim" if a.name.startswith("dim") else "size"
 
 
-_WHOLE = aten.detach.default, aten.alias.default
+_WHOLE = aten.detach.default, aten.alias.default  # views that say nothing of the shape
 _INTEGERS = {"int", "List[int]", "Optional[int]", "Optional[List[int]]"}
 
 
 def part_of(kind: StepKind, i: int, calls: Sequence[Bound]) -> Part | None:
-    """Those of the calls that are about a parameter; None if they need values of another one too.
-
-    Of operations on lists they have what is about it. Where numbers of several parameters are put into one tensor
-    (`torch.stack(norms)`), those of the others stay, and may be any.
-    """
+    """The calls, or parts of them, that are about a parameter; None if they need values of another one too."""
     before, after = kind.named[i], kind.after[i]
     memories = _Memories(kind, set(before.values()))
     found = []
@@ -224,10 +221,8 @@ def part_of(kind: StepKind, i: int, calls: Sequence[Bound]) -> Part | None:
 
 
 def _pieces(call: Bound) -> Iterator[Bound]:
-    """A call; one of an operation on lists for each element of these, and none of `t.data = x`, which is a place.
-
-    None of a state that is met, either: it is there before.
-    """
+    """A call; of an operation on lists one for each element of these."""
+    # After `t.data = x` another place is the tensor's, and a state that is met is there before: neither computes.
     if call.func in (set_data, adopted_tensors.state):
         return
     if not str(schema(call.func).name).startswith("aten::_foreach_"):
@@ -280,5 +275,5 @@ class _Memories:
         return not written.isdisjoint(self._given)
 
 
+# What may put numbers of several parameters into one tensor (`torch.stack(norms)`): those of the others may be any.
 _JOINS = (aten.stack.default,)
-"""What may put numbers of several parameters into one tensor."""

@@ -65,10 +65,9 @@ class Repeats:
         return recording
 
 
+# How many kinds are known before all are forgotten: a setting that is no float may be another one in every step.
 _KINDS = 4096
-"""How many kinds are known before all are forgotten: a setting that is no float may be another one in every step."""
-_BRANCHES = 8
-"""How many recordings of one kind are followed; code may take other branches in other steps."""
+_BRANCHES = 8  # recordings of one kind that are followed; code may take other branches in other steps
 
 
 def of_step(base: type[Optimizer], optimizer: Optimizer) -> Records:

@@ -146,7 +146,7 @@ class Uncopied:
 
 
 def _used(self: Any, *args: Any) -> Any:
-    """What an operator, or a function that is built in, asks the class for: raises as an attribute does."""
+    # Operators and functions that are built in ask the class, not the object: any attribute raises.
     return self.used
 
 
@@ -177,7 +177,7 @@ class Guard(torch_privates.DispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(map(waits, _flat([*args, *kwargs.values()]))):
+        if any(map(waits, _flat([*args, *kwargs.values()]))):  # its class notes the call, and nothing is written
             return func(*args, **kwargs)
         for x in _written(func, args, kwargs):
             if torch_privates.storage_id(x.untyped_storage()) not in self._own:

@@ -94,7 +94,7 @@ def _is_tensor_number(value: Any) -> bool:
     return type(value) is torch.Tensor and not value.dim() and value.is_cpu and value.is_floating_point()
 
 
-_OTHER = object()
+_OTHER = object()  # equals nothing that a setting can be
 _CONSTANT = (type(None), bool, int, str)
 
 
@@ -128,6 +128,7 @@ def follow(
     places = [tape.constant(x) if type(x) is not _Known else x.place for x in numbers]
     of_slots = [*slots(places), *map(tape.constant, planned.more)]
     found = Followed(recording, tape.played(), tuple(of_slots), tuple(places), scalars)
+    # Played with the numbers of this very step, it has to give this step's recording, bit for bit.
     is_whole = planned.recording.captured is recording.captured
     return found if is_whole and is_same(found.again(tape.given), recording) else None
 
@@ -249,11 +250,11 @@ def _touches_waiting(x: Any) -> bool:
     return any(map(_touches_waiting, x)) if isinstance(x, (list, tuple)) else waits(x)
 
 
+# What the tape follows where it gets a number that is on it, and no tensor.
 _MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor)
-"""What the tape follows where it gets a number that is on it, and no tensor."""
 
+# What may be asked of a count or a rate without reading it: the answer is the same in each step.
 _QUERIES = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_sparse", "layout", "requires_grad", "shape")
 ) | {torch.Tensor.dim, torch.Tensor.numel}
-"""What may be asked of a count or a rate without reading it."""

@@ -47,11 +47,9 @@ def check_sharded(p: Any, values: Sequence[Any]) -> None:
 
 
 def check_parts(captured: Captured, are_known: bool) -> None:
-    """Raises Uncompiled for an update of a part that is not the part of that of the whole.
-
-    Where it is known who has the other parts (DTensor), sums are those of the operations that its class calls, on the
-    part and between processes. But what these give are DTensors, and states of one number are kept as they are.
-    """
+    """Raises Uncompiled for an update of a part that is not the part of that of the whole."""
+    # Where it is known who has the other parts (DTensor), sums are those of the operations that its class calls, on the
+    # part and between processes. But what these give are DTensors, and states of one number are kept as they are.
     if captured.seen_as is not None or (captured.small if are_known else captured.reduces):
         raise Uncompiled(SUMS)
 
@@ -70,6 +68,7 @@ def sent(jobs: Sequence[Job], params: Sequence[Any]) -> object:
     places, groups, found = {id(p): i for i, p in enumerate(params)}, dict[object, int](), list[object]()
     for backend in dict.fromkeys(job.backend for job in jobs):
         for job in (x for x in jobs if x.backend is backend and x.update.between):
+            # A group by its number: along a dimension of a mesh, processes of other parts have other groups.
             own = [(how, groups.setdefault(group, len(groups))) for how, group in job.update.between]
             found.append((backend.name, [places[id(p)] for p in job.params], own))
     return found or None

@@ -39,8 +39,8 @@ from collage_neuron.trace.generators import Generator, may_draw, of_object, of_p
 from collage_neuron.trace.reachable_code import instructions, is_filled, is_own, names_of, reachable, root_of
 
 _MISSING = object()
+# Held while something is to be undone: two at a time would each put back what the other has changed.
 _ALONE = threading.RLock()
-"""Held while something is to be undone: two at a time would each put back what the other has changed."""
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def is_harmless(x: Any) -> bool:
 
 def has_plain_attributes(kind: type) -> bool:
     """Returns True for a class all of whose objects' attributes are in their `__dict__`, and do not end with them."""
-    own = [vars(c) for c in kind.__mro__ if is_own(c)]
+    own = [vars(c) for c in kind.__mro__ if is_own(c)]  # a copy of an object with `__del__` would end too
     return kind.__dictoffset__ != 0 and not any(c.get("__slots__") or "__del__" in c for c in own)
 
 
@@ -109,7 +109,7 @@ def _of_library(x: Any) -> Iterator[Callable[[], None]]:
     if not is_bound and root_of(x) not in _HARMLESS_LIBRARIES:
         name = getattr(x, "__qualname__", None) or x.__name__
         raise UnknownUpdate(f"it uses {root_of(x)}'s {name}, which may do what cannot be undone")
-    yield from ()
+    yield from ()  # a generator, as the others here are
 
 
 def _of_module(x: Any) -> Iterator[Callable[[], None]]:
@@ -146,42 +146,42 @@ def _harmful(x: FunctionType) -> str | None:
 
 
 _HARMFUL_BUILTINS = {"open", "exec", "eval", "compile", "input", "breakpoint", "__import__"}
+# Methods by which torch and numpy write files.
 _HARMFUL_METHODS = {"save", "savez", "savez_compressed", "savetxt", "tofile", "memmap"}
-"""By which torch and numpy write files."""
 
+# Libraries whose functions change nothing but what they are given, or what is put back: generators, warnings, logs.
 _HARMLESS_LIBRARIES = {
     "__future__", "_collections", "_functools", "_operator", "_warnings", "abc", "bisect", "builtins", "cmath",
     "collage_neuron", "collections", "contextlib", "contextvars", "copy", "dataclasses", "decimal", "enum", "fractions",
     "functools", "heapq", "inspect", "itertools", "logging", "math", "numbers", "numpy", "operator", "random", "re",
     "statistics", "string", "time", "torch", "torch_xla", "types", "typing", "typing_extensions", "warnings",
 }  # fmt: skip
-"""Whose functions change nothing but what they are given, or what is put back: generators, warnings, logs."""
 _OF_TORCH_THAT_CHANGE = "torch.optim", "torch.utils", "torch.distributed", "torch.multiprocessing", "torch.profiler"
+# Packages whose objects say what something is, and do not change; nobody hears what is logged in a dry run.
 _OF_HARMLESS_CLASSES = {
     "_abc", "_contextvars", "abc", "contextvars", "dataclasses", "enum", "inspect", "logging", "re", "typing",
     "typing_extensions",
 }  # fmt: skip
-"""Packages whose objects say what something is, and do not change; nobody hears what is logged in a dry run."""
+# Classes whose objects do not change; what is in them is looked at by itself. Writes to tensors `Guard` sees.
 _HARMLESS = (
     range, slice, EllipsisType, NotImplementedType, CodeType, ReferenceType, tuple, frozenset, partial, MethodType,
     staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType,
     WrapperDescriptorType, ClassMethodDescriptorType, GenericAlias, UnionType, Tensor, Enum, cached_property,
 )  # fmt: skip
-"""Classes whose objects do not change; what is in them is looked at by itself. Writes to tensors `Guard` sees."""
 
 SHARED = (*_HARMLESS, type, ModuleType, FunctionType, BuiltinFunctionType, torch.nn.Module)
 """Classes of objects that a copy of an optimizer has in common with it."""
 
 _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Callable[[], None]]]], ...] = (
-    (FunctionType, lambda x: _of_function(x)),
-    (BuiltinFunctionType, lambda x: _of_library(x)),
-    (ModuleType, lambda x: _of_module(x)),
+    (FunctionType, _of_function),
+    (BuiltinFunctionType, _of_library),
+    (ModuleType, _of_module),
     (type, lambda x: [_of_class(x)] if is_own(x) else _of_library(x)),
     (
         (dict, list, set, deque),
         lambda x: [_of_container(x), *([_of_container(vars(x))] if hasattr(x, "__dict__") else ())],
     ),
-    (Optimizer, lambda x: _of_optimizer(x)),
+    (Optimizer, _of_optimizer),
     (torch.nn.Module, lambda x: [_of_container(vars(x))] if is_own(x) else ()),
     (_HARMLESS, lambda x: ()),
 )
@@ -198,7 +198,7 @@ def _of_cell(cell: Any, before: Any) -> Callable[[], None]:
 
 
 def _of_class(x: Any) -> Callable[[], None]:
-    """Of a class, or a module."""
+    """Returns what puts back the attributes of a class, or a module."""
     before = dict(vars(x))
 
     def restore() -> None:
@@ -237,11 +237,12 @@ def _items(x: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    # Not by equality, which is code of the user's, and for which a tensor has no answer.
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:  # items
         return one[0] is other[0] and one[1] is other[1]
     return one is other
 
 
 def _of_generator(generator: Generator) -> Callable[[], None]:
-    before = generator.read()
+    before = generator.read()  # a copy: torch, numpy and Python each give one
     return lambda: generator.write(before)

@@ -62,7 +62,7 @@ class Left(NamedTuple):
         return found
 
     def places(self) -> set[int | None]:
-        """Those that outlive the step."""
+        """The places of what outlives the step."""
         return {*self.states, *self.params, *self.gradients}
 
 
@@ -79,12 +79,12 @@ class Planned(NamedTuple):
     """Those of its states, by the `pattern` of its numbers."""
 
     def followed_by(self, following: Mapping[str, Recording]) -> Planned:
-        """The same with the step after it, which may show what states are for."""
+        """Adds the recording of the step after it, which may show what states are for."""
         found = following.get(self.recording.captured.text)
         return self if found is None else self._replace(recording=replace(self.recording, following=found))
 
     def parts(self, numbers: Sequence[float]) -> Iterator[tuple[tuple[int, ...], Recording]]:
-        """Those of its parameters that can be launched together, and their recording.
+        """Yields parameters that can be launched together, with their recording.
 
         Formats may depend on the signs and sizes of numbers (`pattern`): where roles are different, so are the parts.
         """
@@ -228,7 +228,8 @@ def planned_of(
         captured = captured_of(recorder, lanes.refs(always | own), lanes.refs(now))
         _check_shapes(captured, now)
         more = slots[len(at) :]
-        has_rows = bool(tensors[own["param"]].dim())
+        has_rows = bool(tensors[own["param"]].dim())  # without a row there are no formats in blocks
+        # Further slots are numbers that calls have: told apart by their bits, since 0.0 equals -0.0.
         key = group, dtype, captured.text, tuple(captured.fresh.items()), has_rows, bits_of(more)
         if key not in found:
             found[key] = Planned(group, [], Recording(captured, slots), [], more, {})
@@ -265,7 +266,7 @@ def _check_names(keys: Sequence[Any], now: Mapping[Any, Ref]) -> None:
             raise Uncompiled(
                 f"step() has a state called {name!r}, which is no name of a value, or one of ours; rename it"
             )
-    if len({ref.storage for ref in now.values()}) < len(now) or {"param", "grad"} & set(keys):
+    if len({ref.storage for ref in now.values()}) < len(now):
         raise Uncompiled("a state shares the memory of its parameter, its gradient or another state; clone() it")
 
 
@@ -320,7 +321,7 @@ class Placeholders:
         params_before, is_alike, found = self._last
         if not (step_inventory.are_same(params_before, params) and is_alike(*grads)):
             found = list(map(self._gradient, params, grads))
-            self._last = params, torch_privates.guard(grads) if grads else list, found
+            self._last = params, torch_privates.guard(grads) if grads else list, found  # `list()` is false
         return found
 
     def _gradient(self, p: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ class CallSequence:
             return self._own
         if self.at == len(self._followed):
             return self._followed
-        found = self._followed[: self.at]
+        found = self._followed[: self.at]  # another of the earlier steps may have ended here
         return next((calls for calls in self._earlier if len(calls) == self.at and calls == found), found)
 
     @property
@@ -48,7 +48,7 @@ class CallSequence:
         """The next call of an earlier step that began as this one did, if it is this call."""
         if self._followed is None:
             return None
-        for calls in (self._followed, *self._earlier):
+        for calls in (self._followed, *self._earlier):  # the step that is followed has it most often
             if self.at < len(calls):
                 call = calls[self.at]
                 is_same = call.func is func and call.args == written and call.kwargs == named

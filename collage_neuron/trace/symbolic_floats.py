@@ -44,7 +44,7 @@ class Symbolic(torch.SymFloat):
         return float
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what SymFloat does not have; others ask whether it is a tensor."""
+        # Called for what SymFloat does not have: a float has it, or code asks whether this is a tensor.
         if hasattr(float, name):
             self.node.needs_value(name)
         raise AttributeError(name)

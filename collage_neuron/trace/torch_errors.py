@@ -12,6 +12,7 @@ _OF_TORCH = RuntimeError, NotImplementedError, TypeError, IndexError, ValueError
 
 def is_of_torch(error: BaseException) -> bool:
     """Returns True for an error that may come from placeholders."""
+    # Exact classes: what is derived from them is an error of somebody's own.
     return type(error) in _OF_TORCH and not _raised_by_code(error)
 
 
@@ -22,6 +23,7 @@ def _raised_by_code(error: BaseException) -> bool:
         trace = trace.tb_next
     if trace is None or trace.tb_frame.f_globals.get("__name__", "").startswith(("torch.", "collage_neuron.")):
         return False
+    # A `raise` statement: where an operation fails, the last instruction is a call.
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 

@@ -95,7 +95,7 @@ class TracedStep:
         launching: Launching,
         due: bool,
     ) -> None:
-        """Of an optimizer of a class; it is measured if that is `due`."""
+        """Begins nothing yet; the step is measured if that is `due`."""
         self.optimizer, self.traces, self._launching, self._due = optimizer, traces, launching, due
         self._base, self._name = base, base.__name__
         self.following: Mapping[str, Recording] = {}
@@ -287,7 +287,7 @@ class TracedStep:
         if mode is not None and not self._is_forbidden and (mode.failed is not None or is_of_torch(error)):
             self.may_repeat = self.may_run_as_written
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
-        if isinstance(error, Exception) and not self.may_repeat:
+        if isinstance(error, Exception) and not self.may_repeat:  # the others wait for what this process says
             with suppress(Exception):
                 self._agree(RAISES)
         self._has_agreed = True
@@ -379,7 +379,7 @@ class TracedStep:
         if not mode.is_filled:
             try:
                 measured = self._launched(self._kind(mode), mode)
-            except Exchanged:
+            except Exchanged:  # nobody knows what is inside which object: it cannot be computed either
                 raise
             except (Uncompiled, UnsupportedUpdate) as error:
                 mode.fill(str(error))
@@ -393,6 +393,7 @@ class TracedStep:
         """The kind of the step."""
         left, calls, before = self._left(mode), mode.calls, self._began.before
         for kind in self.traces.kinds:
+            # For the same calls it is the same list (`CallSequence`), so that nothing is compared again.
             if calls is kind.calls and kind.before == before and kind.left == left:
                 mode.add_values(kind.reads)
                 return self.traces.add(kind)
@@ -428,9 +429,11 @@ class TracedStep:
     def _launched(self, kind: StepKind, mode: DeferredCalls) -> list[Measured]:
         """Launches the updates of a step."""
         if kind.makes_states:
-            self.decide()
+            self.decide()  # a step that a device skips later would leave zeros as states, which the next one reads
+        # Before anything is exchanged back: it counts references, and computes numbers of what is presented.
         numbers = self._outliving(kind, mode)
         params, presentation, own = self._began.params, self._began.presentation, self._began.presentation.states()
+        # Copies: while updates are launched, these dictionaries have what there was before the step.
         left = [(p, s, dict(s)) for p in params if (s := own.get(id(p))) is not None]
         self._withdraw()
         presentation.restore_words()
@@ -467,6 +470,7 @@ class TracedStep:
             jobs = self._jobs(kind, mode)
             _check_gradients(jobs)
             self._launching.validate(optimizer, kind, mode.numbers, self._began.params, jobs)
+            # Last: what says that it launches is waited for by the others, so nothing may raise here after it.
             self._agree(LAUNCHES, shards.sent(jobs, self._began.params))
         except (Uncompiled, UnsupportedUpdate):
             step_inventory.changed(optimizer)

@@ -38,19 +38,17 @@ class Arrived:
 
 
 def look(found: Found, job: Job) -> None:
-    """Adds a sample of `job` to the sums of its group, and warns, once, if too little arrives.
-
-    Warming up is no reason to warn: sums begin anew where the rate rose, and wait while a scheduler keeps it below
-    half of the largest. Samples of drawn values, on lazy devices, have gradients of no size.
-    """
+    """Adds a sample of `job` to the sums of its group, and warns, once, if too little arrives."""
     optimizer = found.optimizer
     index = next(i for i, group in enumerate(optimizer.param_groups) if group is job.group)
     fmt = job.update.formats["param"]
     group = strategy_checks.Group(optimizer, index, job.settings, type(optimizer))
+    # Samples of drawn values, on lazy devices, have gradients of no size.
     if found.taken.is_drawn or not group.is_measured(fmt, job.recording.captured.graph):
         return
     rate, largest = strategy_checks.rate_of(job.group, ("lr",)), strategy_checks.rate_of(job.group)
     sums = bookkeeping(optimizer).arrived
+    # Warming up is no reason to warn: sums begin anew where the rate rose, and wait while it is below half the largest.
     if rate < largest / 2:
         return
     if index not in sums or rate > sums[index].rate:

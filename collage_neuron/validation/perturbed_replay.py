@@ -168,11 +168,11 @@ CANCELLED = 4
 _SUMS = {"add", "sub", "addcmul", "addcdiv"}
 _FUNCTIONS = {"exp", "log", "pow", "sigmoid", "softplus", "atan2"}
 _COPIES = {"clone", "copy", "_to_copy", "lift_fresh", "_foreach_copy"}
+# Operations that do not round in fp32; code may compare their result with the operand that they selected.
 _EXACT = {"where", "masked_fill", "index_put", "sign", "sgn", "abs", "neg", "maximum", "minimum", "clamp", "clamp_min",
           "clamp_max", "nan_to_num"}  # fmt: skip
-"""Operations that do not round in fp32; code may compare their result with the operand that they selected."""
+# What is in their memory is no result: it may be infinite, and the next operation writes it (`out=`).
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-"""What is in their memory is no result: it may be infinite, and the next operation writes it (`out=`)."""
 _FILLS = {"full", "full_like", "new_full", "fill", "ones", "ones_like", "new_ones"}
 
 
@@ -220,6 +220,7 @@ class Perturbation(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         finite = self._finite(args)
+        # All before the operation, which may write its operands.
         written = self._written(func, args)
         within, first = _within(func, args, kwargs), self._cancelled(func, args)
         out = func(*args, **kwargs)
@@ -328,7 +329,7 @@ def is_view(func: Any) -> bool:
 
 
 def _within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The operand that a lerp adds inside: with a weight near 1 it cancels most of the other operand."""
+    # What a lerp adds inside: with a weight near 1 it cancels most of the other operand, and the result hides that.
     if not schema(func).name.startswith("aten::lerp"):
         return None
     x, y, weight = (*args, kwargs.get("weight"))[:3]

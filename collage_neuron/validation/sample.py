@@ -140,11 +140,9 @@ def sample_of(
 
 
 def _own(x: Any) -> Any:
-    """A copy of what a step writes to in place (`optimizer/launches.py`): the optimizer's own stays as it is.
-
-    Not of a number that a traced step has left in a group: it has no value yet, and nobody reads it there.
-    """
+    """A copy of what a step writes to in place (`optimizer/launches.py`): the optimizer's own stays as it is."""
     if isinstance(x, Tensor):
+        # Else a number that a traced step has left in a group: it has no value yet, and nobody reads it there.
         return x.detach().clone() if type(x) in ORDINARY or is_sharded(x) else x
     return copy.copy(x) if type(x) in (list, dict) else x
 
@@ -172,7 +170,7 @@ def spread(grad: Tensor, turn: int) -> Tensor:
 
 
 def indices(n: int) -> Tensor:
-    """Those of the first elements."""
+    """The indices of the first `n` elements."""
     return torch.arange(n, dtype=torch.int64, device="cpu")
 
 
@@ -256,7 +254,7 @@ States = Callable[[Tensor, list[str], torch.Generator], Mapping[str, Any]]
 
 def draw(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, planned: Plan, seed: int, of_steps: States) -> Sample:
     """A sample with drawn values and the numbers of `p`, on the device of `p`."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(seed)  # of its own: the program's random numbers stay as they are
     shape = planned.index.shape
     numbers = shown(optimizer, job, p)
     names = [k for k, v in numbers.items() if isinstance(v, ParamShaped) and k in job.update.formats]

@@ -167,7 +167,7 @@ class Found:
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Returns True if all bits are equal. Words of blocks are expanded, so their strides are not those of bytes."""
+    # Words of blocks are expanded, and a view as bytes needs strides of its own.
     copies = (t.clone(memory_format=torch.contiguous_format) for t in (x, y))
     return torch.equal(*(t.view(torch.int8) if t.dim() else t for t in copies))
 
@@ -204,7 +204,7 @@ class History:
     """Number of jobs for which no sample could be made."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the updates, which are objects of this process: a copy of the optimizer validates its first step."""
+        """Leaves out updates, which are objects of this process: a copy of the optimizer validates its first step."""
         return {**vars(self), "known": set()}
 
 
