@@ -61,6 +61,7 @@ class Monitor:
             self._began = True
             self._readings.begin(self._about)
         number = next((int(m.number) for m in measured if m.number is not None), self._taken)
+        number = max([number, *self._counts()])  # those without a gradient may have counted further
         self._readings.stepped(Unread.of(number, [(self._place(m.param), m) for m in measured]))
         operands = self._watch.new(self._models())
         if operands:
@@ -118,12 +119,13 @@ class Monitor:
         return optimizer
 
     def _next_step(self) -> int:
-        """The number of the next step: from the optimizer's own count, if it has one, since that survives a resume."""
-        counts = (state["step"] for state in self._alive.state.values() if "step" in state)
-        count = next(counts, self._taken)
-        # A count on a device is not read, which would wait for the device in each step.
-        on_host = not isinstance(count, torch.Tensor) or count.device.type == "cpu"
-        return (int(count) if on_host else self._taken) + 1
+        """The number of the next step: from the counts of states, if there are some: they survive a resume."""
+        return max(self._counts(), default=self._taken) + 1  # the largest: that of a frozen parameter stands still
+
+    def _counts(self) -> list[int]:
+        """The steps that states count on the host: to read those on a device would wait for it in each step."""
+        counts = [state["step"] for state in self._alive.state.values() if "step" in state]
+        return [int(x) for x in counts if not isinstance(x, torch.Tensor) or x.device.type == "cpu"]
 
     def _place(self, p: torch.nn.Parameter) -> Place:
         if p not in self._places:

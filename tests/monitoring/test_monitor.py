@@ -231,6 +231,18 @@ def test_a_monitored_run_keeps_the_same_bits(arithmetic: str) -> None:
     assert differences(snapshot(optimizer), snapshot(plain)) == []
 
 
+@pytest.mark.parametrize("last", [5, 7])
+def test_measured_steps_go_on_where_the_first_parameter_is_frozen(last: int) -> None:
+    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = collage_neuron.compile(torch.optim.AdamW(params), verbose=False)
+    monitor = collage_neuron.monitor(optimizer, every=4)
+    for t in range(1, 21):
+        for p in params:
+            p.grad = torch.ones_like(p) if t <= last or p is params[1] else None
+        optimizer.step()
+    assert [record.step for record in monitor.history] == [4, 8, 12, 16, 20]
+
+
 def test_only_steps_that_are_due_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
     kind = type(registry.choose("auto", torch.device("cpu")))
