@@ -34,7 +34,7 @@ Writes are noticed by cheap signs: a parameter's version counter and address, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -418,6 +418,21 @@ def restore_words(optimizer: Optimizer) -> None:
                 optimizer.state.setdefault(p, {}).update(low.words)
             else:
                 leave(p, low, record_of(optimizer, p))
+    _take_back(optimizer, split)
+
+
+def _take_back(optimizer: Optimizer, split: Collection[int]) -> None:
+    """Gives words that were left with a parameter to its state, if it has come to a group without a call of ours."""
+    back = step_inventory.once(
+        optimizer, "back", lambda: [p for p in params_of(optimizer) if hasattr(p, LEFT) and id(p) not in split]
+    )
+    for p in back:
+        low, record = getattr(p, LEFT, (None, {}))
+        if low is not None and low.is_of(p) and p not in bookkeeping(optimizer).marks.params:
+            step_inventory.changed(optimizer)
+            optimizer.state.setdefault(p, {}).update(low.words)
+            note_as(optimizer, p, low, record)
+            vars(p).pop(LEFT, None)
 
 
 def _take_over(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:

@@ -244,6 +244,28 @@ def test_clearing_the_state_forgets_moments_and_no_bit_of_a_weight(
     assert optimizer.state[p]["step"] == 1
 
 
+def test_a_parameter_that_was_out_of_its_group_meanwhile_has_its_words() -> None:
+    """`append`, and not `add_param_group`, tells nobody."""
+    params = [Parameter(torch.linspace(0.1, 1, 16)) for _ in range(2)]
+    optimizer = collage_neuron.compile(AdamW(params), verbose=False)
+    group, back = optimizer.param_groups[0], params[1]
+
+    def step(rate: float) -> None:
+        group["lr"], back.grad = rate, torch.ones_like(back)
+        params[0].grad = torch.ones_like(back)
+        optimizer.step()
+
+    step(1e-3)
+    before = exact_value(optimizer, back)
+    group["params"].pop()
+    optimizer.state.clear()
+    step(1e-3)
+    group["params"].append(back)
+    step(0.0)
+    assert not torch.equal(before, back.float())
+    assert torch.equal(exact_value(optimizer, back), before)
+
+
 def test_a_copy_of_a_cleared_optimizer_has_the_words_too() -> None:
     p, optimizer = made(torch.optim.AdamW)
     given(p)
