@@ -150,6 +150,7 @@ class Compiled(Optimizer):
         if bookkeeping(self).interrupted:
             warn_user(f"this state_dict may be half written: {bookkeeping(self).interrupted}")
         replaced_params.follow(self)
+        external_writes.drop_idle(self)
         external_writes.restore_words(self)
         external_writes.check_codes(self)
         nonfinite.read_counts(self)

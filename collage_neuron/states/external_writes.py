@@ -461,6 +461,18 @@ LEFT = "_collage_left"
 their format."""
 
 
+def drop_idle(optimizer: Optimizer) -> None:
+    """Takes away the states of parameters that have left the groups and that have nothing but low words there.
+
+    Plain torch has no state of them, and its `state_dict` knows no name for one. The words stay with the parameter.
+    """
+    held = set(map(id, params_of(optimizer)))
+    gone = {p: state for p, state in optimizer.state.items() if isinstance(p, torch.Tensor) and id(p) not in held}
+    for p in [p for p, state in gone.items() if state and is_idle(state)]:
+        del optimizer.state[p]
+        step_inventory.changed(optimizer)
+
+
 def leave(p: torch.Tensor, low: LowWords, record: Mapping[str, str]) -> None:
     """Leaves low words with their parameter, which may get another optimizer."""
     if low.words and low.mark is not None:

@@ -359,3 +359,18 @@ def test_a_parameter_that_gets_another_shape_is_rejected(make: Any) -> None:
         ValueError, match=r"another shape than its state 'param_lo'.*give the optimizer a new parameter"
     ):
         optimizer.step()
+
+
+def test_one_without_a_state_in_plain_torch_leaves_its_group_and_comes_back() -> None:
+    params = [Parameter(torch.full((8,), 1 + 2.0**-12)) for _ in range(2)]
+    optimizer = collage_neuron.compile(torch.optim.SGD(params, lr=2.0**-12), verbose=False)
+    group = optimizer.param_groups[0]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    group["params"] = params[:1]
+    assert list(optimizer.state_dict()["state"]) == [0]  # torch has no number for the other one
+    group["params"].append(params[1])
+    assert list(optimizer.state_dict()["state"]) == [0, 1]
+    optimizer.step()
+    assert all(exact_value(optimizer, p)[0] == 1 - 2.0**-12 for p in params)
