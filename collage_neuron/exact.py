@@ -12,7 +12,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, replaced_params, shared_params
+from collage_neuron.states import external_writes, low_words, replaced_params
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local
@@ -49,7 +49,6 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     check_range(fmt, p, value)
     with torch.no_grad():
         external_writes.put(optimizer, p, fmt, value.detach().float())
-        shared_params.hand_on(optimizer)
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
@@ -64,7 +63,7 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     require_compiled(optimizer)
     if not any(p is q for q in params_of(optimizer)):
         raise ValueError(f"the tensor of shape {list(p.shape)} is not a parameter of this {type(optimizer).__name__}")
-    external_writes.restore_words(optimizer)
+    low_words.restore(optimizer)
     value = read_exact(p, optimizer.state.get(p, {}), "param", record_of(optimizer, p)).clone()
     return external_writes.without_stale(optimizer, p, value)
 
@@ -81,7 +80,7 @@ def owners_of(params: Iterable[torch.Tensor], given: Sequence[Optimizer]) -> dic
         require_compiled(optimizer)
     (listed, split), params = _owners_among(given), list(params)
     wanted = [p for p in params if p.dtype == torch.bfloat16 and p not in split]
-    others = [x for x in shared_params.optimizers_with(wanted) if all(x is not optimizer for optimizer in given)]
+    others = [x for x in low_words.optimizers_with(wanted) if all(x is not optimizer for optimizer in given)]
     listed_by_others, split_by_others = _owners_among(others)
     return {**listed_by_others, **listed, **split_by_others, **split}  # the last counts: who keeps low words
 
@@ -90,7 +89,7 @@ def _owners_among(optimizers: Sequence[Optimizer]) -> tuple[dict[Any, Optimizer]
     """The first of these that has each parameter, and the first that keeps low words of it."""
     for optimizer in optimizers:
         replaced_params.follow(optimizer)
-        external_writes.restore_words(optimizer)
+        low_words.restore(optimizer)
     # Reversed: of a dictionary the last entry counts, and it is to be the first optimizer.
     listed = [(p, x) for x in reversed(optimizers) for p in params_of(x)]
     split = {id(x): split_params(x.state) for x in optimizers}
@@ -99,7 +98,7 @@ def _owners_among(optimizers: Sequence[Optimizer]) -> tuple[dict[Any, Optimizer]
 
 def words_kept(p: torch.Tensor, owner: Optimizer | None) -> tuple[Mapping[str, Any], Record]:
     """The state of `p` with its further words, and the record of its formats; without an owner, those of the last."""
-    return shared_params.left_with(p) if owner is None else (owner.state.get(p, {}), record_of(owner, p))
+    return low_words.left_with(p) if owner is None else (owner.state.get(p, {}), record_of(owner, p))
 
 
 def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:

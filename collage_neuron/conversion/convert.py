@@ -42,11 +42,18 @@ from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
 from collage_neuron.settings import DRAWN, UNSUPPORTED, Settings, filled
-from collage_neuron.states import external_writes, inner_optimizers, reduced_states, replaced_params, strategy_checks
+from collage_neuron.states import (
+    external_writes,
+    inner_optimizers,
+    low_words,
+    reduced_states,
+    replaced_params,
+    state_writes,
+    strategy_checks,
+)
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import local
-from collage_neuron.states.shared_params import continue_from_others, leave_words
 from collage_neuron.states.state_keys import is_component, split_params, suffixes
 from collage_neuron.states.store import (
     ensure_stored,
@@ -90,9 +97,9 @@ def compile_optimizer(
         stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | left | dict(stays)
         chosen = _compile(optimizer, settings, stays, budget)
         bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
-    continue_from_others(optimizer)
+    external_writes.continue_from_others(optimizer)
     if bookkeeping(optimizer).leaving is None:
-        leave_words(optimizer, bookkeeping(optimizer))
+        low_words.leave_all(optimizer, bookkeeping(optimizer))
     if waiting:
         restore_low_words(optimizer, settled)
 
@@ -309,7 +316,7 @@ def _tell_of_loaded(optimizer: Optimizer, asked: Settings, chosen: Sequence[Sett
         if all(key in group for key in asked.as_group()):
             warn_of_settings(i, asked, own)
     wide = [p for p in split_params(optimizer.state) if p.dtype == torch.float32 and p.numel()]
-    shares = [1 - external_writes.belongs(optimizer, p).double().mean().item() for p in wide]
+    shares = [1 - state_writes.belongs(optimizer, p).double().mean().item() for p in wide]
     if any(shares):
         warn_user(
             f"this {type(optimizer).__name__} loaded the checkpoint of a compiled run and was not compiled: torch "
@@ -324,7 +331,7 @@ def _split(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Format) -> Non
     """Splits an fp32 parameter, or a state of it, into the words of `fmt`, or those that a checkpoint has of it."""
     state, record, saved = optimizer.state[p], record_of(optimizer, p), dict[str, torch.Tensor]()
     if any(name + suffix in state for suffix in suffixes()):
-        belongs, there = external_writes.belongs(optimizer, p, name), {**state, "param": p.detach()}
+        belongs, there = state_writes.belongs(optimizer, p, name), {**state, "param": p.detach()}
         words = {key: local(there[key]).cpu() for key in fmt.keys(name) if key in there}
         value = torch.where(belongs, local(read_fp32(p, state, name, record)).cpu(), words[name].float())
         if len(words) == len(fmt.components) and fmt.reads_as(kept_format(p, state, name, record)):

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import RoundedWeights
 from collage_neuron.optimizer.pending_models import models
-from collage_neuron.states import external_writes
+from collage_neuron.states import external_writes, low_words
 from collage_neuron.states.bookkeeping import compiled_optimizers, params_of
 from collage_neuron.states.live_objects import outermost, smallest
 from collage_neuron.states.sharding import local
@@ -74,7 +74,7 @@ def _tell(
     # Other frozen ones are cast as by `model.to`, without a word.
     kept = {original.param for waiting in models.values() for original in waiting.originals.values()} if wide else set()
     kept |= {p for x in (compiled_optimizers() if wide else ()) for p in params_of(x)}
-    kept |= {p for p in wide.values() if hasattr(p, external_writes.LEFT)}
+    kept |= {p for p in wide.values() if hasattr(p, low_words.LEFT)}
     found = [prefix + name for name, p in wide.items() if p.requires_grad or p in kept]
     if found:
         warnings.warn(

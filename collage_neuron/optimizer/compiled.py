@@ -22,7 +22,14 @@ from collage_neuron.optimizer.pending_models import adopt_params
 from collage_neuron.runtime import nonfinite, step_call
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
-from collage_neuron.states import external_writes, format_record, inner_optimizers, replaced_params, strategy_checks
+from collage_neuron.states import (
+    format_record,
+    inner_optimizers,
+    low_words,
+    replaced_params,
+    state_writes,
+    strategy_checks,
+)
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping, in_own_method
 from collage_neuron.states.store import States, is_idle
 
@@ -150,9 +157,9 @@ class Compiled(Optimizer):
         if bookkeeping(self).interrupted:
             warn_user(f"this state_dict may be half written: {bookkeeping(self).interrupted}")
         replaced_params.follow(self)
-        external_writes.drop_idle(self)
-        external_writes.restore_words(self)
-        external_writes.check_codes(self)
+        low_words.drop_idle(self)
+        low_words.restore(self)
+        state_writes.check_codes(self)
         nonfinite.read_counts(self)
         with in_own_method(self):
             if inner_optimizers.inner_of(self):
@@ -182,7 +189,8 @@ class Compiled(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles: as torch's, plus the bookkeeping."""
-        external_writes.check_codes(self)  # a copy has no note of them
+        low_words.restore(self)  # a copy may be alone
+        state_writes.check_codes(self)  # and has no note of them
         state: Any = super().__getstate__()  # a user's class may return anything
         if isinstance(state, dict) and not inner_optimizers.are_copied(self, state):
             name = base_of(type(self)).__name__

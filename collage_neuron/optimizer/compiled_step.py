@@ -31,9 +31,9 @@ from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
     coarse_writes,
     external_writes,
+    low_words,
     reduced_states,
     replaced_params,
-    shared_params,
     step_inventory,
     strategy_checks,
 )
@@ -79,7 +79,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
         first_step_report.hint_at_source(base, optimizer)
     coarse_writes.look(optimizer, ours)
     if ours.leaving is None:
-        shared_params.leave_words(optimizer, ours)
+        low_words.leave_all(optimizer, ours)
     if ours.joined:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)
@@ -213,8 +213,6 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
         if again is None:
             replaced_params.forget(optimizer)
         external_writes.remember_step(optimizer)
-        if ours.sharing != []:  # None: nobody has looked for others
-            shared_params.hand_on(optimizer)
     except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
         _note_interruption(optimizer, error, written)
         raise

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from collage_neuron.eager.memory import memory_of, pool
 from collage_neuron.eager.step import Context
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states import external_writes, inner_optimizers, replaced_params, shared_params
+from collage_neuron.states import external_writes, inner_optimizers, replaced_params, state_writes
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.store import States
 
@@ -184,8 +184,7 @@ class MethodContext(Context):
         self.end()
         for p in stored.params_written():
             external_writes.remember(self.optimizer, p)
-        external_writes.remember_states(self.optimizer)
-        shared_params.hand_on(self.optimizer)
+        state_writes.remember_states(self.optimizer)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

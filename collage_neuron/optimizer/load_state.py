@@ -32,7 +32,7 @@ from collage_neuron.runtime import update_formats
 from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, format_record, reduced_states
+from collage_neuron.states import external_writes, format_record, low_words, reduced_states
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of, numbered, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
 from collage_neuron.states.sharding import like
@@ -123,7 +123,7 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
         for p in group["params"]:
             own = words_of(before.get(p, {}))
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
-            noted = external_writes.low_words_of(optimizer, p)
+            noted = low_words.low_words_of(optimizer, p)
             if own and not expected and (noted.bits is not None or not noted.is_written(p)):
                 optimizer.state[p].update(own)
                 kept.add(p)

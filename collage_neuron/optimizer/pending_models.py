@@ -21,11 +21,10 @@ from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes
+from collage_neuron.states import external_writes, low_words
 from collage_neuron.states.bookkeeping import bookkeeping, is_compiled, params_of
 from collage_neuron.states.live_objects import groups_of, objects_of, with_subclasses
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
-from collage_neuron.states.shared_params import continue_from_others, leave_value
 from collage_neuron.states.state_keys import split_params
 
 CompileOptimizer = Callable[[Optimizer, Settings], None]
@@ -171,9 +170,9 @@ def keep_values(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
             local(p.detach()).copy_(high_word(value, fmt))
             waiting.originals[name] = Original(value, p, torch_privates.version(p), fmt)
     for p, value in values.items():
-        if hasattr(p, external_writes.LEFT):
+        if hasattr(p, low_words.LEFT):
             p.copy_(value)
-            leave_value(p, value.detach().float().clone())
+            low_words.leave_value(p, value.detach().float().clone())
 
 
 def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
@@ -230,7 +229,7 @@ def adopt_params(optimizer: Optimizer, params: Iterable[torch.Tensor], index: in
             "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
             "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo"
         )
-    continue_from_others(optimizer)
+    external_writes.continue_from_others(optimizer)
     restore_low_words(optimizer, split_params(optimizer.state) | written_in_all_processes())
     warn_of_rounded(params, index)
 

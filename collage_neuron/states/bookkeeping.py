@@ -119,6 +119,10 @@ class Marks:
         self._spread()
         return self._states
 
+    def known(self) -> set[int]:
+        """The ids of the parameters that have low words, or had."""
+        return set(map(id, self._params if self._all is None else self._all.split.params))
+
     def held(self) -> set[int]:
         """The ids of the states that this refers to."""
         found = [high for names in self._states.values() for high, _ in names.values()]
@@ -161,7 +165,7 @@ ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
 OF_ONE = (
-    "reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies", "sharing",
+    "reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies",
     "in_own_method",
 )  # fmt: skip
 """Fields that a copy of the optimizer does not get."""
@@ -251,11 +255,8 @@ class Bookkeeping:
 
     traces: Any = None
     """What lasts between traced steps, a `trace.kinds.Traces`; a copy of the optimizer has its own."""
-    sharing: Any = None
-    """Weak references to other compiled optimizers over some of its parameters (`shared_params`); None if nobody
-    has looked: a copy looks anew."""
     leaving: Any = None
-    """What leaves low words with the parameters when the optimizer goes (`continued`)."""
+    """What leaves low words with the parameters when the optimizer goes (`low_words`)."""
     seen: Any = None
     """During a step, a `step_inventory.Seen`."""
     structure: Any = None

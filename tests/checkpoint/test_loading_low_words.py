@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value, set_exact_value
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.states import external_writes, fitting_words
+from collage_neuron.states import fitting_words, state_writes
 
 
 @pytest.mark.parametrize("model_first", [True, False])
@@ -70,7 +70,7 @@ def test_a_master_belongs_if_it_rounds_to_the_weight(seed: int) -> None:
             optimizer = collage_neuron.compile(SGD([p], lr=0.1), strategy="fp32")
             optimizer.state[p]["param_master"] = master
             fits = (master.bfloat16() == weight) | ~weight.isfinite()
-            assert torch.equal(external_writes.belongs(optimizer, p), fits)
+            assert torch.equal(state_writes.belongs(optimizer, p), fits)
 
 
 def test_with_the_model_alone_a_state_beside_the_weights_of_another_run_is_noticed() -> None:
@@ -173,7 +173,7 @@ def test_low_words_are_never_taken_for_strangers(strategy: str, arithmetic: str)
         pull = 10 * exact_value(optimizer, p) * (1 + 2.0 ** -(i % 20) * torch.randn(p.shape, generator=g))
         p.grad = pull.bfloat16()
         optimizer.step()
-        assert external_writes.belongs(optimizer, p).all()
+        assert state_writes.belongs(optimizer, p).all()
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -187,7 +187,7 @@ def test_a_low_word_belongs_if_it_is_at_most_half_an_ulp(seed: int) -> None:
     for lo in (hi[torch.randperm(2**16, generator=g)], near, (up / 2).bfloat16(), (-down / 2).bfloat16()):
         optimizer.state[p]["param_lo"] = lo
         half = torch.where(lo > 0, up, down) / 2
-        assert torch.equal(external_writes.belongs(optimizer, p), (lo.double().abs() <= half) | ~hi.isfinite())
+        assert torch.equal(state_writes.belongs(optimizer, p), (lo.double().abs() <= half) | ~hi.isfinite())
 
 
 def test_a_refused_step_leaves_low_words_alone() -> None:
@@ -204,7 +204,7 @@ def test_a_refused_step_leaves_low_words_alone() -> None:
 def test_nothing_is_asked_of_the_device_between_ordinary_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers a parameter are compared on the host; words are looked at only where those differ."""
     model, optimizer = compiled("plus")
-    for module, name in ((external_writes, "belongs"), (fitting_words, "_reset")):
+    for module, name in ((state_writes, "belongs"), (fitting_words, "_reset")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("looked at the words"))
     train(model, optimizer, range(2))
     with torch.no_grad():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import collage_neuron
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.states import external_writes, fitting_words
+from collage_neuron.states import external_writes, fitting_words, state_writes
 from collage_neuron.states.state_keys import words_of
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
@@ -102,7 +102,7 @@ def test_a_backend_that_cannot_run_here_is_not_asked() -> None:
     with torch.no_grad():
         params[0].mul_(0.5)
     external_writes.drop_stale(optimizer)
-    assert bool(external_writes.belongs(optimizer, params[0]).all())
+    assert bool(state_writes.belongs(optimizer, params[0]).all())
 
 
 @pytest.mark.parametrize("strategy", ["plus", "fp32", "split433"])

@@ -18,7 +18,7 @@ import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.checkpoint import fp32
 from collage_neuron.numerics.strategies import STRATEGIES, has_blocks
-from collage_neuron.states import external_writes
+from collage_neuron.states import external_writes, state_writes
 from collage_neuron.states.state_keys import names_in
 from collage_neuron.states.store import read_exact
 
@@ -142,7 +142,7 @@ def test_low_words_of_states_are_never_taken_for_strangers(strategy: str, arithm
         p.grad = (size * torch.randn(p.shape, generator=g)).bfloat16()
         optimizer.step()
         for name in names_in(optimizer.state[p]).split:
-            assert external_writes.belongs(optimizer, p, name).all()
+            assert state_writes.belongs(optimizer, p, name).all()
 
 
 @pytest.mark.parametrize("largest", [3.3e38, 3.395e38, 3.4e38, torch.inf])
@@ -224,7 +224,7 @@ def test_states_written_on_xla_are_noticed(xla: torch.device) -> None:
 
 def test_the_words_of_states_are_looked_at_only_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     p, optimizer = trained("full")
-    monkeypatch.setattr(external_writes, "belongs", lambda *_: pytest.fail("looked at the words"))
+    monkeypatch.setattr(state_writes, "belongs", lambda *_: pytest.fail("looked at the words"))
     train(p, optimizer, range(2))
     optimizer.state[p]["exp_avg_sq"].zero_()
     with pytest.raises(pytest.fail.Exception, match="looked at the words"):
