@@ -139,9 +139,9 @@ class Marks:
         noted = self._all
         if noted is None or noted.split is not split:
             return False
-        now = _columns(split, states)
+        now = _columns(split, states, split.words)
         # Tensors are compared by identity: == of lists would compare the values of those that differ.
-        same = [*map(id, now.highs)] == [*map(id, noted.highs)]
+        same = [*map(id, now.highs), *map(id, now.words)] == [*map(id, noted.highs), *map(id, noted.words)]
         return same and now.params == noted.params and now.high_versions == noted.high_versions
 
     def _spread(self) -> None:

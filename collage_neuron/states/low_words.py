@@ -90,6 +90,12 @@ def _take_over(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
             note_as(optimizer, p, found[0][1], record_of(found[0][0], p))
         elif left is not None and any(word is w for word in words for w in left.words.values()):
             note_as(optimizer, p, left, of_left)
+        elif any(id(word) in noted for word in words):  # the state is another parameter's, and the weights are not
+            state, low = optimizer.state[p], bookkeeping(optimizer).marks.params[p]
+            for key in words_of(state):
+                del state[key]
+            state.update(low.words)
+            step_inventory.changed(optimizer)
 
 
 def note_as(optimizer: Optimizer, p: torch.Tensor, low: LowWords, record: Mapping[str, str]) -> None:

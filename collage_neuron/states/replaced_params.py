@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -49,9 +50,12 @@ def _narrow(optimizer: Optimizer) -> set[torch.Tensor]:
 def follow(optimizer: Optimizer) -> None:
     """Moves the state of each replaced parameter to the parameter that is in its place now."""
     book = bookkeeping(optimizer)
+    # Not those that have only moved: a parameter may have been taken out of a group, put into another, or in between.
+    there, before = set(map(id, params_of(optimizer))), set(map(id, chain.from_iterable(book.compiled_with)))
     for params, group in zip(book.compiled_with, optimizer.param_groups, strict=False):
         for i, (old, new) in enumerate(zip(params, group["params"], strict=False)):
-            if old is not new and old in optimizer.state and new.shape == old.shape:
+            is_replaced = id(old) not in there and id(new) not in before
+            if is_replaced and old in optimizer.state and new.shape == old.shape:
                 params[i] = new
                 state = optimizer.state.pop(old)
                 optimizer.state[new] = {

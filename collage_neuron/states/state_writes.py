@@ -83,13 +83,20 @@ def check_codes(optimizer: Optimizer) -> list[Written]:
     written, marks = list(_written_states(optimizer)), bookkeeping(optimizer).marks.states
     gone = [q for q in marks if q not in optimizer.state] if written else []  # whose states may be a new parameter's
     for p, name, high, noted in written:
-        if name in names_in(optimizer.state[p]).coded:
+        if name in names_in(optimizer.state[p]).coded and not _is_of_another(optimizer, p, name, high):
             if noted is not None:
                 _check_unwritten(p, name, high, noted, record_of(optimizer, p))
             for q in [p] if noted is not None else [q for q in gone if name in marks[q]]:
                 if name in record_of(optimizer, q):
                     _check_values(p, name, optimizer.state[p], marks[q][name][0], record_of(optimizer, q))
     return written
+
+
+def _is_of_another(optimizer: Optimizer, p: torch.Tensor, name: str, high: torch.Tensor) -> bool:
+    """Returns True for codes as they are in the state of another parameter, which has the same format."""
+    of_all, record = bookkeeping(optimizer).marks.states.items(), record_of(optimizer, p)
+    found = [q for q, names in of_all if name in names and names[name][0] is high and names[name][1] == version(high)]
+    return any(q is not p and record_of(optimizer, q).get(name) == record.get(name) for q in found)
 
 
 def _check_unwritten(p: torch.Tensor, name: str, now: torch.Tensor, noted: Noted, record: Mapping[str, str]) -> None:

@@ -393,3 +393,33 @@ def test_a_model_marked_alone_and_moved_to_xla_keeps_its_low_words(xla: torch.de
     # XLA:CPU contracts a * b + c: the last bit of a low word may differ where the update's does.
     for k in lows:
         assert (found[0][k][1].int() - found[1][k][1].int()).abs().max() <= 1
+
+
+def without_first(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].pop(0)
+
+
+def reversed_order(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def with_another(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].insert(0, nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)))
+
+
+def in_two_groups(optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop(0)]})
+
+
+@pytest.mark.parametrize("edit", [without_first, reversed_order, with_another, in_two_groups])
+def test_parameters_of_one_shape_keep_their_low_words_where_the_list_is_edited_before_the_first_step(edit: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    values = {p: p.detach().clone() for p in model.parameters()}
+    model, optimizer = collage_neuron.compile(model, AdamW(model.parameters(), lr=0.0), verbose=False)
+    edit(optimizer)
+    for p in values:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    held = [p for group in optimizer.param_groups for p in group["params"] if p in values]
+    for p in held:
+        torch.testing.assert_close(collage_neuron.exact_value(optimizer, p), values[p], rtol=2.0**-22, atol=0.0)
