@@ -92,6 +92,7 @@ def _give_memory(part: Part, launch: Launch, reads: Sequence[Tensor]) -> None:
         key, target = argument.key, wanted.get(argument.key)
         if not argument.written:
             continue
+        # A launch that may be skipped (`finite`) must leave its tensors alone until that is known.
         same = target is not None and read.get(key, target) is target and launch.finite is None
         if target is not None and same and target.is_contiguous() and target.dtype == part.tensors[i].dtype:
             part.tensors[i] = _in_hbm(target)
@@ -234,5 +235,6 @@ def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...])
             "rename it; or use backend='xla'"
         )
     arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
+    # The same text is another program on two cores.
     key = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}[{machine.cores}]"
     return key, custom_op.Program(name, text, [i for i, a in enumerate(arguments) if a.written], machine.cores)

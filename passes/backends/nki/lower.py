@@ -119,6 +119,7 @@ class Kernel(Design):
                     "and was generated for positive divisors; use backend='xla'"
                 )
         if rows is None:
+            # A number in each partition: the compiler's verifier rejects an operand of one element for 128 partitions.
             return torch.stack([c.value(entries) for c in self.plan.columns]).expand(PARTITIONS, -1).contiguous()
         # What the host knows goes to the device at once; what stages have found is there already.
         given = [c.value(entries) for c in self.plan.columns if not c.is_found]
