@@ -309,6 +309,7 @@ class _Alike:
         first = read.every * read.view[-1]
         table = read.table(first, [(own, first * own[0].element_size()) for own in zip(*more, strict=True)])
         measures = len(found.update.sums) + len(found.update.counts)
+        # Before anything is written: after an interrupt in between, the versions say that a step was begun.
         torch.autograd.graph.increment_version([t for own in self.launch.writes for t in own])
         return self.run_step(read.step(compiled, table, read.every, read.view[-1], measures))
 
