@@ -198,6 +198,7 @@ def _matters(gains: Gains, x: Sum, terms: Collection[Product]) -> bool:
 
 def _is_of_weights(gains: Gains, p: Product) -> bool:
     """Returns True for the size of what is made of the weights, but for a small decay beside the gradient."""
+    # The first is the value itself.
     _, *inside = _sums(gains.values, {p: 1.0})
     return any(map(gains.holds_weights, inside))
 

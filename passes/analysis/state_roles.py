@@ -147,6 +147,7 @@ class Structure:
     @cached_property
     def odd(self) -> frozenset[str]:
         """States that change their sign with the gradient and the parameter, as first moments do."""
+        # All that may be odd is assumed to be, since states may be odd by one another.
         parities = {name: 0 if name in self.magnitudes | self.maxima else 1 for name in self.new}
         while True:  # the largest assignment that follows from itself
             parity = _parity(self.values, {"param": 1, "grad": 1, **parities})
