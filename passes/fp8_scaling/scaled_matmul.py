@@ -105,6 +105,7 @@ def measure(wide: Tensor, scale: Tensor, rounded: Tensor, fmt: str) -> Tensor:
     right = fitting(shaped, top / unit, exponent_of(rows.sqrt() * 2**0.5), fmt)
     off = (right * scale * unit).clamp(2.0**-120, 2.0**120)
     off = torch.where(rows < torch.inf, torch.where(top > 0, off, 0.0), torch.inf)  # rows is NaN if an element is
+    # Of an element that saturates, its square less that of the largest number is lost: a part of its own square.
     beyond = 1 - (largest(fmt) / (wide * scale)).square()
     saturated = (energy * beyond.clamp(min=0)).mean() / rows
     there = wide != 0
