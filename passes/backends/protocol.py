@@ -66,6 +66,7 @@ class Launch(NamedTuple):
         """The launch of some of its parameters, by their numbers."""
         reads, writes = ([given[i] for i in numbers] for given in (self.reads, self.writes))
         small = [self.small[i] for i in numbers] if self.small else ()
+        # The row of a single parameter becomes 1-D, which every backend takes (`takes_rows`).
         vector = self.vector if self.vector.dim() == 1 else self.vector[numbers[0] if len(numbers) == 1 else [*numbers]]
         return self._replace(vector=vector, reads=reads, writes=writes, small=small, kept=None)
 

@@ -113,6 +113,7 @@ define void @team(ptr %context) {
 """
 
 
+# Shares are equal in work and not in jobs, so that one large parameter is updated by all threads.
 def _share(enter: str, leave: str) -> str:
     return f"""
 define void @share(ptr %context, i64 %t, i64 %threads) {{

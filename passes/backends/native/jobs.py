@@ -236,6 +236,7 @@ class Step:
     def measures_of(self, launches: Sequence[Launch], totals: Tensor) -> dict[Place, Measure]:
         """The measurements of jobs, from what each lane of each thread added up."""
         sums = totals.sum((0, 2))
+        # Counts have come as doubles, which hold whole numbers exactly up to 2**53.
         counts, found = sums.to(torch.int64), {}
         for place, at in self.measured.items():
             update = launches[place[0]].update

@@ -110,6 +110,7 @@ def to_integer(code: Code, x: Any, limits: tuple[int, int]) -> Value:
     low, high = limits
     fixed = x.fixed if isinstance(x, Value) else None
     if fixed is not None and fixed.is_whole and low <= fixed.least and fixed.most <= high:
+        # A whole number within the limits is rounded already, and keeps what is known of it.
         return x  # type: ignore[no-any-return]
     rounded = limited(code, limited(code, code.call("roundeven", FLOAT, x), "olt", low), "ogt", high)
     word = _rounded_word(code, x, limits)
@@ -212,6 +213,7 @@ def _split_uint8(code: Code, pieces: Value, part: int) -> Value:
 
 def _join_int16(code: Code, even: Value, odd: Value) -> Value:
     first, second = word_of(code, even), word_of(code, odd)
+    # Integers at the top of their words need no masks: all bits below them are 0.
     if first.places == second.places == 16:
         return code.binary("or", INT, code.binary("lshr", INT, first.number, 16), second.number)
     low = code.binary("and", INT, integer_of(code, first), 0xFFFF)

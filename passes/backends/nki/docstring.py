@@ -37,6 +37,7 @@ INFIX |= {"logical_or": "or", "logical_and": "and"}
 
 def names_of(plan: Plan) -> dict[Value, str]:
     """A Python name for the tile of each value: `<key>_in` and `<key>_out` for loads and stores."""
+    # What is loaded or stored is called as its component; what has no such name is numbered by what it is.
     names = {v: f"{v.name}_in" for v in plan.program.loads}
     for key, value in plan.program.stores.items():
         names.setdefault(tile_of(value), f"{key}_out")

@@ -206,6 +206,7 @@ def wrapped(line: str) -> list[str]:
 
     That is on one line, with its arguments on one of their own, or with a line for each.
     """
+    # Kernels that are kept for reading are files of the repository, whose format ruff checks.
     end = line.rfind(")")
     if len(line) <= WIDTH or not line.endswith((")", "):")):
         return [line]

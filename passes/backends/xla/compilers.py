@@ -75,6 +75,7 @@ class ForNeuron(Computation):
 
     def _counted(self, x: Instruction) -> Instruction:
         """The sum of whole numbers below 2**24, in pieces of 8 bits."""
+        # A sum of up to 2**16 pieces of 8 bits stays below 2**24, as fp32 needs it.
         pieces = (self.on("and", self._right(x, k), 0xFF) for k in (0, 8, 16))
         low, middle, high = (Computation.sums(self, [piece])[0] for piece in pieces)
         return self.wrapping_sum(self.wrapping_sum(low, self._left(middle, 8)), self._left(high, 16))

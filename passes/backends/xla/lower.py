@@ -147,6 +147,7 @@ class _Writer:
             return add(node.target, found[node.all_input_nodes[0]], node.args[1])
         dims = tuple(torch.broadcast_shapes(*(found[x].array.dims for x in node.all_input_nodes)))
         result = lower_node(self.hlo, node, self._stretched(node.all_input_nodes, found, dims), dims)
+        # XLA cannot leave out a rounding if its result goes through an operation on bits that it does not see through.
         return result if self.adder is None or node.target not in ROUNDING else self.adder.kept(result)
 
     def _stretched(

@@ -102,13 +102,14 @@ def reduced(hlo: Computation, x: Instruction, exponent_bits: int, mantissa_bits:
 
 
 def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
-    """Keeps a NaN in the second operand, which XLA's CPU maximum and minimum lose; torch keeps NaN in either."""
+    # Maximum and minimum of XLA's CPU lose a NaN in the second operand; torch keeps one in either.
     return hlo.select(hlo.compare("NE", second, second), second, result)
 
 
 def _stochastic_round(hlo: Computation, x: Instruction, random: Instruction) -> Instruction:
     """`eft.stochastic_round`, in the same operations on bits."""
     carried = hlo.on("and", hlo.wrapping_sum(hlo.bits(x), random), _UPPER)
+    # A carry may make an infinity of a NaN, so that is rounded to nearest.
     return hlo.select(hlo.compare("EQ", x, x), hlo.from_bits(carried), _round_to(hlo, x, "bf16"))
 
 
