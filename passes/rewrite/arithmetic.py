@@ -161,8 +161,8 @@ class Sum(Accumulator):
     def scaled(self, a: Arithmetic, factor: Scalar) -> Sum:
         if a.is_far(factor):  # x + x * (0.1 - 1) would cancel nine tenths of x
             return Sum(self.settled * a.read(factor), None, False)
-        # s = 1 - lr * weight_decay is so close to 1 that rounding it to fp32 would change the decay by up to 2**-25 /
-        # (lr * wd). Less 1 it is computed on the host, in double, with an error of at most 2**-53 / (lr * wd).
+        # p * s as p + p * (s - 1): rounding s = 1 - lr * weight_decay to fp32 would change the decay by up to 2**-25 /
+        # (lr * wd), while s - 1, computed on the host in double, is off by 2**-53 / (lr * wd) at most.
         return self.plus(a, self.settled * a.read(factor - 1))
 
     @property

@@ -95,8 +95,9 @@ class Expanded(Accumulator):
         return NotImplemented if x is not self or host is None else self.toward(a, y, host)
 
     def toward(self, a: Arithmetic, y: Any, weight: Scalar) -> Any:
-        """x + weight * (y - x), with the low words included, since the high words of the difference may cancel."""
+        """x + weight * (y - x)."""
         u, v = self.settled, expansion(a, y)
+        # High words that are near each other cancel, and then the low words are what is left of the difference.
         gap = bf16(bf16(v.hi - u.hi) + bf16(v.lo - u.lo))
         if a.is_far(1 - weight):
             return Pair(v).plus(a, -times(a, gap, 1 - weight))

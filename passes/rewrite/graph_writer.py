@@ -34,7 +34,7 @@ class Writer:
         self.graph, self.scalars = fx.Graph(), ScalarProgram()
         self._tracer = _Tracer(self.graph)
         self.inputs = {name: self.proxy(self.graph.placeholder(name)) for name in inputs}
-        # What is asked for later is inserted behind this input, in the order that backends call with.
+        # Indices and entries that a pass asks for later go behind this input: backends pass them in that order.
         self._component = self.inputs[inputs[-1]].node
         self.small = {name: self.proxy(self.graph.placeholder(name)) for name in small}
         self._index: fx.Proxy | None = None
