@@ -91,7 +91,7 @@ def fold_draws(text: str) -> str:
 
 
 def _folded(drawn: Sequence[str], lines: Sequence[str]) -> str:
-    # Bits are the names that the rest of the text reads.
+    # Of all these results, random bits are those that the rest of the text reads.
     others = " ".join(line.partition(" = ")[2] or line for line in lines if line not in drawn)
     names = [line.split()[0] for line in drawn]
     bits = [name for name in names if re.search(rf"\b{name}\b", others)]

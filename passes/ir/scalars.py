@@ -97,7 +97,7 @@ def round_double(x: float, bits: int) -> float:
         return x
     # In double, so that a number is rounded once: by way of fp32 it would be rounded twice.
     mantissa, exponent = math.frexp(x)
-    # The mantissa is from 1/2 to 1, so the product has its last place at 1; Python's `round` is to nearest even.
+    # Scaled so that the last of `bits` significant bits counts 1; Python's `round` rounds ties to even.
     return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
 
 

@@ -111,6 +111,7 @@ class Update:
     def is_cut(self) -> bool:
         """Returns True if its last stage is elementwise, and all before it give numbers: what `cut` makes."""
         *before, last = [stage.kind for stage in self.stages] or [""]
+        # Stages meet in numbers alone: none reads a component that another one has stored.
         read = {key for stage in self.stages for key in stage.inputs if before}
         return last == ELEMENTWISE and {REDUCTION, NUMBERS, BETWEEN}.issuperset(before) and read.issubset(self.inputs)
 

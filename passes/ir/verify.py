@@ -65,6 +65,7 @@ def _uniform(stage: Stage, block: int, blocks: Mapping[str, int]) -> set[fx.Node
     elements = {*stage.inputs, "index"}
     for node in stage.body.nodes:
         if node.op == "placeholder":
+            # Words of blocks of another size may differ within a block of this one.
             alike = node.target not in elements or blocks.get(str(node.target)) == block
         elif node.target is block_max:
             alike = node.args[1] == block or node.args[0] in uniform
