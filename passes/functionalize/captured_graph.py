@@ -156,6 +156,7 @@ def _check_same_shapes(before: Mapping[str, Ref], after: Mapping[str, Ref]) -> N
 
 
 def _new_gradient(builder: Builder, now: Mapping[str, Ref]) -> dict[str, fx.Node]:
-    """The gradient after the step, if the step writes to it: a loop that does not clear it accumulates into it."""
+    """The gradient after the step, if the step writes to it."""
+    # A loop that does not clear its gradients adds the next ones to what the step has left there.
     node = builder.value_of(now["grad"]) if "grad" in now else None
     return {} if node is None or (node.op == "placeholder" and node.target == "grad") else {"grad": node}

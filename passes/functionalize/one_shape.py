@@ -127,7 +127,7 @@ class _Seen(NamedTuple):
     def _of(self, x: Any) -> Any:
         if isinstance(x, Ref):
             return x._replace(shape=self.shape, stride=_strides(self.shape)) if _is_whole(x, self.elements) else x
-        # Slots and places are named tuples, which stay as they are.
+        # Slots are named tuples, and stay as they are.
         return tuple(map(self._of, x)) if type(x) is tuple else x
 
 
