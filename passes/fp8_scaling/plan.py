@@ -182,7 +182,7 @@ class Plan:
 
 
 def _exponent(size: Any, fmt: str) -> int:
-    # Near the root mean square, or larger where the peak would not fit under the largest number of the format.
+    # The power of two nearest to the root mean square, or a larger one if the peak would saturate.
     nearest: int = max(math.floor(size.log + 0.5), math.ceil(size.log + size.peak - math.log2(largest(fmt))))
     return max(-LIMITS[fmt], min(LIMITS[fmt], nearest))
 
@@ -223,7 +223,7 @@ def plan(
     kept |= _left_in_fp32(joint).intersection(p.parameter for p in found)
     rewritten = [p for p in found if p.parameter not in kept]
     given = {n: size for n, size in zip(inputs, sizes, strict=True) if size is not None}
-    # How large gradients are is known later. With any size for them this tells which values follow from theirs.
+    # The sizes of gradients are known later: with any size for them, the analysis shows which values have one at all.
     at_one = analyse(graph, {**given, **dict.fromkeys(tangents, Size(0.0))})
     operands = _operands(rewritten, joint, {n for n, size in at_one.items() if known(size)})
     for p in rewritten:
