@@ -295,11 +295,9 @@ class Reference(ByParameter):
 
 
 def on_host(backend: protocol.Backend, launches: Sequence[Launch]) -> Sequence[Measure]:
-    """What `backend` makes of the launches on the CPU, written to their own tensors: all components are copied there.
-
-    For a device that has no float64 or int64 of its own, in which roots, sums and random bits are computed here, and
-    that narrows them without a word (`torch_neuron.narrows`): it would compute other words.
-    """
+    """Copies all components to the CPU, runs the launches on `backend` there, and copies the results back."""
+    # Roots, sums and random bits are computed in float64 and int64. A device without these, which narrows them without
+    # a word (`torch_neuron.narrows`), would compute other words.
     _warn_of_host(launches[0].reads[0][0].device)
     here = [_moved(launch) for launch in launches]
     measures = backend.run(here) or ()

@@ -167,10 +167,8 @@ class Native(Backend):
         return run_by_rows(launch, self.engine.kernels, self.engine.run) if by_rows else self.run([launch])
 
     def _found(self, launches: Sequence[Launch]) -> list[Found | None]:
-        """What the stages before the last one find; None if there are none, and of a launch that is skipped.
-
-        Nothing is written before that, so that parameters which share memory can be left to the reference.
-        """
+        """What the stages before the last one find; None if there are none, and of a launch that is skipped."""
+        # For all launches before anything is written: parameters that share memory can still be left to the reference.
         return [find(x, self._sum_groups) if x.update.is_staged and x.reads and x.is_taken else None for x in launches]
 
     def _sum_groups(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:

@@ -62,7 +62,8 @@ class Target:
         return f"attributes #0 = {{ nounwind{wide + aligned if self.architecture == 'x86_64' else ''} }}"
 
     def machine(self, llvm: Any) -> Any:
-        """LLVM's target machine: a new one each time, since an engine owns its own."""
+        """LLVM's target machine."""
+        # A new one each time, since an engine owns the one that it is given.
         target = llvm.Target.from_triple(self.triple)
         return target.create_target_machine(cpu=self.cpu, features=self.features, opt=CODE_GENERATION, jit=True)
 

@@ -100,6 +100,7 @@ class Rows:
         """What the variant reads."""
         count, (matrices, rows, columns) = len(components), view_of(components[0][0].shape)
         of_columns = [values[name].expand(count, matrices, 1, columns).contiguous() for name in found.columns]
+        # A row is a job with scalars of its own, so values of matrices, and numbers, are repeated for each of its rows.
         each = [values[name].expand(count, matrices, rows, 1).reshape(-1, 1) for name in found.numbers]
         of_rows = scalars.expand(count, -1).repeat_interleave(matrices * rows, 0)
         return cls(components, of_columns, torch.cat([of_rows, *each], dim=1))

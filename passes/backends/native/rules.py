@@ -178,7 +178,7 @@ def _product(code: Code, x: Any, y: Any) -> Value:
 
 
 def _widen(code: Code, x: Value) -> Value:
-    """Words are widened when they are loaded; others are truth values, and integers of up to 24 bits."""
+    # Words were widened when they were loaded; others are truth values, and integers of up to 24 bits.
     return code.cast("sitofp", x, FLOAT) if x.kind == INT else x
 
 

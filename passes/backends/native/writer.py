@@ -222,7 +222,8 @@ class Writer:
 
 
 def rule_of(node: fx.Node) -> Rule:
-    """The rule of a node. A number that was just rounded to the type in which it is stored is that number."""
+    """The rule of a node."""
+    # A number that was just rounded to the type in which it is stored is that number: it is not rounded again.
     operand = node.args[0] if node.args else None
     if node.target is narrow and isinstance(operand, fx.Node):
         rounded = (

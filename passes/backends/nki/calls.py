@@ -198,10 +198,8 @@ def _warn_of_clamped(kernel: Kernel, device: torch.device) -> None:
 
 
 def _ambiguous(text: str) -> Iterator[str]:
-    """Parameters of a kernel's functions that mean something else too: states are called as their optimizer likes.
-
-    Some would be other numbers without an error.
-    """
+    """Parameters of a kernel's functions that mean something else too."""
+    # States are called as their optimizer likes: `total`, say, would be another number, without an error.
     tree = ast.parse(text)
     names = [a.asname or a.name for x in tree.body if isinstance(x, (ast.Import, ast.ImportFrom)) for a in x.names]
     names += [ast.unparse(t) for x in tree.body if isinstance(x, ast.Assign) for t in x.targets]

@@ -91,6 +91,7 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
     if value.op in HALVES:
         return f"{PARTS[HALVES[value.op]]}({names[value]}) = int16({body})"
     mask = value.op in MASKS and value.dtype == MASK
+    # Nothing is rounded of bits that are masked, or drawn.
     exact = value.dtype == "float32" or mask or instruction.bits or instruction.kind == "rng"
     rounding = value.dtype.replace("bfloat", "bf")
     return f"{names[value]} = {body if exact else f'{rounding}({body})'}"

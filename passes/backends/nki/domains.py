@@ -91,7 +91,7 @@ def _root(x: Any) -> torch.Tensor:
 
 
 def _product(x: Any, y: Any) -> torch.Tensor:
-    """Of a factor that may be negative, such as one of a square, nothing is known."""
+    # Of a factor that may be negative, such as one of a square, nothing is known: it counts as 0.
     a, b = (_fp32(v).clamp(min=0.0) for v in (x, y))
     return a * b
 

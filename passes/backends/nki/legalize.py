@@ -250,7 +250,8 @@ class Builder:
         return self.new(op, (x, y), dtype, name)
 
     def _negated(self, x: Value, dtype: str, name: str) -> Value:
-        """-x; for a product with a number, the product with the negated number, which has the same bits."""
+        """-x."""
+        # Of a product with a number, the product with the negated number has the same bits: it is one instruction.
         if x.op == "multiply" and x.dtype == "float32" and not isinstance(x.args[1], Tile):
             return self.new("multiply", (x.args[0], _minus(x.args[1])), dtype, name)
         return self.new("multiply", (x, -1.0), dtype, name)

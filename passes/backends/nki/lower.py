@@ -91,11 +91,9 @@ class Kernel(Design):
         return replace(self, dialect=dialect)
 
     def may_clamp(self, vector: torch.Tensor) -> bool:
-        """Returns True if the numbers of the step do not keep all divisors inside the documented domain.
-
-        Numbers that earlier stages find are not read, since that would wait for the device: these may be anything.
-        """
+        """Returns True if the numbers of the step do not keep all divisors inside the documented domain."""
         low, _ = DOMAINS["reciprocal"]
+        # To read what earlier stages find would wait for the device: such a number may be anything.
         if any(isinstance(d, Column) and d.is_found for d in self.plan.program.divisors):
             return True
         entries = _entries(vector)

@@ -46,14 +46,12 @@ TABLES = frozenset({"sqrt", "reciprocal", "exp", "log"})
 
 
 def in_phases(values: Sequence[Value], stores: Collection[Value]) -> dict[Value, int]:
-    """The phase of each of `values` (operands first), in the order in which to compute them.
-
-    Within a phase, values that are only stored come as early as possible, so that fewer tiles are alive at once.
-    """
+    """The phase of each of `values` (operands first), in the order in which to compute them."""
     users = {v: [u for u in values if v in u.tiles()] for v in values}
     final = _final(values, set(stores), users)
     phase = _late(values, _early(values), users, final)
     order = sorted(values, key=lambda v: phase[v])
+    # What is only stored comes as early in its phase as it can, so that fewer tiles are alive at once.
     return {v: phase[v] for v in _stored_early(order, phase, final)}
 
 
@@ -142,10 +140,8 @@ class Plan:
 
 
 def assign(program: Program, g: Generation, like: Plan | None = None) -> Plan:
-    """The best plan that was found for `program`: the one with the least time of the busiest resource.
-
-    What `like` computes is computed by its instructions, so that the bits are the same however a device approximates.
-    """
+    """The best plan that was found for `program`: the one with the least time of the busiest resource."""
+    # What `like` computes keeps its instructions, so that its bits stay the same however a device approximates.
     search = _Search(program, g, dict(like.steps) if like else {})
     found = min((search.run(seed) for seed in range(STARTS)), key=lambda state: state.merit)
     steps, in_psum = search.result(found)

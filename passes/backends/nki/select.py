@@ -147,7 +147,8 @@ def _fills(x: Operand) -> Iterator[Instruction]:
 
 
 def _power_of_two(value: Value) -> Instruction:
-    """The exponent's bits alone, or inverted: one instruction, and exact, since operators on bits do not convert."""
+    """The exponent's bits alone, or inverted."""
+    # One instruction, and exact: operators on bits take integer types, and convert nothing.
     bits, exponent = BITS[value.dtype]
     inverted: dict[str, Any] = (
         {"op1": "bitwise_xor", "operand1": exponent} if value.op == "inverse_power_of_two" else {}

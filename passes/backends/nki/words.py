@@ -92,7 +92,8 @@ def largest_power(new: Callable[..., Value], args: Sequence[Any], node: fx.Node)
 
 
 def is_floor(mask: Operand, x: Operand, y: Operand) -> bool:
-    """Returns True for `where(x > y, x, y)` of a power of two of blocks and a number: the larger one, never NaN."""
+    """Returns True for `where(x > y, x, y)` of a power of two of blocks and a number."""
+    # Neither is NaN (infinity stands for one), so that the choice is a maximum, whatever engines make of NaN there.
     plain = isinstance(x, Value) and x.op == "block_max" and not isinstance(y, (*Tile, Column))
     return plain and isinstance(mask, Value) and mask.op == "greater" and mask.args == (x, y)
 

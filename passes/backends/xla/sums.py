@@ -144,6 +144,7 @@ class Adder:
         padded = x = self._padded(given := x, dim, power_from(size))
         while half := x.array.dims[dim] // 2:
             x = self.hlo.on("add", self.hlo.part(x, dim, 0, half), self.hlo.part(x, dim, half, half))
+        # The zeros that were added make 0 of a sum of -0, unless XLA leaves these additions out.
         return x if padded is given else self._no_negative_zero(x)
 
     def _padded(self, x: Instruction, dim: int, size: int) -> Instruction:
