@@ -71,6 +71,7 @@ class Gains:
         gross = [g.gross for p in terms if (g := self._of_product(p, x[p])) is not _WEIGHTS]
         if not gross:
             return True  # the terms are of the weights, which are larger than any step
+        # Written so that an unknown gain, which is NaN, counts as one that cancels.
         return not abs(_total(left).value) >= max(gross) / 2
 
     def is_weights(self, p: Product) -> bool:

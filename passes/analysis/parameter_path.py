@@ -33,6 +33,7 @@ def spine(graph: fx.Graph) -> frozenset[fx.Node]:
     if "param" not in outputs:  # a part of an update
         return frozenset()
     start: Any = outputs["param"]
+    # Breadth first: of several paths the shortest is the spine.
     met, ways = {start}, deque[tuple[Any, ...]]([(start,)])
     while ways:
         way = ways.popleft()

@@ -49,10 +49,10 @@ def is_long(values: Values, x: Sum, name: str) -> bool:
 def _is_average(gains: Gains, x: Sum, name: str) -> bool:
     """Returns True if every alternative of x keeps the state, or decays it and adds something; one at least decays.
 
-    What is added has nothing of the state but its sign, and little of the weights. An alternative that states decide
-    about is none, since it may be that of a maximum.
+    What is added has nothing of the state but its sign, and little of the weights.
     """
     values, errors = gains.values, Errors(gains.values, frozenset({name}), None)
+    # A choice about which states decide may be a maximum, and is not taken apart.
     changes = [*values.changes(x, name, lambda atom: _is_chosen_by_gradient(values, atom, name))]
     return bool(changes) and all(
         0 < change.kept < 1
@@ -198,6 +198,7 @@ def _matters(gains: Gains, x: Sum, terms: Collection[Product]) -> bool:
 
 def _is_of_weights(gains: Gains, p: Product) -> bool:
     """Returns True for the size of what is made of the weights, but for a small decay beside the gradient."""
+    # The first is the value itself.
     _, *inside = _sums(gains.values, {p: 1.0})
     return any(map(gains.holds_weights, inside))
 

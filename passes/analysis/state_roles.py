@@ -111,14 +111,12 @@ class Structure:
 
     @cached_property
     def sums(self) -> frozenset[str]:
-        """The states that are sums without decay, or copies or averages of the parameter or of such a state.
-
-        A fixed point, since an average of an average of the parameter is an average of the parameter too.
-        """
+        """The states that are sums without decay, or copies or averages of the parameter or of such a state."""
         param = _original(self.outputs["param"])
         sums = frozenset(n for n in self.new if self._is_sum(n) or _original(self.outputs[n]) is param)
         sums |= self.idle | self._positions
         while True:
+            # Repeated, since an average of an average of the parameter is one of the parameter too.
             averages = _ParameterAverages(self.graph, self.outputs, sums)
             now = sums | {name for name in self.new if averages.has_average(name)}
             if now == sums:
@@ -147,6 +145,7 @@ class Structure:
     @cached_property
     def odd(self) -> frozenset[str]:
         """States that change their sign with the gradient and the parameter, as first moments do."""
+        # A state may be odd because another one is: so all others start as odd, and what contradicts that is dropped.
         parities = {name: 0 if name in self.magnitudes | self.maxima else 1 for name in self.new}
         while True:  # the largest assignment that follows from itself
             parity = _parity(self.values, {"param": 1, "grad": 1, **parities})

@@ -131,6 +131,7 @@ class Values(Algebra):
     def _slot(self, name: str) -> Sum:
         if self.numbers is None:
             return {ONE: math.nan}
+        # A factor of 0 would drop a term that the next step may have, so a slot that is 0 is an unknown instead.
         return number(self.numbers[name]) or self.atom("input", name=name)
 
     def _of(self, node: fx.Node) -> Any:

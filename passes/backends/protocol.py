@@ -66,6 +66,7 @@ class Launch(NamedTuple):
         """The launch of some of its parameters, by their numbers."""
         reads, writes = ([given[i] for i in numbers] for given in (self.reads, self.writes))
         small = [self.small[i] for i in numbers] if self.small else ()
+        # The row of a single parameter becomes 1-D, which every backend takes (`takes_rows`).
         vector = self.vector if self.vector.dim() == 1 else self.vector[numbers[0] if len(numbers) == 1 else [*numbers]]
         return self._replace(vector=vector, reads=reads, writes=writes, small=small, kept=None)
 
@@ -77,15 +78,13 @@ class Launch(NamedTuple):
         return [torch.where(self.finite.to(x.device), x, 0.0) if key == "grad" else x for key, x in named]
 
     def write(self, writes: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Writes the new components of a parameter, unless the launch is skipped or they are there already.
-
-        It uses `copy_` and never replaces the data: on XLA, only `copy_` lets the result reuse the old tensor's buffer.
-        `torch._foreach_copy_` saves nothing there: it calls `copy_` for each tensor too (740 tensors: 3.5 ms either
-        way).
-        """
+        """Writes the new components of a parameter, unless the launch is skipped or they are there already."""
         for old, new in zip(writes, results, strict=True):
             if new is old:  # a kernel has stored it
                 continue
+            # Never by replacing the data: on XLA only `copy_` lets the result reuse the old tensor's buffer.
+            # `_foreach_copy_` saves nothing there, since it calls `copy_` for each tensor too (740 tensors: 3.5 ms
+            # either way).
             old.copy_(new if self.finite is None else torch.where(self.finite.to(old.device), new, old))
 
 

@@ -65,6 +65,7 @@ def rows_of(components: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[
     shaped = [c.detach().reshape(view) for c in components]
     size = rows * columns
     several = max(most // max(size, 1), 1)
+    # Sums of columns are added in runs of 64 rows, none of which may be in two pieces.
     height = max(rows, 1) if size <= most else max(most // columns // DOWN, 1) * DOWN
     for b in range(0, max(matrices, 1), several):
         for r in range(0, max(rows, 1), height):
@@ -75,6 +76,7 @@ def rows_of(components: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[
 
 def numbers(like: Tensor, first: int) -> Tensor:
     """The indices of the elements of `like` in row-major order, from `first`, as int32 (modulo 2**32)."""
+    # Counted in int64, since a parameter may have more elements than int32 counts; the conversion wraps.
     every = torch.arange(first, first + like.numel(), dtype=torch.int64, device=like.device)
     return every.to(torch.int32).view(like.shape)
 
@@ -293,11 +295,9 @@ class Reference(ByParameter):
 
 
 def on_host(backend: protocol.Backend, launches: Sequence[Launch]) -> Sequence[Measure]:
-    """What `backend` makes of the launches on the CPU, written to their own tensors: all components are copied there.
-
-    For a device that has no float64 or int64 of its own, in which roots, sums and random bits are computed here, and
-    that narrows them without a word (`torch_neuron.narrows`): it would compute other words.
-    """
+    """Copies all components to the CPU, runs the launches on `backend` there, and copies the results back."""
+    # Roots, sums and random bits are computed in float64 and int64. A device without these, which narrows them without
+    # a word (`torch_neuron.narrows`), would compute other words.
     _warn_of_host(launches[0].reads[0][0].device)
     here = [_moved(launch) for launch in launches]
     measures = backend.run(here) or ()

@@ -56,6 +56,7 @@ def register(backend: Backend) -> None:
         TypeError: it does not derive from `protocol.Backend`, its name is not a string, or it cannot be hashed.
         ValueError: the name is empty or taken.
     """
+    # That module imports this one. It imports torch too, which checking a name does not need.
     protocol = importlib.import_module(f"{_BACKENDS}.protocol")
     if not isinstance(backend, protocol.Backend):
         raise TypeError(f"{type(backend).__name__} is not a backend; derive it from {_BACKENDS}.protocol.Backend")

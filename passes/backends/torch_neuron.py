@@ -29,10 +29,8 @@ def narrows(device: torch.device) -> bool:
 
 
 def is_installed() -> bool:
-    """Returns True if TorchNeuron is installed, or has registered its device; imports nothing.
-
-    Up to torch 2.9 the package of the same name is that of PyTorch/XLA, and registers another device.
-    """
+    """Returns True if TorchNeuron is installed, or has registered its device; imports nothing."""
+    # Up to torch 2.9 the package of the same name is that of PyTorch/XLA, and registers another device.
     version = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
     return version >= (2, 10) and (hasattr(torch, NAME) or importlib.util.find_spec("torch_neuronx") is not None)
 

@@ -182,6 +182,7 @@ class Plan:
 
 
 def _exponent(size: Any, fmt: str) -> int:
+    # The power of two nearest to the root mean square, or a larger one if the peak would saturate.
     nearest: int = max(math.floor(size.log + 0.5), math.ceil(size.log + size.peak - math.log2(largest(fmt))))
     return max(-LIMITS[fmt], min(LIMITS[fmt], nearest))
 
@@ -222,6 +223,7 @@ def plan(
     kept |= _left_in_fp32(joint).intersection(p.parameter for p in found)
     rewritten = [p for p in found if p.parameter not in kept]
     given = {n: size for n, size in zip(inputs, sizes, strict=True) if size is not None}
+    # The sizes of gradients are known later: with any size for them, the analysis shows which values have one at all.
     at_one = analyse(graph, {**given, **dict.fromkeys(tangents, Size(0.0))})
     operands = _operands(rewritten, joint, {n for n, size in at_one.items() if known(size)})
     for p in rewritten:

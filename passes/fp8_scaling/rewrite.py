@@ -59,6 +59,7 @@ class _Rewriter:
             if not given:
                 both = self.call(amax_powers, wide, operand.fmt)
             at, after = (at, at + len(self.places)) if given else (0, 1)
+            # `powers` is flat: all scales, and then the inverse of each.
             scale, inverse = (self.call(operator.getitem, both, i) for i in (at, after))
             self.found[operand.name] = scale, inverse
         return self.found[operand.name]

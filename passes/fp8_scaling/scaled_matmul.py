@@ -35,13 +35,14 @@ def largest(fmt: str) -> float:
 def amax_powers(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """The scale that brings the largest magnitude of x just below the largest power of two of `fmt`; its inverse.
 
-    One reduction over x. A value that is not finite makes the scale so, and the product NaN.
+    One reduction over x.
     """
     if not x.numel():  # a batch without rows has no largest element
         return x.new_ones(()), x.new_ones(())
     amax = x.abs().max()  # amax() of torch_xla 2.9 reduces nothing
     inverse = exponent_of(amax) * 2.0 ** (1 - math.floor(math.log2(largest(fmt))))
     limit = 2.0 ** LIMITS[fmt]
+    # A value that is not finite makes the scale so, and the product NaN.
     inverse = torch.where(amax < torch.inf, inverse.clamp(1 / limit, limit), torch.inf)
     return 1 / inverse, inverse  # a quotient of powers of two is exact
 
@@ -105,6 +106,7 @@ def measure(wide: Tensor, scale: Tensor, rounded: Tensor, fmt: str) -> Tensor:
     right = fitting(shaped, top / unit, exponent_of(rows.sqrt() * 2**0.5), fmt)
     off = (right * scale * unit).clamp(2.0**-120, 2.0**120)
     off = torch.where(rows < torch.inf, torch.where(top > 0, off, 0.0), torch.inf)  # rows is NaN if an element is
+    # An element x that saturates at L loses x * x - L * L of the sum of squares: this is the part of its own square.
     beyond = 1 - (largest(fmt) / (wide * scale)).square()
     saturated = (energy * beyond.clamp(min=0)).mean() / rows
     there = wide != 0

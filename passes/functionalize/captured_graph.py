@@ -51,11 +51,13 @@ def _build(
     seen_as = step.shape if step.is_seen else None
     states = _states(step)
     _check_same_shapes(roles, after)
+    # With `seen_as`, that is the shape in which all are seen, and not the parameter's own.
     small = tuple(name for name, ref in states.items() if ref.shape != step.shape)
     outputs = {name: builder.value_of(ref) for name, ref in ({"param": step.now["param"]} | states).items()}
     builder.graph.output(outputs | _new_gradient(builder, step.now))
     builder.graph.eliminate_dead_code()
     reduced = [f"{name}: {axes[name]}" if name in axes else name for name in small]
+    # Updates are found by this text, so it has what the code of the graph does not show: extents of states, and shapes.
     text = builder.graph.python_code("self").src + (
         f"# {', '.join(reduced)}: not one for each element" if small else ""
     )
@@ -154,6 +156,7 @@ def _check_same_shapes(before: Mapping[str, Ref], after: Mapping[str, Ref]) -> N
 
 
 def _new_gradient(builder: Builder, now: Mapping[str, Ref]) -> dict[str, fx.Node]:
-    """The gradient after the step, if the step writes to it: a loop that does not clear it accumulates into it."""
+    """The gradient after the step, if the step writes to it."""
+    # A loop that does not clear its gradients adds the next ones to what the step has left there.
     node = builder.value_of(now["grad"]) if "grad" in now else None
     return {} if node is None or (node.op == "placeholder" and node.target == "grad") else {"grad": node}

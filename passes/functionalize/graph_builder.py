@@ -42,6 +42,7 @@ def filled(created: dict[str, Ref], ops: Sequence[Op]) -> dict[str, tuple[Op, fl
     """Of the states that a step created, those that started as a tensor filled with a number: how, and with which."""
     if not created:
         return {}
+    # By the storage, which in-place operations on the new tensor keep.
     fills = {op.outs[0].storage: (op, value) for op in ops if op.outs[0] and (value := fill_value(op)) is not None}
     return {name: fills[ref.storage] for name, ref in created.items() if ref.storage in fills}
 
@@ -63,6 +64,7 @@ def functional_overload(func: Any) -> tuple[Any, int | str | None]:
     name = schema(func).name.split("::")[1]
     if schema(func).arguments[written[0]].name == "out":
         return _pure_overload(name, func), "out"
+    # ATen's in-place operations are called as the functional ones, with an underscore behind.
     if len(written) > 1 or not name.endswith("_"):
         raise UnsupportedUpdate(
             f"the update calls {func}, which writes to several tensors at once; use plain operations"
@@ -151,6 +153,7 @@ class Builder:
     def _bind(self, ref: Ref | None, node: fx.Node, op: Op | None = None) -> None:
         if ref is None:
             return
+        # A value of the graph has all elements in one order, so all tensors of a storage must show it alike.
         if self._geometry.setdefault(ref.storage, ref[1:]) != ref[1:]:
             # Its shape is the parameter's, as the transpose of a square matrix has it.
             raise UnsupportedUpdate(

@@ -97,6 +97,7 @@ class MatrixBuilder(Builder):
         if written is None and any(isinstance(x, Ref) and x.storage == out.storage for x in op.args):
             self._axes[out] = self._view(op, out)
             return
+        # A column times a row is the product of all pairs, which is what an operation that broadcasts makes of them.
         axes = self._combined(op, out)
         self._keep(op, out, self._call(aten.mul.Tensor if is_outer(target) else target, op), axes)
 
@@ -177,6 +178,7 @@ class MatrixBuilder(Builder):
         if [n for _, n in long] != [n for n in out.shape if n != 1] or x.offset != out.offset:
             raise self._refusal(op)
         strides = [[s for s, n in zip(r.stride, r.shape, strict=True) if n != 1] for r in (x, out)]
+        # Equal lengths are not enough: a transposed square matrix has them too.
         if strides[0] != strides[1]:
             raise self._refusal(op)
         labels = iter(a for a, _ in long)
@@ -211,6 +213,7 @@ class MatrixBuilder(Builder):
     def _extent(self, axes: Axes) -> str:
         """The extent of values with these axes."""
         rank = len(self.shape)
+        # All dimensions before the last two are one, that of matrices: a value runs along all of them or none.
         along = {a for a in map(_resolved, axes) if isinstance(a, int)}
         over = {a for a in along if a < rank - 2}
         if (over and len(over) < rank - 2) or (rank > 2 and not over and along):

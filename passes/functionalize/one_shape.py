@@ -60,6 +60,7 @@ def in_one_shape(step: Step) -> Iterator[Step]:
 def without_idle_views(step: Step) -> Step:
     """The step without views that nothing reads or writes, such as `state["m"][:4, :1]` in `zeros_like`."""
     needed, used = set(step.now.values()), list[Op]()
+    # From the last operation back: a view is idle if no later one reads it, and no result is it.
     for op in reversed(step.ops):
         if not _shows(op) or needed.intersection(x for x in op.outs if x is not None):
             needed.update(refs_in(op))
@@ -73,6 +74,7 @@ def _is_whole(ref: Ref, count: int) -> bool:
         return False
     after = 1
     for n, stride in zip(reversed(ref.shape), reversed(ref.stride), strict=True):
+        # The stride of a dimension of one element says nothing.
         if n != 1 and stride != after:
             return False
         after *= n
@@ -105,8 +107,10 @@ class _Seen(NamedTuple):
         refs = list(refs_in(op))
         if all(x.shape == self.shape or not _is_whole(x, self.elements) for x in refs):
             return True
+        # A view of all elements has them in their order, in whatever shape.
         if _shows(op):
             return all(_is_whole(x, self.elements) for x in refs)
+        # A sum over given dimensions, or a product of matrices, means something else in another shape.
         if is_outer(op.target) or (is_reduction(op.target) and (dimensions(op) or any(x.shape for x in op.outs if x))):
             return False
         values = [x for x in refs if math.prod(x.shape) != 1]  # others are numbers
@@ -123,6 +127,7 @@ class _Seen(NamedTuple):
     def _of(self, x: Any) -> Any:
         if isinstance(x, Ref):
             return x._replace(shape=self.shape, stride=_strides(self.shape)) if _is_whole(x, self.elements) else x
+        # Slots are named tuples, and stay as they are.
         return tuple(map(self._of, x)) if type(x) is tuple else x
 
 

@@ -65,9 +65,11 @@ class Recorder:
         def canonical(x: Any) -> Any:
             kind = type(x)
             if kind is Ref:
+                # Storages are numbered as they occur: their addresses differ in each step.
                 return names.setdefault(x.storage, len(names)), x[1:]
             if isinstance(x, tuple) and kind is not Slot:
                 return tuple(map(canonical, x))
+            # With its type, since 1, 1.0 and True are equal, and are other operands of an operation.
             return kind, x
 
         ops = ((op.target, canonical(op.args), canonical(op.kwargs), canonical(op.outs), op.place) for op in self.ops)

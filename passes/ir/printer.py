@@ -82,6 +82,7 @@ def fold_draws(text: str) -> str:
     lines, folded = text.splitlines(), list[str]()
     for drawing, group in groupby(lines, lambda line: GENERATOR.match(line) is not None):
         own = [*group]
+        # Additions at the beginning may be the update's: a stretch begins with what only a generator does.
         first = next((i for i, line in enumerate(own) if drawing and " = add(" not in line), len(own))
         folded += own[:first]
         if own[first:]:
@@ -90,6 +91,7 @@ def fold_draws(text: str) -> str:
 
 
 def _folded(drawn: Sequence[str], lines: Sequence[str]) -> str:
+    # Of all these results, random bits are those that the rest of the text reads.
     others = " ".join(line.partition(" = ")[2] or line for line in lines if line not in drawn)
     names = [line.split()[0] for line in drawn]
     bits = [name for name in names if re.search(rf"\b{name}\b", others)]
@@ -102,6 +104,7 @@ def format_changes(before: str, after: str) -> str:
     Stretches that stay as they were are counted. Where nothing stays, it is the whole text after the pass.
     """
     old, new = before.splitlines(), after.splitlines()
+    # With `autojunk` lines that recur in long texts would not be matched (difflib, from 200 lines on).
     spans = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     if all(tag != "equal" for tag, *_ in spans):
         return after

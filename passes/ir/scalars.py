@@ -95,7 +95,9 @@ def round_double(x: float, bits: int) -> float:
     """The double `x` rounded to `bits` significant bits, to nearest even (normal range of the target)."""
     if not math.isfinite(x):
         return x
+    # In double, so that a number is rounded once: by way of fp32 it would be rounded twice.
     mantissa, exponent = math.frexp(x)
+    # Scaled so that the last of `bits` significant bits counts 1; Python's `round` rounds ties to even.
     return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
 
 
@@ -174,6 +176,7 @@ class ScalarProgram:
     def run(self, slots: Sequence[float], drawing: Sequence[float] = ()) -> list[float]:
         """The values of the entries for the slots of one step, and for `DRAWING` if it draws random bits."""
         flat, given = self._flat, (len(slots), len(drawing))
+        # Made anew if passes have added entries since, or the update has begun to draw.
         if flat is None or len(flat.results) != len(self.entries) or flat.given != given:
             flat = self._flat = _Flat(self.entries, *given)
         return flat.run(slots, drawing)

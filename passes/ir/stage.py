@@ -61,6 +61,7 @@ def rearranged(body: fx.Graph, order: Iterable[str], results: Iterable[fx.Node])
     made = {given[name]: graph.placeholder(name) for name in order}
     graph.graph_copy(body, made)  # which also notes what it makes of the other nodes
     graph.output(tuple(made[node] for node in results))
+    # Operations that led to other results of the body alone are in the copy still.
     graph.eliminate_dead_code()
     return graph
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collage_neuron.numerics.formats import Format
 
 
+# Equal by identity: backends keep what they compile by the object, and `pipeline.rewrite` makes one of equal updates.
 @dataclass(frozen=True, eq=False)
 class Update:
     """An update in explicit-rounding form: what every backend lowers."""
@@ -110,6 +111,7 @@ class Update:
     def is_cut(self) -> bool:
         """Returns True if its last stage is elementwise, and all before it give numbers: what `cut` makes."""
         *before, last = [stage.kind for stage in self.stages] or [""]
+        # Stages meet in numbers alone: none reads a component that another one has stored.
         read = {key for stage in self.stages for key in stage.inputs if before}
         return last == ELEMENTWISE and {REDUCTION, NUMBERS, BETWEEN}.issuperset(before) and read.issubset(self.inputs)
 
@@ -136,6 +138,7 @@ class Update:
         if not self.is_staged:
             return (self,)
         *before, last = self.stages
+        # Only the last stage stores, measures, and draws random bits.
         others = [replace(self, stages=(s,), inputs=s.inputs, outputs=(), **_NOTHING_MORE) for s in before]
         return (*others, replace(self, stages=(last,), **_NOTHING_SMALL))
 
@@ -195,6 +198,7 @@ class Captured:
 
     def extent_of(self, name: str) -> str:
         """The extent of a state of `small` (`numerics.matrix_sums`)."""
+        # Extents know matrices, rows and columns: all dimensions before the last two count as that of matrices.
         along = {max(a + 3, 0) for a in self.axes.get(name, ()) if a is not None}
         return extent_of(along | {0} if along else along)
 
@@ -221,7 +225,8 @@ class Recording:
     """The slots of each parameter of a job, in its order, where they have numbers of their own."""
 
     def again(self, slots: list[float], scalars: dict[str, Any], numbers: Sequence[float], followed: Any) -> Recording:
-        """That of a step with other numbers; `dataclasses.replace` takes three times as long, in each step."""
+        """That of a step with other numbers."""
+        # `dataclasses.replace` takes three times as long, and this is called in each step.
         return Recording(self.captured, slots, scalars, self.by_shape, self.following, self.kind, numbers, followed)
 
     def of(self, places: Sequence[int]) -> Recording:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+# Not imported when it runs: `scalars` imports this file.
 if TYPE_CHECKING:
     from collage_neuron.passes.ir.scalars import Scalar
 
@@ -43,6 +44,7 @@ class Value:
 
     def words(self, a: Reader) -> tuple[Fp32, Fp32]:
         """The value as two words, of which it is the sum."""
+        # A plain value is its own high word: nothing is left for the low one.
         return self.read(a), 0.0
 
     def off_path(self, a: Reader) -> Any:

@@ -19,6 +19,7 @@ from collage_neuron.passes.ir.update import Update
 
 def verify(update: Update) -> None:
     """Raises VerificationError if `update` is not in explicit-rounding form, or a stored component is missing."""
+    # Entries of these forms are numbers of bf16 already: to store them loses no rounding.
     words = frozenset(f"c{i}" for i, (form, _) in enumerate(update.scalars.entries) if form in ("hi", "lo"))
     for stage in update.stages:
         _verify_operations(stage, words)
@@ -44,6 +45,7 @@ def _verify_blocks(update: Update) -> None:
     for stage in update.stages:
         uniform: dict[int, set[fx.Node]] = {}
         results = stage.results
+        # Outputs come first among the results.
         for key, result in zip(stage.outputs, results, strict=False):
             if key not in blocks:
                 continue
@@ -58,10 +60,12 @@ def _verify_blocks(update: Update) -> None:
 
 def _uniform(stage: Stage, block: int, blocks: Mapping[str, int]) -> set[fx.Node]:
     """The nodes of a stage that are the same for all elements of a block."""
+    # In the order of the graph, so that operands are known before what is computed from them.
     uniform = set[fx.Node]()
     elements = {*stage.inputs, "index"}
     for node in stage.body.nodes:
         if node.op == "placeholder":
+            # Words of blocks of another size may differ within a block of this one.
             alike = node.target not in elements or blocks.get(str(node.target)) == block
         elif node.target is block_max:
             alike = node.args[1] == block or node.args[0] in uniform
@@ -83,6 +87,8 @@ def _verify_operations(stage: Stage, words: frozenset[str]) -> None:
             and not (stage.kind == NUMBERS and node.target in ENDINGS)
         ):
             raise VerificationError(f"{node.name}: {node.target} is not an operation of explicit-rounding form")
+        # Sums for a monitor are results only. Those of the update itself may be computed with in a joined stage, until
+        # `cut` has made stages of it, between which they are numbers.
         alone = REDUCTIONS if stage.kind == JOINED else REDUCTIONS | _reductions_in(stage)
         if node.target in alone and any(user.op != "output" for user in node.users):
             raise VerificationError(f"{node.name} is a number of the whole update, and an operation computes with it")

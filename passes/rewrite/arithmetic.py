@@ -58,6 +58,7 @@ class Arithmetic:
 
     def choice(self, x: Any) -> Fp32:
         """An operand that may itself be the result, without rounding: of where, maximum and similar operations."""
+        # Nothing rounds the result of a choice, so in bf16 arithmetic a number of the host is taken rounded.
         host = lift(x).host
         return self.read(x) if host is None else self.scalar(self.literal, host)
 
@@ -83,6 +84,7 @@ def computed(a: Arithmetic, x: Any) -> Fp32:
 
 def times(a: Arithmetic, x: Any, y: Any) -> Fp32:
     """x * y before rounding; a factor of 1 multiplies nothing."""
+    # Only the factors that operations have by default are left out: a number of the step may be another in the next.
     x, y = a.read(x), a.read(y)
     return x if isinstance(y, int) and y == 1 else -x if isinstance(y, int) and y == -1 else x * y
 
@@ -122,6 +124,7 @@ class Accumulator(Value):
     def on_add(self, a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
         if x is self:
             return self.plus(a, times(a, y, alpha))
+        # With another factor this state is scaled before it is added, and accumulates nothing.
         return self.plus(a, a.read(x)) if isinstance(alpha, int) and alpha == 1 else NotImplemented
 
     def on_sub(self, a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
@@ -142,10 +145,6 @@ class Sum(Accumulator):
     """The parameter in fp32 arithmetic: increments are summed first, so that it is rounded once per step.
 
     If it were rounded after each increment, it would lose the same part of a small weight decay in every step.
-
-    `p * s` is computed as `p + p * (s - 1)`. 1 - lr * weight_decay is so close to 1 that rounding it to fp32 would
-    change the decay by up to 2**-25 / (lr * wd); s - 1 is computed on the host, in double, with an error of at most
-    2**-53 / (lr * wd). Where s is far from 1 (`is_far`), that would cancel, and the product replaces the parameter.
     """
 
     base: Fp32
@@ -162,6 +161,8 @@ class Sum(Accumulator):
     def scaled(self, a: Arithmetic, factor: Scalar) -> Sum:
         if a.is_far(factor):  # x + x * (0.1 - 1) would cancel nine tenths of x
             return Sum(self.settled * a.read(factor), None, False)
+        # p * s as p + p * (s - 1): rounding s = 1 - lr * weight_decay to fp32 would change the decay by up to 2**-25 /
+        # (lr * wd), while s - 1, computed on the host in double, is off by 2**-53 / (lr * wd) at most.
         return self.plus(a, self.settled * a.read(factor - 1))
 
     @property

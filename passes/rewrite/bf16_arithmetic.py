@@ -27,6 +27,7 @@ class Bf16Arithmetic(Arithmetic):
     def load(self, name: str, fmt: Format, components: Sequence[Fp32]) -> Any:
         if len(components) == 1:
             value = widen(components[0])
+            # A gradient may be fp32, and operands of this arithmetic are numbers of bf16.
             return bf16(value) if name == "grad" else Word(value) if name == "param" else value
         hi, lo = map(widen, components)
         if name != "param":
@@ -94,8 +95,9 @@ class Expanded(Accumulator):
         return NotImplemented if x is not self or host is None else self.toward(a, y, host)
 
     def toward(self, a: Arithmetic, y: Any, weight: Scalar) -> Any:
-        """x + weight * (y - x), with the low words included, since the high words of the difference may cancel."""
+        """x + weight * (y - x)."""
         u, v = self.settled, expansion(a, y)
+        # High words that are near each other cancel, and then the low words are what is left of the difference.
         gap = bf16(bf16(v.hi - u.hi) + bf16(v.lo - u.lo))
         if a.is_far(1 - weight):
             return Pair(v).plus(a, -times(a, gap, 1 - weight))
@@ -161,6 +163,7 @@ class PairSum(Expanded):
         return self.grown if self.delta is None else (*self.grown, lambda: self.delta)
 
     def off_path(self, a: Reader) -> Fp32:
+        # The paper's update reads the high word wherever the parameter is not what is updated.
         return self.read(a)
 
     @property
@@ -182,6 +185,7 @@ def choose(mask: Fp32, x: Expansion, y: Expansion) -> Expansion:
 def larger(x: Expansion, y: Expansion) -> Expansion:
     """The larger of two expansions, NaN if either is NaN; they compare as numbers, high words first."""
     low = torch.logical_and(x.hi == y.hi, x.lo >= y.lo)  # low words decide where high ones are equal, and only there
+    # A NaN makes all comparisons false: that of y is chosen so, and that of x by itself.
     return choose(torch.logical_or(torch.logical_or(x.hi > y.hi, low), x.hi != x.hi), x, y)
 
 

@@ -41,6 +41,7 @@ class EliminateDeadCode:
 
 
 def _without_dead_code(stage: Stage) -> Stage:
+    # The same object if nothing is dead: `__call__` tells by that whether the update changes.
     if all(n.users or n.op in ("placeholder", "output") for n in stage.body.nodes):
         return stage
     body = fx.Graph()  # a copy: other updates may have the same stage

@@ -182,12 +182,11 @@ def _outputs(run: _Run, name: str, fmt: Format) -> dict[str, Value]:
 
 
 def _wanted(writing: _Writing, graph: fx.Graph, run: _Run, names: Collection[str]) -> list[Value]:
-    """The wanted values: for the parameter, the raw update; for a state, the value that it should have next.
-
-    The latter is computed in fp32 arithmetic from the same stored values, since bf16 arithmetic rounds every operation.
-    """
+    """The wanted values: for the parameter, the raw update; for a state, the value that it should have next."""
     wanted: dict[str, Value] = {name: total_increment(run.after[name]) for name in names}
     rest = [name for name, value in wanted.items() if value is None]
+    # What a state should be is computed in fp32 from the same stored values, since bf16 arithmetic rounds every
+    # operation.
     if rest and run.arithmetic.name != "fp32":
         run = writing.run(part_of(graph, rest), "fp32")
     read = run.arithmetic.read
@@ -208,8 +207,9 @@ def part_of(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
 
 
 def _number(a: Arithmetic, value: Any) -> Value:
-    """The new value of a state of one number; one that the host knows becomes a result of an operation."""
+    """The new value of a state of one number."""
     number = a.read(value)
+    # Stages give results of operations, and a number of the host is an input: the larger of it and itself is exact.
     return number if lift(value).host is None else torch.maximum(number, number)
 
 

@@ -34,6 +34,7 @@ class Writer:
         self.graph, self.scalars = fx.Graph(), ScalarProgram()
         self._tracer = _Tracer(self.graph)
         self.inputs = {name: self.proxy(self.graph.placeholder(name)) for name in inputs}
+        # Indices and entries that a pass asks for later go behind this input: backends pass them in that order.
         self._component = self.inputs[inputs[-1]].node
         self.small = {name: self.proxy(self.graph.placeholder(name)) for name in small}
         self._index: fx.Proxy | None = None
@@ -43,6 +44,7 @@ class Writer:
     def after(cls, update: Update) -> tuple[Writer, list[fx.Proxy]]:
         """A writer that continues the only stage of `update`, and the results of that stage."""
         writer = cls(update.inputs, update.reads_small)
+        # Both lists are in the order of the placeholders: components, indices, entries, states of one number.
         old = [n for n in update.only_stage.body.nodes if n.op == "placeholder"]
         new = [x.node for x in writer.inputs.values()]
         if update.draws:

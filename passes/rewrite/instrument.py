@@ -114,6 +114,7 @@ def measures_of(changes: Mapping[str, Change], wanted: Mapping[str, Value]) -> M
     """
     measures = Measures({}, {})
     for name, change in changes.items():
+        # A state that this step makes has no value before it, with which the new one could be compared.
         if name in wanted and change.old:
             (_of_param if name == "param" else _of_state)(measures, name, change, wanted[name])
         if len(change.new) > 1 and not change.fmt.is_coded:

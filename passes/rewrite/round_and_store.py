@@ -53,7 +53,8 @@ class Randomness:
         return self._left.pop(0)
 
     def _word(self, number: Scalar) -> Value:
-        """A 32-bit integer, assembled from two halves, since entries of the scalar vector are fp32."""
+        """A 32-bit integer, assembled from two halves."""
+        # Entries of the scalar vector are fp32, which has all whole numbers up to 2**24 only.
         return (whole(self._scalar("upper16", number)) << 16) | whole(self._scalar("lower16", number))
 
 

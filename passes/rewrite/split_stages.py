@@ -177,12 +177,10 @@ class _Cutting:
         return self.places[node.all_input_nodes[0]].extent
 
     def _is_needed(self, node: fx.Node, level: int) -> bool:
-        """Returns True for a number that is stored, or that another stage reads: for each element, or after reductions.
-
-        What is known without a reduction is computed again where it is read.
-        """
+        """Returns True for a number that is stored, or that another stage reads: of elements, or after reductions."""
         if node.target in _TRUTHS:
             return False
+        # What needs no reduction is computed again where it is read; by rows it would be computed for each element.
         if not level and not self.update.by_rows:
             return any(node is x for x in self.kept.values())
         return any(self._is_elsewhere(node, user) for user in node.users)
@@ -191,6 +189,7 @@ class _Cutting:
         place, later = self.places[node], self.places[user]
         if user.op == "output" or later.level != place.level or later.extent == ELEMENT:
             return True
+        # No stage gives a mask, so whoever reads one in another stage reads what the mask is made of.
         return user.target in _TRUTHS and any(self._is_elsewhere(node, further) for further in user.users)
 
     def _small(self, kind: str, prefix: str, results: Sequence[fx.Node]) -> Stage:
@@ -208,6 +207,7 @@ class _Cutting:
         needed = ancestors(results, lambda node: () if node in self.known else node.all_input_nodes)
         body, made = fx.Graph(), dict[fx.Node, fx.Node]()
         inputs = [n for n in self.graph.nodes if n.op == "placeholder" and n not in {*self.scalars, *self.known}]
+        # A reduction that reads values of rows alone has a component too, from which backends take the shape.
         read = [n for n in inputs if n in needed or all_inputs] or inputs[:has_elements]
         numbers = [node for node in self.known if node in needed]
         for node in (*read, *self.scalars):

@@ -129,6 +129,7 @@ class Native(Backend):
         if not any(x.update.is_staged for x in launches):
             return self._run_last(launches, launches, [None] * len(launches))
         if any(x.update.by_rows for x in launches):
+            # One launch after another, in several passes each: an error in a later one comes after others have written.
             with _counted_first(launches):
                 return [measure for x in launches for measure in self._run_alone(x)]
         before = self._found(launches)
@@ -166,10 +167,8 @@ class Native(Backend):
         return run_by_rows(launch, self.engine.kernels, self.engine.run) if by_rows else self.run([launch])
 
     def _found(self, launches: Sequence[Launch]) -> list[Found | None]:
-        """What the stages before the last one find; None if there are none, and of a launch that is skipped.
-
-        Nothing is written before that, so that parameters which share memory can be left to the reference.
-        """
+        """What the stages before the last one find; None if there are none, and of a launch that is skipped."""
+        # For all launches before anything is written: parameters that share memory can still be left to the reference.
         return [find(x, self._sum_groups) if x.update.is_staged and x.reads and x.is_taken else None for x in launches]
 
     def _sum_groups(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
@@ -177,6 +176,7 @@ class Native(Backend):
         alike: dict[tuple[torch.dtype, ...], list[int]] = {}
         for i, reads in enumerate(launch.reads):
             is_plain = in_memory(reads) and len({*map(Tensor.numel, reads)}) == 1
+            # The key without dtypes is that of what the reference has to add up.
             alike.setdefault(tuple(t.dtype for t in reads) if is_plain else (), []).append(i)
         found: dict[int, Sequence[Tensor]] = {}
         results = len(launch.update.only_stage.reduced)

@@ -70,6 +70,7 @@ class Schedule:
         *nodes, output = self.update.graph.graph.nodes
         for node in nodes:
             self._place(node)
+        # From the last node back: all that uses a node has its final pass by then.
         for node in reversed(nodes):
             if node in self.passes and node.op == "call_function":
                 self.passes[node] = self._latest(node)
@@ -222,6 +223,7 @@ class BlockWriter(Writer):
             if is_stored and self.schedule.pass_of(self.results[slot.written or 0]) == number:
                 self.store(i, parts)
         for i, grown in sums.items():
+            # LLVM wants the phis of a block before its other instructions.
             self.loop.lines.insert(0, self.phi(i, grown, self._before(number), f"pass{number}"))
         index = f"%j{number}", "0", 2 * self.width
         before, body = self._before(number), self.loop.lines
@@ -291,7 +293,8 @@ class BlockWriter(Writer):
         return self.loop.compare("icmp ne", INT, found, 0) if kind == MASK else found
 
     def _largest(self, node: fx.Node, parts: Sequence[Values], valid: Sequence[Value]) -> Value:
-        """The largest magnitude of each lane, with this step's. As integers: bits of NaN are larger than any other."""
+        """The largest magnitude of each lane, with this step's."""
+        # As integers magnitudes are ordered like numbers, and NaN is larger than all others: it is not lost.
         grown = Value(f"%largest_{node.name}", INT)
         for values, mask in zip(parts, valid, strict=True):
             size = self.loop.binary("and", INT, self.loop.bits(self.operand(node.args[0], values)), MAGNITUDE)

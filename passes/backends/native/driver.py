@@ -45,6 +45,8 @@ CONTEXT = ("jobs", "total", "measures", "stride", "table")
 """The 64-bit numbers that describe a step of the optimizer: how many jobs, their work, an address of measurements with
 the doubles of each thread, and the address of the first job."""
 
+# Each thread has a mode of its own, and other code may have changed some (`torch.set_flush_denormal`): bits would
+# depend on the thread that computes an element.
 _MXCSR_SAVED = """
   call void @llvm.x86.sse.stmxcsr(ptr %mode)
   %plain = alloca i32
@@ -111,6 +113,7 @@ define void @team(ptr %context) {
 """
 
 
+# Shares are equal in work and not in jobs, so that one large parameter is updated by all threads.
 def _share(enter: str, leave: str) -> str:
     return f"""
 define void @share(ptr %context, i64 %t, i64 %threads) {{
@@ -145,6 +148,7 @@ done:
 """
 
 
+# Both ends of a share are rounded up to whole steps of a kernel, so that a thread begins where the one before it ends.
 _RUN = f"""
 define internal i64 @steps_of(i64 %work, i64 %unit) {{
   %above = add i64 %work, %unit

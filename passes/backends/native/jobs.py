@@ -160,6 +160,7 @@ class Step:
         if arrays.are_alike and compiled is not None:
             self._note(arrays.addresses, arrays.sizes, tensors, group, apart)
             self._fill(group, compiled, arrays)
+        # Not all alike: one by one, so that only an odd parameter is copied, or left to the reference.
         elif len(group.places) > 1:
             return all(self.add(one) for one in group.alone())
         else:
@@ -209,6 +210,7 @@ class Step:
 
         Left to the reference is what has no kernel, or is written and has elements that share memory.
         """
+        # Random bits and blocks depend on an element's number in row-major order, not on its place in such memory.
         lies_well = not group.update.draws and not group.bound.block and in_one_order(tensors)
         straight = tensors if lies_well else [t.contiguous() for t in tensors]
         written = group.bound.written(apart)
@@ -234,6 +236,7 @@ class Step:
     def measures_of(self, launches: Sequence[Launch], totals: Tensor) -> dict[Place, Measure]:
         """The measurements of jobs, from what each lane of each thread added up."""
         sums = totals.sum((0, 2))
+        # Counts have come as doubles, which hold whole numbers exactly up to 2**53.
         counts, found = sums.to(torch.int64), {}
         for place, at in self.measured.items():
             update = launches[place[0]].update

@@ -85,6 +85,7 @@ class Compiled:
             return None
         words = [n for s in kernel.slots for n in (s.dtype.itemsize, int(s.written is not None), int(s.shared))]
         unit = kernel.step // (2 * kernel.width)
+        # The driver is given the address of this array, which lives as long as what is returned.
         described = array("q", [machine.address(kernel), kernel.step, unit, len(kernel.slots), *words])
         return cls(kernel, described, described.buffer_info()[0], unit)
 
@@ -174,10 +175,7 @@ class FlatWriter(Writer):
         return self.whole([*self.looped(self._end_of_run() if sums else (), phis, self._kept(sums))])
 
     def _computed(self, pieces: Values) -> list[Values]:
-        """The values of all nodes for the elements with even and with odd numbers.
-
-        In turn: a long chain of operations, such as random bits or roots, then has another one to run beside.
-        """
+        """The values of all nodes for the elements with even and with odd numbers."""
         parts = [self.split(pieces, part) for part in (0, 1)]
         if self.update.draws:
             for part, values in enumerate(parts):
@@ -188,6 +186,7 @@ class FlatWriter(Writer):
             if all(x in self.found for x in node.all_input_nodes):
                 self.compute_once(node, self.host)
             else:
+                # Both in turn: a long chain of operations, such as random bits or roots, has another one to run beside.
                 for values in parts:
                     self.compute(node, values)
         return parts
@@ -205,6 +204,7 @@ class FlatWriter(Writer):
             *phis,
             *ahead.phis(("run", "run"), ("loop", "ahead")),
             f"  %after = add i64 %i, {step}",
+            # The last step computes its own chain again, so that nothing is read beyond the end.
             "  %ahead = call i64 @llvm.smin.i64(i64 %after, i64 %last)",
             *ahead.lines("%ahead", "ahead"),
             *ahead.rest,

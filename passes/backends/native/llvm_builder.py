@@ -175,6 +175,7 @@ def loop(
 
 def live(lines: Sequence[str]) -> list[str]:
     """The lines of a function without those whose results nothing needs; loops may use what later lines define."""
+    # No pass of LLVM runs over the text (`machine.CODE_GENERATION`), so it is here that dead lines are dropped.
     operands = {line.split()[0]: NAME.findall(line) for line in lines if RESULT.match(line)}
     needed = [name for line in lines if not RESULT.match(line) for name in NAME.findall(line)]
     found = ancestors(needed, lambda name: operands.get(name, ()))

@@ -53,18 +53,17 @@ class Target:
 
     @property
     def attributes(self) -> str:
-        """Those of a kernel.
-
-        LLVM would halve vectors of 512 bits, which some CPUs run at a lower clock, and let vectors on the stack lie
-        across two lines of the cache, which makes some steps half as fast in processes whose stack begins there.
-        """
+        """Those of a kernel."""
         bits = 32 * self.width
+        # Without it LLVM halves vectors of 512 bits, which some CPUs run at a lower clock.
         wide = f' "prefer-vector-width"="{bits}" "min-legal-vector-width"="{bits}"'
+        # Without it vectors on the stack may lie across two lines of the cache, and some steps are half as fast then.
         aligned = f' "stackrealign" alignstack={bits // 8}'
         return f"attributes #0 = {{ nounwind{wide + aligned if self.architecture == 'x86_64' else ''} }}"
 
     def machine(self, llvm: Any) -> Any:
-        """LLVM's target machine: a new one each time, since an engine owns its own."""
+        """LLVM's target machine."""
+        # A new one each time, since an engine owns the one that it is given.
         target = llvm.Target.from_triple(self.triple)
         return target.create_target_machine(cpu=self.cpu, features=self.features, opt=CODE_GENERATION, jit=True)
 
@@ -180,6 +179,7 @@ class Team:
         self._parallel = self._library.GOMP_parallel
         self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self._parallel.restype = None
+        # This process may itself be a fork of one whose libgomp had threads: then `threads` always says one.
         self._process = 0 if was_forked() else os.getpid()
         self._is_watched = False
 
@@ -190,10 +190,8 @@ class Team:
         return {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in found.items()}
 
     def threads(self) -> int:
-        """How many threads to use: torch's number, and one in a forked process.
-
-        A fork copies no threads, but libgomp's list of them: to wait for them would take forever.
-        """
+        """How many threads to use: torch's number, and one in a forked process."""
+        # A fork copies no threads, but libgomp's list of them: to wait for them would take forever.
         return torch.get_num_threads() if os.getpid() == self._process else 1
 
     def run(self, function: int, context: int, threads: int) -> None:

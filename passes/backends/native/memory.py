@@ -18,6 +18,7 @@ def each_lies_alone(t: Tensor) -> bool:
     """Returns True if no two elements of `t` have the same memory, as they do after `expand`. False in rare doubt."""
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
+        # In the order of strides, each dimension has to step over all that those before it reach.
         if stride <= reach:
             return False
         reach += stride * (size - 1)
@@ -42,6 +43,7 @@ def in_memory(tensors: Sequence[Tensor]) -> bool:
     return (
         all(kind.__torch_dispatch__ is plain for kind in kinds)
         and all(t.is_cpu for t in tensors)
+        # A negation that torch has put off is not in memory yet.
         and not any(map(Tensor.is_neg, tensors))
     )
 

@@ -57,6 +57,7 @@ class RunWriter(FlatWriter):
         parts = self._computed(self.pieces())
         valid = [self.valid(part) for part in (0, 1)]
         lanes = Code(HALF, self.host.names, self.host.declared, self.loop.lines)
+        # Beyond the end terms are computed of zeros and may be NaN: they are replaced, not multiplied by 0.
         grown = [
             self._added(lanes, f"%lanes{number}_{part}", _ADDED[result.target].is_square,
                         self.loop.select(valid[part], self.operand(result.args[0], parts[part]), 0.0, FLOAT))
@@ -244,6 +245,8 @@ class TileWriter(RunWriter):
 
     def pieces(self) -> Values:
         """Loads what is read of each element and of each column, and asks for the next row."""
+        # A strip goes down the rows, so the same columns of the next row are needed next. Values of columns are read
+        # again in each row, and are in the cache.
         first = len(self.slots) - self.columns
         return {
             self.placeholders[slot.read]: load(self.loop, slot.dtype, f"%p{i}", *(("%c", "%c") if i >= first else

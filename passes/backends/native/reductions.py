@@ -100,6 +100,7 @@ class Rows:
         """What the variant reads."""
         count, (matrices, rows, columns) = len(components), view_of(components[0][0].shape)
         of_columns = [values[name].expand(count, matrices, 1, columns).contiguous() for name in found.columns]
+        # A row is a job with scalars of its own, so values of matrices, and numbers, are repeated for each of its rows.
         each = [values[name].expand(count, matrices, rows, 1).reshape(-1, 1) for name in found.numbers]
         of_rows = scalars.expand(count, -1).repeat_interleave(matrices * rows, 0)
         return cls(components, of_columns, torch.cat([of_rows, *each], dim=1))
@@ -309,6 +310,7 @@ class _Alike:
         first = read.every * read.view[-1]
         table = read.table(first, [(own, first * own[0].element_size()) for own in zip(*more, strict=True)])
         measures = len(found.update.sums) + len(found.update.counts)
+        # Before anything is written: after an interrupt in between, the versions say that a step was begun.
         torch.autograd.graph.increment_version([t for own in self.launch.writes for t in own])
         return self.run_step(read.step(compiled, table, read.every, read.view[-1], measures))
 

@@ -92,6 +92,7 @@ def _where(code: Code, mask: Any, x: Any, y: Any) -> Value:
 def _sign(code: Code, x: Any) -> Value:
     """1 or -1, and 0 for both zeros and NaN, as torch has it."""
     one = code.binary("or", INT, code.binary("and", INT, code.bits(x), SIGN), ONE)
+    # LLVM's `one` is false for NaN, which has the sign 0 then, as both zeros have.
     return code.select(code.compare("fcmp one", FLOAT, x, 0.0), code.float_of(one), 0.0, FLOAT)
 
 
@@ -101,6 +102,7 @@ def _extremum(comparison: str) -> Rule:
     def rule(code: Code, x: Any, y: Any) -> Value:
         chosen = code.select(code.compare(f"fcmp {comparison}", FLOAT, x, y), x, y, FLOAT)
         is_nan = code.compare("fcmp uno", FLOAT, x, y)
+        # A sum with a NaN hands that on, whichever operand it is.
         return code.select(is_nan, code.binary("fadd", FLOAT, x, y), chosen, FLOAT)
 
     return rule
@@ -122,15 +124,16 @@ def _inverse_power_of_two(code: Code, x: Any) -> Value:
 def to_bf16(code: Code, x: Any, nans: bool = True) -> Value:
     """Rounds to nearest even: adds just less than half of the last place, or half where that place is odd, and cuts.
 
-    Choosing between two constants is faster than adding the odd bit. AVX-512's own conversion to bf16 gains nothing,
-    and takes subnormals for zeros. Without `nans` there are none but those it leaves alone: see `with_short_nans`.
+    Without `nans` there are none but those it leaves alone: see `with_short_nans`.
     """
+    # AVX-512's own conversion to bf16 gains nothing, and takes subnormals for zeros.
     half: Value | int = 0x8000
     if isinstance(x, Value) and x.limited is not None:
         x = x.limited[0]  # what was moved off halfway, away from 0, is what is rounded up there
         bits = code.bits(x)
     else:
         bits = code.bits(x)
+        # To choose between two constants is faster than to add the odd bit.
         odd = code.compare("icmp ne", INT, code.binary("and", INT, bits, 0x10000), 0)
         half = code.select(odd, 0x8000, 0x7FFF, INT)
     cut = code.binary("and", INT, code.binary("add", INT, bits, half), UPPER_HALF)
@@ -175,7 +178,7 @@ def _product(code: Code, x: Any, y: Any) -> Value:
 
 
 def _widen(code: Code, x: Value) -> Value:
-    """Words are widened when they are loaded; others are truth values, and integers of up to 24 bits."""
+    # Words were widened when they were loaded; others are truth values, and integers of up to 24 bits.
     return code.cast("sitofp", x, FLOAT) if x.kind == INT else x
 
 
@@ -191,7 +194,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         operator.gt: _comparison("ogt", "sgt"),
         operator.ge: _comparison("oge", "sge"),
         operator.eq: _comparison("oeq", "eq"),
-        operator.ne: _comparison("une", "ne"),
+        operator.ne: _comparison("une", "ne"),  # `une` is true for NaN, which differs from itself too
         torch.logical_or: _of_kind("or", MASK),
         torch.logical_and: _of_kind("and", MASK),
         torch.logical_not: _not,

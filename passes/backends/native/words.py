@@ -53,6 +53,7 @@ def product(code: Code, plain: Value, x: Any, y: Any) -> Value:
     """What is known of the product `plain` of x and y: of a fixed number and a power of two, or a mask, it is fixed."""
     for one, other in ((x, y), (y, x)):
         if isinstance(one, Value) and one.kind == MASK and isinstance(other, (int, float)) and 0.0 < other < 2.0**127:
+            # A mask is 1 or 0, and the number is positive: to choose it or 0 has the bits of the product.
             return code.select(one, other, 0.0, FLOAT)
         if isinstance(one, Value) and one.fixed is not None:
             return plain._replace(fixed=_fixed_product(code, one.fixed, other))
@@ -84,6 +85,7 @@ def limit_places(code: Code, x: Any, most: int) -> Value:
 
 def places(code: Code, x: Any) -> Value:
     """The lower half of the bits, as a number with a sign."""
+    # Of a number that `limit_places` moved, these are the limited places of the one before, which need not move.
     before, most = (x.limited if isinstance(x, Value) else None) or (x, 0x8000)
     low = code.binary("shl", INT, code.bits(before), 16)
     if most < 0x8000:
@@ -108,6 +110,7 @@ def to_integer(code: Code, x: Any, limits: tuple[int, int]) -> Value:
     low, high = limits
     fixed = x.fixed if isinstance(x, Value) else None
     if fixed is not None and fixed.is_whole and low <= fixed.least and fixed.most <= high:
+        # A whole number within the limits is rounded already, and keeps what is known of it.
         return x  # type: ignore[no-any-return]
     rounded = limited(code, limited(code, code.call("roundeven", FLOAT, x), "olt", low), "ogt", high)
     word = _rounded_word(code, x, limits)
@@ -121,6 +124,7 @@ def _rounded_word(code: Code, x: Any, limits: tuple[int, int]) -> Value:
     """The same as the last bits of an integer; 0 for NaN."""
     low, high = limits
     fixed = x.fixed if isinstance(x, Value) else None
+    # An integer of at most 24 bits is an fp32 number exactly, and the power of two rounds nothing.
     if fixed is not None and 32 - fixed.zeros <= DIGITS:
         number = code.binary("fmul", FLOAT, code.cast("sitofp", fixed.number, FLOAT), 2.0**-fixed.places)
     else:
@@ -131,15 +135,15 @@ def _rounded_word(code: Code, x: Any, limits: tuple[int, int]) -> Value:
         number = limited(code, number, "olt", low)
     rounded = code.binary("fadd", FLOAT, number, ROUNDER)
     if fixed is None:
+        # The bits of a NaN are no number at all; those of 0.0 are stored as 0.
         rounded = code.select(code.compare("fcmp ord", FLOAT, x, x), rounded, 0.0, FLOAT)
     return code.bits(rounded)
 
 
 def to_int32(code: Code, x: Any) -> Value:
-    """A whole number of int32 as an integer; 0 for NaN, which the conversion does not define.
-
-    LLVM's saturating conversion does that too, but takes vectors apart: it made whole updates three times slower.
-    """
+    """A whole number of int32 as an integer; 0 for NaN."""
+    # The conversion of a NaN is not defined. LLVM's saturating one is, as 0, but takes vectors apart: it made whole
+    # updates three times slower.
     is_number = code.compare("fcmp ord", FLOAT, x, x)
     return code.cast("fptosi", code.select(is_number, x, 0.0, FLOAT), INT)
 
@@ -198,6 +202,7 @@ def _split_int16(code: Code, pieces: Value, part: int) -> Value:
 def _split_int8(code: Code, pieces: Value, part: int) -> Value:
     if not part:
         return float_of(code, at_top(code.binary("shl", INT, pieces, 24), 8))
+    # Pieces had their sign extended when they were loaded: with the lower byte masked, it is 256 times the number.
     return float_of(code, Fixed(code.binary("and", INT, pieces, -0x100), 8, 8, -128.0, 127.0))
 
 
@@ -208,6 +213,7 @@ def _split_uint8(code: Code, pieces: Value, part: int) -> Value:
 
 def _join_int16(code: Code, even: Value, odd: Value) -> Value:
     first, second = word_of(code, even), word_of(code, odd)
+    # Integers at the top of their words need no masks: all bits below them are 0.
     if first.places == second.places == 16:
         return code.binary("or", INT, code.binary("lshr", INT, first.number, 16), second.number)
     low = code.binary("and", INT, integer_of(code, first), 0xFFFF)
@@ -253,6 +259,7 @@ def load(code: Code, dtype: torch.dtype, pointer: str, at: str, far: str | None 
     place = address(code, pointer, at, dtype)
     if far != at:
         _fetch(code, address(code, pointer, at if far is None else far, dtype), dtype, AHEAD if far is None else 0)
+    # A tensor may be a view that begins at any element, so a vector is aligned to one word only.
     pieces = code.op(word.piece, f"load {code.type_of(word.piece)}, ptr {place}, align {dtype.itemsize}")
     return pieces if word.widened is None else code.cast(word.widened, pieces, INT)
 
@@ -262,10 +269,9 @@ AHEAD, LINE = 512, 64
 
 
 def _fetch(code: Code, place: str, dtype: torch.dtype, ahead: int) -> None:
-    """Asks for what a later step loads, since a CPU follows fewer streams, and none into another page, by itself.
-
-    A step of `plus` takes an eighth to a fifth less time out of cache for it, and no more in cache.
-    """
+    """Asks for what a later step loads."""
+    # By itself a CPU follows fewer streams than an update has, and none into another page. A step of `plus` takes an
+    # eighth to a fifth less time out of cache for it, and no more in cache.
     for line in range(0, 2 * code.width * dtype.itemsize, LINE):
         far = code.op("ptr", f"getelementptr i8, ptr {place}, i64 {ahead * dtype.itemsize + line}").text
         code.put(f"call void @llvm.prefetch.p0(ptr {far}, i32 0, i32 3, i32 1)")

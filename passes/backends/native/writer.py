@@ -96,6 +96,7 @@ class Writer:
     def whole(self, lines: Sequence[str]) -> str:
         """The text of the function of these lines, as far as they are needed, and what it calls."""
         text = "\n".join(live(lines))
+        # What is called was declared when its line was written; `live` may have dropped that line.
         names = {declared: declared[declared.index("@") : declared.index("(")] for declared in self.host.declared}
         return "\n".join([text, *sorted(declared for declared, name in names.items() if f"{name}(" in text)])
 
@@ -161,6 +162,7 @@ class Writer:
     def index(self, part: int) -> Value:
         """The numbers of the elements in their parameter."""
         first = self.loop.op("i64", f"add i64 {self.at}, %offset").text
+        # Random bits take the numbers of elements modulo 2**32, as `reference.numbers` has them.
         start = self.loop.spread(Value(self.loop.op(INT, f"trunc i64 {first} to i32").text, INT))
         return self.loop.binary("add", INT, start, self._numbers(part))
 
@@ -220,7 +222,8 @@ class Writer:
 
 
 def rule_of(node: fx.Node) -> Rule:
-    """The rule of a node. A number that was just rounded to the type in which it is stored is that number."""
+    """The rule of a node."""
+    # A number that was just rounded to the type in which it is stored is that number: it is not rounded again.
     operand = node.args[0] if node.args else None
     if node.target is narrow and isinstance(operand, fx.Node):
         rounded = (

@@ -39,6 +39,8 @@ def with_bodies(works: Sequence[Work]) -> list[Work]:
     chosen = {work: work._replace(beside=1 if work.cut.length else _beside(n)) for work, n in counts.items()}
     chosen = {work: first.with_tiles(1) for work, first in chosen.items()}
     left = kernel.generation.instructions - sum(n * _traced(work) for work, n in counts.items())
+    # Greedy: the change that gains most for an instruction, until the budget is used. Kernels have no order, so that
+    # ties are left to the order of the parameters.
     while best := max(_changes(chosen, counts, left), key=lambda change: change[:2], default=None):
         _, fewer, work, tiles = best
         chosen[work], left = chosen[work].with_tiles(tiles), left + fewer
@@ -65,6 +67,7 @@ def _changes(
 
 @lru_cache(4096)
 def _traced(work: Work) -> int:
+    # One text runs on one core and on two, and the larger count has to fit the budget.
     return max(count_as(*work[:3], cores).traced for cores in (1, work.kernel.generation.cores))
 
 

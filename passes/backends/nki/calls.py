@@ -92,6 +92,7 @@ def _give_memory(part: Part, launch: Launch, reads: Sequence[Tensor]) -> None:
         key, target = argument.key, wanted.get(argument.key)
         if not argument.written:
             continue
+        # A launch that may be skipped (`finite`) must leave its tensors alone until that is known.
         same = target is not None and read.get(key, target) is target and launch.finite is None
         if target is not None and same and target.is_contiguous() and target.dtype == part.tensors[i].dtype:
             part.tensors[i] = _in_hbm(target)
@@ -197,10 +198,8 @@ def _warn_of_clamped(kernel: Kernel, device: torch.device) -> None:
 
 
 def _ambiguous(text: str) -> Iterator[str]:
-    """Parameters of a kernel's functions that mean something else too: states are called as their optimizer likes.
-
-    Some would be other numbers without an error.
-    """
+    """Parameters of a kernel's functions that mean something else too."""
+    # States are called as their optimizer likes: `total`, say, would be another number, without an error.
     tree = ast.parse(text)
     names = [a.asname or a.name for x in tree.body if isinstance(x, (ast.Import, ast.ImportFrom)) for a in x.names]
     names += [ast.unparse(t) for x in tree.body if isinstance(x, ast.Assign) for t in x.targets]
@@ -234,5 +233,6 @@ def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...])
             "rename it; or use backend='xla'"
         )
     arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
+    # The same text is another program on two cores.
     key = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}[{machine.cores}]"
     return key, custom_op.Program(name, text, [i for i, a in enumerate(arguments) if a.written], machine.cores)

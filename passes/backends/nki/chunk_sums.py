@@ -66,6 +66,7 @@ class _Maker:
 
     def piece(self, x: Value, place: int) -> Value:
         """x rounded to a multiple of 2**place; |x| is at most 2**(place + 22)."""
+        # Of 1.5 times the power of two, sums with x of either sign have one exponent, and so the last place 2**place.
         constant = 1.5 * 2.0 ** (place + 23)
         return self.apply("subtract", self.apply("add", x, constant), constant)
 

@@ -2,8 +2,8 @@
 
 Sums of a tensor are put together from what the kernel of a reduction leaves of each chunk (`chunk_sums.py`). All are
 multiplied by powers of two, so that they are in units of the largest chunk, and folded in pairs of fp32
-(`fp32_pairs.py`); the largest unit comes back last, so that squares neither overflow nor underflow. What is neither
-finite nor NaN comes from the first totals: an infinite one is the sum.
+(`fp32_pairs.py`); the largest unit comes back last. What is neither finite nor NaN comes from the first totals: an
+infinite one is the sum.
 
 The error, before a result is rounded to fp32: of a sum 2**-37 of the sum of magnitudes, of a norm 2**-36 of itself.
 From 512 terms that have lost 2**-46 each, where the largest is 2 at least; from as many squares that have lost 2**-43,
@@ -77,12 +77,14 @@ def sums_of(program: Program, kinds: Sequence[Any], totals: Tensor, size: int) -
     found = []
     for pieces, kind in zip(program.sums, kinds, strict=True):
         terms, unit = terms_of(pieces, each, kind in SQUARES)
+        # The unit comes back after the root: squares of the elements themselves might overflow or underflow.
         found.append(_chosen(FINISH[kind](folded(terms.flatten(1)), size), terms[:, 0].sum(1)) * unit)
     return torch.stack(found, dim=1)
 
 
 def _chosen(found: Pair, plain: Tensor) -> Tensor:
     """What was found, or an ordinary sum that is infinite or NaN."""
+    # Pairs would make NaN of an infinity, by inf - inf; an ordinary sum says which of the two it is.
     return torch.where(plain.abs() < torch.inf, found.hi, plain)
 
 
@@ -121,6 +123,7 @@ class Wanted(NamedTuple):
 def sums_for(wanted: Sequence[Wanted], machine: Machine) -> list[Tensor]:
     """The results, by one call of kernels."""
     parts = [[_part(each, x, machine) for x in each.operands] for each in wanted]
+    # Kernels of sums read no numbers of a step, so all parts are of one launch with an empty vector.
     unread = Launch(_sum(False), torch.zeros(0, dtype=torch.float32, device="cpu"), (), ())
     measured = call([unread], [part for own in parts for part in own], machine)
     return [_finished(each, own, [next(measured) for _ in own]) for each, own in zip(wanted, parts, strict=True)]
@@ -151,6 +154,7 @@ def laid_out(rows: Tensor, tiling: Tiling) -> tuple[Tensor, Cut]:
     chunks = -(-length // tiling.chunk)
     width = -(-length // chunks)
     padded = torch.nn.functional.pad(rows, (0, chunks * width - length)) if chunks * width > length else rows
+    # Several chunks of a row share a line, as long as there is more than one line (`tiling.cut_of`).
     most = min(chunks, tiling.columns // width)
     fit = [d for d in range(1, most + 1) if chunks % d == 0 and (d == 1 or count * chunks > d)]
     return padded, Cut(width * max(fit), width)
@@ -215,6 +219,7 @@ def _over_last(operation: Any, x: Tensor) -> Tensor:
     terms = plain = scaled
     if operation in SQUARES:
         a, b = halves(scaled)
+        # Products of halves of 12 bits are exact in the 24 bits of fp32.
         terms, plain = torch.cat([a * a, 2.0 * (a * b), b * b], dim=-1), scaled * scaled
     return _chosen(FINISH[operation](folded(terms), x.shape[-1]), plain.sum(-1)) * (0.5 * unit[..., 0])
 

@@ -103,6 +103,7 @@ _programs: dict[str, Program] = {}
 
 def register(key: str, program: Program) -> None:
     """Registers a kernel with the operator, which forgets the one that was registered longest ago beyond `KEPT`."""
+    # A dictionary keeps the order of insertion, so a key that is used again has to be put at its end.
     _programs.pop(key, None)
     _programs[key] = program
     if len(_programs) > KEPT:
@@ -129,7 +130,8 @@ def update_tensors(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel:
 
 @update_tensors.register_kernel("cpu")
 def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
-    """Simulated, by `nki.simulate`, on copies."""
+    """Simulated, by `nki.simulate`."""
+    # A simulated kernel writes to its inputs, and the operator declares that it changes none: it works on copies.
     nki = DIALECTS["nki"]()
     simulated = function(kernel) if nki is None else nki.simulate(function(kernel))
     return [r.clone() for r in _results(simulated(*(t.clone() for t in tensors), *scalars))]

@@ -109,6 +109,7 @@ class Nki:
             pattern, offset = "pattern_of_measures", "offset_of_measures"
         elif value.block:
             pattern, offset = "pattern_of_words", "line * blocks + word"
+        # The loop's register counts lines, and nothing can be computed of it: it is added to the address as it is.
         return f"{key}.ap(pattern={pattern}, offset={offset}, scalar_offset=at, indirect_dim=0)"
 
     def load(self, name: str, key: str, value: Value, blocks: bool) -> list[str]:
@@ -216,6 +217,7 @@ class Beta1(Nki):
     loops = False
 
     def parameter(self, name: str, written: bool) -> str:
+        # Inputs of this dialect are immutable unless they are annotated so, and then they must be returned.
         return f"{name}: nt.mutable_tensor" if written else name
 
     def allocate(self, name: str, rows: str, columns: str, dtype: str, space: str = "sbuf") -> str:
@@ -266,7 +268,8 @@ class Beta1(Nki):
         return ["seed_in = nl.load(seed)", "nl.random_seed(seed=seed_in)"]
 
     def _draw(self, dst: str) -> list[str]:
-        """From uniform numbers, of which this dialect has no bits: the first 16 bits of the fraction of 1 + each."""
+        # This dialect has uniform numbers and no random bits. 1 plus such a number is below 2: its exponent is fixed,
+        # and the bits 7 to 22 are the first 16 of its fraction.
         one = "data=uniform, op0=nl.add, operand0=1.0, engine=nisa.vector_engine, dtype=nl.float32"
         mask = "data=fraction.view(nl.int32), op0=nl.bitwise_and, operand0=0x7FFF80"
         shift = "op1=nl.right_shift, operand1=7, engine=nisa.vector_engine, dtype=nl.int32"
@@ -285,12 +288,14 @@ class Beta1(Nki):
         arguments = ", ".join(self.arguments(i, text))
         if i.kind == "rng":
             return self._draw(dst)
+        # It alone takes a destination in this dialect too: where the predicate is 0, that stays as it is.
         if i.kind == "tensor_copy_predicated":
             return [f"nisa.{i.kind}(dst={dst}, {arguments})"]
         if i.kind == "memset":
             arguments = f"shape=(rows, {'width // block' if value.block else 'width'}), {arguments}"
         made = f"nisa.{i.kind}({arguments}, dtype=nl.{{}})"
         if i.bits:
+            # The new tile is one of integers, and is then seen as the numbers whose bits they are.
             return [f"bits = {made.format(i.bits)}", f"{dst} = bits.view(nl.{value.dtype})"]
         # An instruction returns a new tile in SBUF: one in PSUM, or one of halves, is made before and assigned to.
         lines = [self.new_tile(dst, value, space)] if space == "psum" or (space and value.op in HALVES) else []

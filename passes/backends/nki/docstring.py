@@ -37,6 +37,7 @@ INFIX |= {"logical_or": "or", "logical_and": "and"}
 
 def names_of(plan: Plan) -> dict[Value, str]:
     """A Python name for the tile of each value: `<key>_in` and `<key>_out` for loads and stores."""
+    # What is loaded or stored is called as its component; what has no such name is numbered by what it is.
     names = {v: f"{v.name}_in" for v in plan.program.loads}
     for key, value in plan.program.stores.items():
         names.setdefault(tile_of(value), f"{key}_out")
@@ -90,6 +91,7 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
     if value.op in HALVES:
         return f"{PARTS[HALVES[value.op]]}({names[value]}) = int16({body})"
     mask = value.op in MASKS and value.dtype == MASK
+    # Nothing is rounded of bits that are masked, or drawn.
     exact = value.dtype == "float32" or mask or instruction.bits or instruction.kind == "rng"
     rounding = value.dtype.replace("bfloat", "bf")
     return f"{names[value]} = {body if exact else f'{rounding}({body})'}"

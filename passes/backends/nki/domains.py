@@ -24,6 +24,7 @@ MARGIN = 2.0**-16
 
 def lowest_square(root: torch.Tensor | float) -> torch.Tensor:
     """The least number of sqrt's domain whose root is `root` or more."""
+    # Where eps alone is above the divisor's lower bound this root is negative, and no square is too small.
     return _fp32(root).clamp(min=0.0).square().clamp(*DOMAINS["sqrt"])
 
 
@@ -46,6 +47,7 @@ def root_of(divisor: Value) -> tuple[list[Value], tuple[Column, Column]] | None:
             or not isinstance(step.args[1], (Column, float))
         ):
             return None
+        # The divisor's bounds are solved for the root, back along the chain: the host does it in each step.
         inverse = operator.truediv if step.op == "multiply" else operator.sub
         bounds = [Column(target=inverse, args=(b, step.args[1])) for b in bounds]  # type: ignore[arg-type]
         chain.insert(0, step.args[0])
@@ -89,7 +91,7 @@ def _root(x: Any) -> torch.Tensor:
 
 
 def _product(x: Any, y: Any) -> torch.Tensor:
-    """Of a factor that may be negative, such as one of a square, nothing is known."""
+    # Of a factor that may be negative, such as one of a square, nothing is known: it counts as 0.
     a, b = (_fp32(v).clamp(min=0.0) for v in (x, y))
     return a * b
 
@@ -117,6 +119,7 @@ def is_root(x: Operand) -> bool:
 def nonnegative(x: Operand) -> frozenset[int] | None:
     """The entries of the scalar vector whose non-negativity proves that of x; None if there is no proof."""
     if isinstance(x, Column):
+        # The host checks entries of the vector: it can conclude something of these and of their reciprocals alone.
         plain = x.target is None or (x.target is operator.truediv and x.args[0] == 1.0)
         return x.entries() if plain and not x.is_found else None  # the host does not see what stages find
     if isinstance(x, View):

@@ -163,6 +163,7 @@ class Work(NamedTuple):
     def with_tiles(self, tiles: int) -> Work:
         """The same with so many tiles of each parameter in a turn."""
         cut = self.cut._replace(tiles=tiles)
+        # A loop over several tensors has no tiles with words of blocks yet.
         whole = 0 if cut.length else whole_tiles(self.total, cut)
         return self._replace(cut=cut._replace(done=turns_of(whole, cut) > 0))
 
@@ -205,6 +206,7 @@ def wrapped(line: str) -> list[str]:
 
     That is on one line, with its arguments on one of their own, or with a line for each.
     """
+    # Kernels that are kept for reading are files of the repository, whose format ruff checks.
     end = line.rfind(")")
     if len(line) <= WIDTH or not line.endswith((")", "):")):
         return [line]
@@ -237,6 +239,7 @@ def _update_lines(design: Design, d: Nki, suffix: str = "") -> list[str]:
         "Updates tensors of lines by columns: tiles of PARTITIONS lines, and what is left.",
         d.share(f"{elements(design)}.shape[0]"),
         d.loop(tile),
+        # No tile has a single line, with whose slices the older dialect has known issues: 129 lines are 127 and 2.
         ["if lines - whole > PARTITIONS:"],
         indented(tile(*d.rest, "PARTITIONS - 1"), "whole = whole + PARTITIONS - 1"),
         ["if whole < lines:"],
@@ -319,13 +322,17 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
         "Updates the `total` elements of all tensors, and the words of the blocks of their rows.",
         ["assert columns % width == 0 and width % BLOCK == 0"],
         ["whole = length // BLOCK * BLOCK", "rest = length - whole"],
+        # No block is cut, so that elements and words both lie side by side, whatever the rows are.
         ["if rest == 0:"],
         indented("assert total % columns == 0", "blocks = total // BLOCK", *all_blocks("total")),
+        # One row: its whole blocks are flat too; the shorter one is a tile of one line, as its word has one partition.
         ["if rest > 0 and total == length:"],
         indented("assert whole % columns == 0", "blocks = whole // BLOCK + 1", "if whole > 0:"),
         indented(*indented(*all_blocks("whole"))),
         indented(*lines("whole", "1", "rest", "1", "1", f"{MEASURES}.shape[0] - {totals}")),
         indented(update_lines("0", "0", *rest)),
+        # Several rows that end with a shorter block: a line is a row, cut into strips of whole blocks, a narrower
+        # strip, and the short block.
         ["if rest > 0 and total > length:"],
         indented("assert whole % width == 0", "blocks = total // length * (whole // BLOCK + 1)"),
         indented(*lines("0", "total // length", "length", "(whole // BLOCK + 1)", "(whole // width + 1)")),
@@ -382,6 +389,7 @@ def loops_of(works: Sequence[Work]) -> list[list[int]]:
     for i, work in enumerate(works):
         if work.cut.done:
             alike.setdefault(work[:3], []).append(i)
+    # As few loops as take all, with as many parameters in each as in the others, or one fewer.
     return [members[k::n] for members in alike.values() for n in [-(-len(members) // BESIDE)] for k in range(n)]
 
 

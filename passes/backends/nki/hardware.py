@@ -176,19 +176,18 @@ PSUM_WRITERS = ("tensor_tensor", "tensor_copy", "activation")
 
 
 def is_legal(kind: str, engine: str, shape: Shape, g: Generation) -> bool:
-    """Returns True if an engine can, and should, run an instruction with its operands in their memories.
-
-    GpSimd does not reach PSUM; an instruction reads at most one tile from PSUM. Where GpSimd and Vector take turns on
-    SBUF, GpSimd only runs instructions that no other engine has. ScalarE's square is listed among the functions that
-    are approximated.
-    """
+    """Returns True if an engine can, and should, run an instruction with its operands in their memories."""
     spaces = [a.space for a in shape.inputs]
     if shape.output.space == "psum" and g.core == 2 and kind not in PSUM_WRITERS:
         return False
+    # ScalarE's square is listed among the functions that it approximates; a product of two tiles rounds once.
     if engine == "scalar" and shape.op == "square":
         return False
     if engine == "gpsimd":
+        # GpSimd does not reach PSUM. Where it takes turns with Vector on SBUF it would only hold that up, so there it
+        # runs what no other engine has.
         return "psum" not in (*spaces, shape.output.space) and (not g.shared_ports or shape.op == "power")
+    # An instruction reads at most one tile from PSUM ([ISA]).
     return spaces.count("psum") < 2
 
 

@@ -74,6 +74,7 @@ class Column:
         return f" {SYMBOLS[self.target]} ".join(f"({x})" if y else x for x, y in zip(args, nested, strict=True))
 
 
+# Equal by identity: a value is a tile, and one that is changed in place is not another that was computed alike.
 @dataclass(frozen=True, eq=False)
 class Value:
     """The contents of one tile: the result of `op`, rounded once, to `dtype`."""

@@ -64,6 +64,7 @@ class Builder:
         (self.results,) = self.nodes[-1].args
         self.users = {n for n in self.results[: len(update.outputs)] if isinstance(n, fx.Node)}
         """The nodes on whose roundings the type of a value depends: at first without those that only measure."""
+        # Operands come before their users in a graph: one pass from its end finds all that the outputs need.
         for node in reversed(self.nodes):
             self.users.update(node.all_input_nodes if node in self.users else ())
         self.users.add(self.nodes[-1])
@@ -77,6 +78,7 @@ class Builder:
             if node in self.users or node.op == "placeholder":
                 self.translate(node)
         stores = dict(zip(self.update.outputs, map(self.env.__getitem__, self.results), strict=False))
+        # A component that comes back as it was loaded needs no store: its tensor has it already.
         loaded = {k for k, v in stores.items() if isinstance(v, Value) and (v.op, v.name) == ("load", k)}
         return self.reachable({k: v for k, v in stores.items() if k not in loaded})
 
@@ -89,6 +91,7 @@ class Builder:
 
     def measured(self, plain: Program) -> Program:
         """What is stored, and what is measured."""
+        # What is stored has its values by now, so a measure as one more reader cannot change their types.
         stored, self.users = self.users, set(self.nodes)
         measures = []
         for node in self.nodes:
@@ -117,6 +120,8 @@ class Builder:
         rounded = user.target in (eft.round_to, eft.narrow) and storage_named(user.args[1]).nki
         if a not in self.rounded or rounded == x.dtype:
             return x
+        # Only a measure reads a value that all stores round. Without users `_dtype` says float32, so the operation is
+        # written a second time, unrounded, for this reader alone.
         users, self.users = self.users, set()
         x = self.call(a)
         self.users = users
@@ -149,13 +154,14 @@ class Builder:
     def new(
         self, op: str, args: tuple[Operand, ...], dtype: str, name: str, block: bool = False, chunk: bool = False
     ) -> Value:
-        """The value of `op`; an equal one is reused, unless it is a load or a tile that is changed in place.
+        """The value of `op`; an equal one is reused, unless it is a load, a draw, or a tile that is changed in place.
 
         It is one of blocks if `block` says so, or if all of its operands are; and one of chunks if `chunk` says so.
         """
         args, small = words.spread(op, args, name)
         dtype = ir.MASK if op in ir.MASKS and dtype != "bfloat16" else dtype
         value = Value(op, args, dtype, name, block or small, chunk)
+        # Two draws are different bits, and an `own_copy` or a `lower` is overwritten by the value that asked for it.
         if op not in ("load", "own_copy", "lower", "total", "draw"):
             same = tuple(a if isinstance(a, (*Tile, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
             value = self.made.setdefault((op, same, value.dtype, value.block), value)
@@ -172,6 +178,7 @@ class Builder:
             return self._rounded(args[0], storage_named(args[1]).nki, node.name)
         if not any(isinstance(a, (Value, View)) for a in args):
             return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
+        # Engines convert their operands to fp32 as they read them, so widening is no instruction.
         if node.target is eft.widen:
             return args[0]  # type: ignore[no-any-return]  # an operand
         if node.target is eft.block_max:
@@ -179,6 +186,7 @@ class Builder:
         if node.target is eft.power_of_two and getattr(node.args[0], "target", None) is eft.block_max:
             return args[0]  # type: ignore[no-any-return]  # it is a power of two already
         if node.target is eft.capped:
+            # The cap is a bf16 number itself, so the smaller of it and a bf16 number fits in a bf16 tile.
             dtype = "bfloat16" if args[0].dtype == "bfloat16" else self._dtype(node)
             return self._binary("minimum", args[0], eft.LARGEST, dtype, node.name)
         if node.target is not operator.mul:  # a product reads halves of a tile where they lie
@@ -209,9 +217,11 @@ class Builder:
         if (op := {eft.sqrt: "sqrt", torch.log: "log"}.get(target)) is not None:
             inside = op == "sqrt" and is_root(args[0])  # the root of a clamped number is in the domain itself
             return self.new(op, (args[0] if inside else self._clamped(args[0], DOMAINS[op], name),), dtype, name)
+        # GpSimd's `tensor_tensor` alone has this operator, so an exponent that is a number becomes a tile.
         if target is torch.pow:
             args = [self._tile(a, f"{name}_{i}") for i, a in enumerate(args)]
         if target in ir.POWERS:
+            # An exponent is masked in the bits as they lie in the tile: those of a bf16 number, or of an fp32 one.
             x = args[0] if args[0].dtype == "bfloat16" else self._as(args[0], "float32", f"{name}_wide")
             return self.new(ir.POWERS[target], (x,), x.dtype, name)
         if target in ir.BINARY:
@@ -240,13 +250,15 @@ class Builder:
         return self.new(op, (x, y), dtype, name)
 
     def _negated(self, x: Value, dtype: str, name: str) -> Value:
-        """-x; for a product with a number, the product with the negated number, which has the same bits."""
+        """-x."""
+        # Of a product with a number, the product with the negated number has the same bits: it is one instruction.
         if x.op == "multiply" and x.dtype == "float32" and not isinstance(x.args[1], Tile):
             return self.new("multiply", (x.args[0], _minus(x.args[1])), dtype, name)
         return self.new("multiply", (x, -1.0), dtype, name)
 
     def _divided(self, x: Operand, y: Operand, dtype: str, name: str) -> Value:
         if not isinstance(y, Value):
+            # No engine divides ([ISA] has no such operator), so the host, or an engine, makes a reciprocal.
             by = Column(target=operator.truediv, args=(1.0, y)) if isinstance(y, Column) else 1.0 / y  # type: ignore[operator]
             return self.new("multiply", (x, by), dtype, name)
         if not isinstance(x, (Value, Column)) and x == 1.0:
@@ -254,10 +266,13 @@ class Builder:
         return self.new("multiply", (x, self._reciprocal(y, "float32", f"{name}_reciprocal")), dtype, name)
 
     def _reciprocal(self, y: Value, dtype: str, name: str) -> Value:
-        """1 / y: on ScalarE if y is proven positive, else on VectorE, which takes any y but is eight times slower."""
+        """1 / y, on the engine that can compute it."""
         entries = nonnegative(y)
+        # A divisor is clamped to the domain of ScalarE's function, which would make 2**-42 of a negative one: that is
+        # left to VectorE's reciprocal, which takes any number but is eight times slower.
         if entries is None:
             return self.new("exact_reciprocal", (y,), dtype, name)
+        # The host checks these numbers before each step (`Kernel.scalar_input`), and warns of small divisors.
         self.nonnegative |= entries
         self.divisors.append(least(y, self.least))
         guarded = self._guarded_root(y) or self._clamped(y, DOMAINS["reciprocal"], name)
@@ -284,10 +299,13 @@ class Builder:
         if words.is_floor(mask, x, y):
             return self._binary("maximum", x, y, dtype, name)
         if not isinstance(mask, Value):  # a comparison of numbers, which is 0 or 1
+            # A memset takes constants only, and a number of the step is an input: it is compared with a tile of zeros.
             zero = self.new("fill", (0.0,), "float32", f"{name}_zero")
             mask = self.new("not_equal", (zero, mask), "float32", f"{name}_mask")
         wide = any(isinstance(t, Value) and t.dtype != "bfloat16" for t in (x, y))
         dtype = "float32" if wide else dtype  # a choice of what is not rounded yet; what reads it rounds
+        # `tensor_copy_predicated` wants one dtype for source and destination ([ISA]), and overwrites the destination,
+        # which others may read: so that is a copy.
         chosen = self._as(self._tile(x, f"{name}_chosen", dtype), dtype, f"{name}_chosen")
         other = self.new("own_copy", (self._tile(y, f"{name}_other", dtype),), dtype, f"{name}_other")
         return self.new("select", (mask, chosen, other), dtype, name)
@@ -299,9 +317,11 @@ class Builder:
         """Makes a number a tile; returns a tile unchanged."""
         if isinstance(x, Value):
             return x
+        # No literal of a kernel is infinite: `select` fills in the bits.
         if x == math.inf:
             return self.new("fill", (x,), "float32", name)
         zero = self.new("fill", (0.0,), "float32", f"{name}_zero")
+        # A memset takes constants only; a number of the step is an input, which an instruction can add.
         return self.new("add", (zero, x), dtype, name)
 
     def reachable(self, stores: Mapping[str, Operand], measures: Sequence[Value] = ()) -> Program:

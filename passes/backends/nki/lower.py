@@ -91,11 +91,9 @@ class Kernel(Design):
         return replace(self, dialect=dialect)
 
     def may_clamp(self, vector: torch.Tensor) -> bool:
-        """Returns True if the numbers of the step do not keep all divisors inside the documented domain.
-
-        Numbers that earlier stages find are not read, since that would wait for the device: these may be anything.
-        """
+        """Returns True if the numbers of the step do not keep all divisors inside the documented domain."""
         low, _ = DOMAINS["reciprocal"]
+        # To read what earlier stages find would wait for the device: such a number may be anything.
         if any(isinstance(d, Column) and d.is_found for d in self.plan.program.divisors):
             return True
         entries = _entries(vector)
@@ -119,6 +117,7 @@ class Kernel(Design):
                     "and was generated for positive divisors; use backend='xla'"
                 )
         if rows is None:
+            # A number in each partition: the compiler's verifier rejects an operand of one element for 128 partitions.
             return torch.stack([c.value(entries) for c in self.plan.columns]).expand(PARTITIONS, -1).contiguous()
         # What the host knows goes to the device at once; what stages have found is there already.
         given = [c.value(entries) for c in self.plan.columns if not c.is_found]

@@ -46,14 +46,12 @@ TABLES = frozenset({"sqrt", "reciprocal", "exp", "log"})
 
 
 def in_phases(values: Sequence[Value], stores: Collection[Value]) -> dict[Value, int]:
-    """The phase of each of `values` (operands first), in the order in which to compute them.
-
-    Within a phase, values that are only stored come as early as possible, so that fewer tiles are alive at once.
-    """
+    """The phase of each of `values` (operands first), in the order in which to compute them."""
     users = {v: [u for u in values if v in u.tiles()] for v in values}
     final = _final(values, set(stores), users)
     phase = _late(values, _early(values), users, final)
     order = sorted(values, key=lambda v: phase[v])
+    # What is only stored comes as early in its phase as it can, so that fewer tiles are alive at once.
     return {v: phase[v] for v in _stored_early(order, phase, final)}
 
 
@@ -63,6 +61,7 @@ def _early(values: Sequence[Value]) -> dict[Value, int]:
     for value in values:
         first = max((phase[x] for x in value.tiles() if x in phase), default=0)
         if value.op in TABLES:
+            # ScalarE holds one table at a time, so a phase has one function, and another one waits for a later phase.
             while function.setdefault(first, value.op) != value.op:
                 first += 1
         phase[value] = first
@@ -76,6 +75,7 @@ def _late(
     phase = dict(early)
     for value in reversed(values):
         needed = [phase[u] for u in users[value] if u not in final]
+        # A function stays where its table is loaded; all else moves to its first reader, so fewer tiles cross phases.
         if needed and value.op not in TABLES:
             phase[value] = min(needed)
     for value in values:
@@ -140,10 +140,8 @@ class Plan:
 
 
 def assign(program: Program, g: Generation, like: Plan | None = None) -> Plan:
-    """The best plan that was found for `program`: the one with the least time of the busiest resource.
-
-    What `like` computes is computed by its instructions, so that the bits are the same however a device approximates.
-    """
+    """The best plan that was found for `program`: the one with the least time of the busiest resource."""
+    # What `like` computes keeps its instructions, so that its bits stay the same however a device approximates.
     search = _Search(program, g, dict(like.steps) if like else {})
     found = min((search.run(seed) for seed in range(STARTS)), key=lambda state: state.merit)
     steps, in_psum = search.result(found)
@@ -184,6 +182,7 @@ class _Option:
 
     def times(self, psum: int) -> tuple[tuple[str, float], ...] | None:
         """Nanoseconds per column on each resource, with the tiles of `psum` in PSUM; None if that is not legal."""
+        # Only its own tiles decide what an instruction costs: the search asks for few different sets of these.
         key = psum & self.touches
         if key not in self._times:
             shape, i = shape_of(self.value, self.instruction, _members(key, self._bits)), self.instruction
@@ -220,6 +219,7 @@ class _Search:
         self.fixed = {"scalar": table_loads(program) * hardware.TABLE_LOAD / COLUMNS}
         self.picked, self.psum = [0] * len(self.values), 0
         kept = [v.args[IN_PLACE[v.op]] for v in self.values if v.op in IN_PLACE]
+        # A DMA does not reach PSUM ([ISA] dma_copy), so tiles that are stored stay in SBUF.
         held = [*program.roots, *kept, *(v for v in self.values if v.op in (*IN_PLACE, *HALVES, "fill"))]
         # Whether a tile in PSUM can be seen as integers is not documented.
         held += [x for v in self.values if any(o.bits for o in options[v]) for x in (v, *v.tiles())]
@@ -257,6 +257,7 @@ class _Search:
         """The objective: close to the time of the busiest resource, but with a slope where that is flat."""
         needed, alive, count = self.stored, 0, 0
         loads = dict(self.fixed)
+        # From the last value back: one that an instruction includes, and that nothing else reads, is not computed.
         for i in range(len(self.values) - 1, -1, -1):
             if not needed >> i & 1:
                 continue
@@ -272,6 +273,7 @@ class _Search:
                 loads[resource] = loads.get(resource, 0.0) + time
         high = max(loads.values(), default=0.0)
         slope = sum((t / high) ** STEEP for t in loads.values()) if high else 0.0
+        # The small terms break ties: less work in all, then fewer instructions.
         merit = high * float(slope ** (1 / STEEP)) + 1e-3 * sum(loads.values()) + 1e-3 * count
         return round(merit, 6)  # rounded, so that the last bits of a machine's floats do not change the search
 

@@ -96,6 +96,7 @@ def _is_possible(value: Value, instruction: Instruction, g: Generation) -> bool:
 
     Not generated are views of halves of bits in what goes by block.
     """
+    # relu stands in for a copy only where the device drops the bias of a copy (aws-neuron-sdk#1296).
     if instruction["op"] == "relu" and "copy" in g.adds_bias:
         return False
     if instruction["bias"] is not None and instruction["op"] not in g.adds_bias:
@@ -138,14 +139,16 @@ BITS = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80)}
 
 
 def _fills(x: Operand) -> Iterator[Instruction]:
-    """A tile of one number; of infinity as its bits, since no literal of a kernel is infinite."""
+    """A tile of one number."""
+    # No literal of a kernel is infinite: infinity is filled in as its bits, which are those of the exponent alone.
     bits, x = BITS["float32"] if x == math.inf else ("", x)
     yield _instruction("memset", "vector", bits, value=x)
     yield _instruction("memset", "gpsimd", bits, value=x)
 
 
 def _power_of_two(value: Value) -> Instruction:
-    """The exponent's bits alone, or inverted: one instruction, and exact, since operators on bits do not convert."""
+    """The exponent's bits alone, or inverted."""
+    # One instruction, and exact: operators on bits take integer types, and convert nothing.
     bits, exponent = BITS[value.dtype]
     inverted: dict[str, Any] = (
         {"op1": "bitwise_xor", "operand1": exponent} if value.op == "inverse_power_of_two" else {}
@@ -205,6 +208,7 @@ def _copies(x: Operand) -> Iterator[Instruction]:
 def _activations(op: str, x: Operand, known: Known) -> Iterator[Instruction]:
     yield _instruction("activation", "scalar", op=op, data=x)
     if op == "abs":
+        # An operator of one operand still wants a second one, which is 0 ([ISA] tensor_scalar).
         yield _instruction("tensor_scalar", data=x, op0="abs", operand0=0.0)
     if op in ("exp", "sign", "abs") and isinstance(x, Value):
         yield from _affine(op, x, known)
@@ -214,6 +218,7 @@ def _on_one_tile(value: Value, known: Known) -> Iterator[Instruction]:
     s = scaled(value)
     assert s is not None
     yield _instruction("tensor_scalar", data=s.data, op0=s.op, operand0=s.number, reverse0=s.reverse)
+    # Two operations cost what one does in this instruction ([ISA]), so the one before is made in it if possible.
     if inner := unrounded(s.data):
         yield _instruction(
             "tensor_scalar",
@@ -224,10 +229,7 @@ def _on_one_tile(value: Value, known: Known) -> Iterator[Instruction]:
 
 
 def _affine(op: str, value: Value, known: Known) -> Iterator[Instruction]:
-    """ScalarE's op(data * scale + bias), for a value that is data * scale + bias.
-
-    It is not documented whether its multiply-add rounds once or twice, so it does both only on approximate data.
-    """
+    """ScalarE's op(data * scale + bias), for a value that is data * scale + bias."""
     outer = unrounded(value) if op != "copy" else scaled(value)
     if outer is None:
         return
@@ -237,8 +239,11 @@ def _affine(op: str, value: Value, known: Known) -> Iterator[Instruction]:
     if bias is None:
         return
     inner = unrounded(outer.data)
+    # relu of a number that is neither negative nor NaN is a copy, which adds the bias where plain copies drop it.
     for function in (op, *["relu"] * (op == "copy" and value in known.positive)):
         yield _instruction("activation", "scalar", op=function, data=outer.data, scale=sign, bias=bias)
+        # Whether its multiply-add rounds once or twice is not documented, so it does both only on data whose last bits
+        # are not known anyway.
         if inner and inner.op == "multiply" and sign is None and inner.data in known.approximate:
             yield _instruction("activation", "scalar", op=function, data=inner.data, scale=inner.number, bias=bias)
 
@@ -260,6 +265,7 @@ def _on_two_tiles(value: Value) -> Iterator[Instruction]:
         yield _instruction("activation", "scalar", op="square", data=x)
     for first, second, reverse in ((x, y, False), (y, x, True)):
         if inner := unrounded(first):
+            # The operator with its operands exchanged; a difference has none, and is turned by `reverse1` instead.
             op = ir.MIRRORED.get(value.op) if reverse else value.op
             yield _instruction(
                 "scalar_tensor_tensor",

@@ -128,12 +128,14 @@ def _answers(active: Sequence[tuple[_Alike, Update]], machine: Machine) -> list[
             for result, key in zip(results_of(stage), operands_of(stage), strict=True)
         ]
     found = iter(sums_for(known, machine))
+    # Trn1 takes one kernel in a graph (aws-neuron-sdk#1311), and each reduction is one.
     end_graph(made[0][1].device)
     return [[next(found) for _ in part.stages[0].reduced] for _, part in active]
 
 
 def _shaped(x: Tensor, view: tuple[int, int, int]) -> Tensor:
     x = x.detach().reshape(view)
+    # Kernels of sums are made for these two types (`chunk_totals.kernel_for`).
     return x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
 
 
@@ -176,6 +178,7 @@ def _reduced(launch: Launch, rows: Tensor, machine: Machine) -> list[Tensor]:
         if not part.is_empty:
             groups.setdefault((part.kernel, part.shape), []).append((part.parameter, known[MEASURES]))
     end_graph(rows.device)
+    # No kernel runs on a parameter without elements: its results are those of a sum of nothing.
     of_nothing = [OF_TENSOR[kind].finish(0.0, 0) for kind in kinds]
     empty = torch.tensor(of_nothing, dtype=torch.float32, device="cpu").to(rows.device)
     found = dict.fromkeys(range(len(parts)), empty)

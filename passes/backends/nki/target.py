@@ -74,6 +74,7 @@ def machine_of(device: torch.device) -> Machine:
         remedy = "unset PJRT_DEVICE, or set it to NEURON" if _is_cpu_of_xla(device) else f"set {TARGET}"
         raise NoMachine(f"{device} is a {name}; kernels exist for {', '.join(GENERATIONS)}; {remedy}")
     target = GENERATIONS[name]
+    # Trn1 has no logical cores of two physical ones.
     cores = cores_of(device, target, _kind(device) if device.type == "xla" else name) if target != "trn1" else 1
     return Machine(target, dialect, cores)
 

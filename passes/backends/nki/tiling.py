@@ -29,6 +29,7 @@ from collage_neuron.passes.backends.nki.schedule import Plan
 IN_FLIGHT = 2
 """Buffers of each tile: one is transferred while the other is computed."""
 
+# 2048 columns of bf16 are 4 KiB a partition, with which the DMA engines are saturated ([BW]).
 COLUMNS = (2048, 1024, 512)
 CHUNKS = (2048, 1024, 512, 256, 128)
 DRAWN = 12
@@ -81,6 +82,7 @@ def tiling_of(plan: Plan, g: Generation) -> Tiling:
     """
     wide, totals = wide_tiles(plan), len(plan.program.measures)
     others = {tile_of(v) for v, _ in plan.steps} - {*wide, *plan.program.measures, *plan.in_psum}
+    # A tile in PSUM is one bank of fp32; what is added up for a measure has a bound for its error.
     most = PSUM_BANK // itemsize("float32") if plan.in_psum else SUMMED if totals else max(CHUNKS)
     for columns in COLUMNS:
         for chunk in (c for c in CHUNKS if c <= min(most, columns)):
@@ -155,6 +157,7 @@ def is_looped(total: int, cut: Cut, cores: int) -> bool:
 def turns_of(tiles: int, cut: Cut) -> int:
     """The turns of the loop over so many whole tiles in the newer dialect; 0 if there is none."""
     turns = tiles // cut.tiles
+    # A loop of one turn would be its instructions and a barrier.
     return turns if turns > 1 else 0
 
 
@@ -204,6 +207,7 @@ def cut_of(total: int, tiling: Tiling, length: int = 0, ratio: float = 1.0) -> C
     time of the busiest engine over that of the DMAs: behind an engine that takes longer, more of their start is hidden.
     """
     candidates = list(_candidates(total, tiling, length))
+    # A tensor of one element has no cut without a tile of a single line.
     fine = [c for c in candidates if all(part.lines > 1 for part in parts_of(total, c))] or candidates
     cycles = {c: _cycles(total, c, TILE_CYCLES / max(ratio, 1.0)) for c in fine}
     most = min(cycles.values()) * SLOWER
@@ -223,6 +227,7 @@ def _candidates(total: int, tiling: Tiling, length: int) -> Iterator[Cut]:
     for columns in _divisors(total, tiling.columns):
         yield Cut(columns, max(_divisors(columns, tiling.chunk)))
     yield from (Cut(n, n) for n in ODD if n <= min(total, tiling.chunk))
+    # Lengths without good divisors (a prime) are cut with a rest, which is one or two tiles more.
     for columns in range(tiling.chunk, min(total, tiling.columns) + 1, tiling.chunk):
         yield Cut(columns, tiling.chunk)
 

@@ -24,8 +24,7 @@ step takes (docs/kernels.md). So whatever an update computes from the index of a
 Given: `bits = and_(words, 65535);  y = stochastic_round(x, bits)`, with words computed from `index`
 Result: `bits = draw();  carry = lower(x) > bits and upper(x) != -1;  bits(y) = upper(x) + carry`
 
-where lower and upper are the halves of an fp32 number, as uint16 and int16. A carry rounds up in magnitude, with the
-probability lower(x) / 2**16. Where the upper half is -1, a NaN of all ones, a carry would make it 0.
+where lower and upper are the halves of an fp32 number, as uint16 and int16. A carry rounds up in magnitude.
 """
 
 from __future__ import annotations
@@ -63,11 +62,13 @@ def spread(op: str, args: tuple[Operand, ...], name: str) -> tuple[tuple[Operand
     small = [isinstance(x, Value) and x.block for x in tiles]
     if all(small) or not any(small):
         return args, bool(small) and all(small)
+    # A word becomes the number that an instruction takes for each partition, and those have to be fp32 ([ISA]).
     if op not in SPREADS or any(not isinstance(x, Value) or (x.block and x.dtype != "float32") for x in tiles):
         raise UnsupportedUpdate(
             f"the update computes {op} of words that blocks share and of elements (node {name}), which no kernel does "
             f"yet; use backend='xla', or one of {', '.join(sorted(SPREADS))}"
         )
+    # An instruction's number is its second operand, so the tile comes first; `reverse0` turns a difference.
     mixed = [Spread(x) if isinstance(x, Value) and x.block else x for x in args]
     return tuple(reversed(mixed) if isinstance(mixed[0], Spread) and op in SYMMETRIC else mixed), False
 
@@ -91,7 +92,8 @@ def largest_power(new: Callable[..., Value], args: Sequence[Any], node: fx.Node)
 
 
 def is_floor(mask: Operand, x: Operand, y: Operand) -> bool:
-    """Returns True for `where(x > y, x, y)` of a power of two of blocks and a number: the larger one, never NaN."""
+    """Returns True for `where(x > y, x, y)` of a power of two of blocks and a number."""
+    # Neither is NaN (infinity stands for one), so that the choice is a maximum, whatever engines make of NaN there.
     plain = isinstance(x, Value) and x.op == "block_max" and not isinstance(y, (*Tile, Column))
     return plain and isinstance(mask, Value) and mask.op == "greater" and mask.args == (x, y)
 
@@ -105,15 +107,13 @@ def _places(new: New, args: Sequence[Any], name: str) -> View:
 
 
 def _limit_places(new: New, args: Sequence[Any], name: str) -> Value:
+    # The lower halves are changed in the tile itself, and others may read x as it was.
     own = new("own_copy", (_tile(args[0], name),), "float32", f"{name}_own")
     return new("limit_places", (own, -float(args[1])), "float32", name)
 
 
 def _beyond(new: New, args: Sequence[Any], name: str) -> Value:
-    """The lower halves are the places; the upper ones are a bf16 number's bits, less 1 where the places are negative.
-
-    Both are int16, of which fp32 adds any two exactly.
-    """
+    """The lower halves are the places; the upper ones a bf16 number's bits, less 1 where the places are negative."""
     upper, count = (_tile(x, name) for x in args)
     if upper.dtype != "bfloat16":
         upper = new("copy", (upper,), "bfloat16", f"{name}_upper")  # exact: it is a bf16 number
@@ -123,6 +123,7 @@ def _beyond(new: New, args: Sequence[Any], name: str) -> Value:
         base = _masked(new, base, factor, f"{name}_places")
     scaled = base if scale == 1 else new("multiply", (base, scale), "float32", f"{name}_scaled")
     lower = new("lower", (scaled,), "float32", name)
+    # VectorE computes in fp32, which adds any two int16 exactly: neither half needs a sum of 32-bit integers.
     return new("upper", (lower, View(upper), base), "float32", name)
 
 
@@ -136,15 +137,14 @@ def _tile(x: Any, name: str) -> Value:
 
 
 def _factors(x: Value) -> tuple[list[Value], float]:
-    """The tiles and the power of two of which x is the product, in any order: such a power changes no rounding.
-
-    The sign of x is that of the tiles alone, so that the power is multiplied in where ScalarE does it on the way.
-    """
+    """The tiles and the power of two of which x is the product, in any order."""
     if x.op != "multiply" or x.dtype != "float32":
         return [x], 1.0
     factors: list[Value] = []
     scale = 1.0
     for a in x.args:
+        # Such a power changes neither a rounding nor the sign, for which `_beyond` asks: so it is taken out of the
+        # product, and multiplied in where ScalarE does it on the way.
         if isinstance(a, float) and a >= 1 and math.frexp(a)[0] == 0.5:
             scale *= a
         elif isinstance(a, Value):
@@ -156,12 +156,11 @@ def _factors(x: Value) -> tuple[list[Value], float]:
 
 
 def _masked(new: New, x: Value, mask: Value, name: str) -> Value:
-    """x * mask; where the mask says what is not 0, with two ways to make it, of which an instruction reads one.
-
-    As bf16 VectorE makes it four times faster from v3 on; the square of the sign ScalarE makes, which has time on v2.
-    """
+    """x * mask; where the mask says what is not 0, with two ways to make it, of which an instruction reads one."""
     if mask.op != "not_equal" or mask.args[1] != 0.0:
         return new("multiply", (x, mask), "float32", name)
+    # From v3 on VectorE makes a bf16 mask four times faster. On v2, where ScalarE has time, that makes a sign, whose
+    # square is the mask too.
     fast = new(mask.op, mask.args, "bfloat16", f"{name}_mask")
     sign = new("sign", mask.args[:1], "float32", f"{name}_sign")
     return new("masked", (x, fast, new("multiply", (sign, sign), "float32", f"{name}_square")), "float32", name)
@@ -194,7 +193,9 @@ def stochastic(new: Callable[..., Value], x: Value, random: Value, name: str) ->
     if x.dtype != "float32":
         x = new("copy", (x,), "float32", f"{name}_wide")
     upper = View(x, half=1)
+    # Of 2**16 random numbers exactly lower(x) are smaller, so a carry has the probability lower(x) / 2**16.
     larger = new("greater", (View(x, half=0, dtype="uint16"), random), "float32", f"{name}_larger")
+    # An upper half of -1 is a NaN of all ones, which a carry would make 0.
     number = new("not_equal", (upper, -1.0), "float32", f"{name}_number")
     carry = new("logical_and", (number, larger), "float32", f"{name}_carry")
     return new("carried", (upper, carry), "bfloat16", name)
@@ -204,8 +205,9 @@ def seed_of(steps: Iterable[tuple[Update, torch.Tensor]], cores: int = 1) -> tor
     """The seeds of a kernel, [1, cores] int32, from the scalar vectors of its updates: hashes of what they draw from.
 
     That is seed and number of the step, and of each parameter its index, and that of its first element: two shards do
-    not draw alike, nor do two cores. Seeds are odd, since a shift register would stay at 0.
+    not draw alike, nor do two cores.
     """
+    # Python's own hash of bytes differs between processes, and replicas and resumed runs need the same seed.
     digest = hashlib.blake2b(digest_size=4)
     for update, vector in steps:
         entries = zip(update.scalars.entries, vector.tolist(), strict=True)
@@ -214,4 +216,5 @@ def seed_of(steps: Iterable[tuple[Update, torch.Tensor]], cores: int = 1) -> tor
     for _ in range(cores):
         seeds += struct.unpack("<i", digest.digest())
         digest.update(b"another core")
+    # Before v4 the generator is a shift register, which would stay at 0: an odd seed is never 0.
     return torch.tensor([[seed | 1 for seed in seeds]], dtype=torch.int32, device="cpu")

@@ -30,20 +30,20 @@ class ForNeuron(Computation):
     e4m3fn = False
 
     def reduce_precision(self, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
-        """The same but for numbers below the smallest normal one of the format, which it rounds as if there were more.
-
-        bits + half - 1 + (1 if the last bit that stays is odd), without the bits that go: the carry of a sum of the
-        lower bits is added to the upper ones. Half of an fp32 number has the same exponent, or the next one.
-        """
+        """The same but for numbers below the format's smallest normal one, which are rounded as if there were more."""
         if (gone := 23 - mantissa_bits) == 0:
             return x
         low, bits = (1 << gone) - 1, self.bits(x)
+        # To nearest even: half of the last place less 1 is added, and 1 more where the last bit that stays is odd. The
+        # lower bits are added up alone, and their carry to the upper ones, so that fp32 has both sums exactly.
         odd = self.on("and", self._right(bits, gone), 1)
         lower = self.on("add", self.on("add", self.on("and", bits, low), odd), low >> 1)
         rounded = self.from_bits(self.on("add", self.on("and", bits, ~low), self.on("and", lower, 1 << gone)))
         if exponent_bits < 8:
+            # Too large for the format: a product with infinity is one, and keeps the sign.
             is_large = self.compare("GE", self.on("abs", rounded), 2.0 ** (2 ** (exponent_bits - 1)))
             rounded = self.select(is_large, self.on("multiply", rounded, math.inf), rounded)
+        # A carry may make an infinity or a zero of the bits of a NaN.
         return self.select(self.compare("NE", x, x), x, rounded)
 
     def round_nearest_even(self, x: Instruction) -> Instruction:
@@ -75,6 +75,7 @@ class ForNeuron(Computation):
 
     def _counted(self, x: Instruction) -> Instruction:
         """The sum of whole numbers below 2**24, in pieces of 8 bits."""
+        # A sum of up to 2**16 pieces of 8 bits stays below 2**24, as fp32 needs it.
         pieces = (self.on("and", self._right(x, k), 0xFF) for k in (0, 8, 16))
         low, middle, high = (Computation.sums(self, [piece])[0] for piece in pieces)
         return self.wrapping_sum(self.wrapping_sum(low, self._left(middle, 8)), self._left(high, 16))

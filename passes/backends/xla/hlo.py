@@ -271,6 +271,7 @@ class Computation:
 
     def _combiner(self, opcode: str, elements: Sequence[str]) -> int:
         """The id of a computation that combines pairs of numbers, one pair for each of these element types."""
+        # Ids are unique over all computations of a module, so that this one goes on counting.
         combiner = Computation(opcode, self._ids)
         xs, ys = ([combiner.parameter(Shape(e)) for e in elements] for _ in range(2))
         results = [combiner.add(opcode, x.shape, [x, y]) for x, y in zip(xs, ys, strict=True)]

@@ -147,6 +147,7 @@ class _Writer:
             return add(node.target, found[node.all_input_nodes[0]], node.args[1])
         dims = tuple(torch.broadcast_shapes(*(found[x].array.dims for x in node.all_input_nodes)))
         result = lower_node(self.hlo, node, self._stretched(node.all_input_nodes, found, dims), dims)
+        # XLA cannot leave out a rounding if its result goes through an operation on bits that it does not see through.
         return result if self.adder is None or node.target not in ROUNDING else self.adder.kept(result)
 
     def _stretched(
@@ -197,6 +198,7 @@ class XlaUpdate:
 
     def __init__(self, update: Update, form: type[Computation] = Computation) -> None:
         self._update, self._form = update, form
+        # A component with a word for each element, whose shape is the parameter's: words of blocks have another one.
         self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
         self._calls: dict[Any, Callable[[list[Tensor]], Sequence[Tensor]]] = {}
         self._zeros: dict[torch.device, Tensor] = {}
@@ -222,7 +224,7 @@ class XlaUpdate:
         return self._calls[key]([*components, scalars, *more])
 
     def _zero(self, device: torch.device) -> Tensor:
-        """A zero as a vector, which torch_xla does not make a constant of."""
+        # A vector, since torch_xla makes a constant of a 0-d tensor that is 0, which XLA must not know.
         if device not in self._zeros:
             self._zeros[device] = torch.zeros(1, dtype=torch.float32, device="cpu").to(device)
         return self._zeros[device]

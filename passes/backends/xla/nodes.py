@@ -78,6 +78,7 @@ def _round_to(hlo: Computation, x: Instruction, fmt: str) -> Instruction:
     storage = storage_named(fmt)
     if storage.precision is not None:
         if storage.largest is not None:
+            # Saturated before, since reduce-precision makes an infinity of what is too large.
             x = _limited(hlo, x, (-storage.largest, storage.largest))
         return reduced(hlo, x, *storage.precision)
     return _limited(hlo, hlo.round_nearest_even(x), storage.limits)
@@ -89,24 +90,26 @@ def _limited(hlo: Computation, x: Instruction, limits: tuple[float, float]) -> I
 
 
 def reduced(hlo: Computation, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
-    """x rounded to a floating-point type. Reduce-precision makes its subnormals 0, so they are rounded as integers."""
+    """x rounded to a floating-point type."""
     rounded = hlo.reduce_precision(x, exponent_bits, mantissa_bits)
     if exponent_bits == 8:
         return rounded
     least = 2.0 ** (2 - 2 ** (exponent_bits - 1))  # the smallest normal number
+    # Reduce-precision makes 0 of subnormal results: these are rounded as multiples of the smallest one instead.
     unit = least * 2.0**-mantissa_bits
     subnormal = hlo.on("multiply", hlo.round_nearest_even(hlo.on("multiply", x, 1 / unit)), unit)
     return hlo.select(hlo.compare("LT", hlo.on("abs", x), least), subnormal, rounded)
 
 
 def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
-    """Keeps a NaN in the second operand, which XLA's CPU maximum and minimum lose; torch keeps NaN in either."""
+    # Maximum and minimum of XLA's CPU lose a NaN in the second operand; torch keeps one in either.
     return hlo.select(hlo.compare("NE", second, second), second, result)
 
 
 def _stochastic_round(hlo: Computation, x: Instruction, random: Instruction) -> Instruction:
     """`eft.stochastic_round`, in the same operations on bits."""
     carried = hlo.on("and", hlo.wrapping_sum(hlo.bits(x), random), _UPPER)
+    # A carry may make an infinity of a NaN, so that is rounded to nearest.
     return hlo.select(hlo.compare("EQ", x, x), hlo.from_bits(carried), _round_to(hlo, x, "bf16"))
 
 
@@ -123,6 +126,7 @@ def _inverse_power_of_two(hlo: Computation, x: Instruction) -> Instruction:
 
 def _lower_half(hlo: Computation, x: Instruction) -> Instruction:
     """The lower 16 bits of fp32 numbers, as signed numbers."""
+    # Flipping the first of 16 bits and subtracting it extends the sign, by numbers that fp32 has exactly (`compilers`).
     half = hlo.on("and", hlo.bits(x), _LOWER)
     return hlo.on("subtract", hlo.on("xor", half, _LOWER_SIGN), _LOWER_SIGN)
 
@@ -143,9 +147,10 @@ def _beyond(hlo: Computation, x: Instruction, n: Instruction) -> Instruction:
 
 
 def lower_block_max(hlo: Computation, x: Instruction, k: int) -> Instruction:
-    """`eft.block_max`: as bits, magnitudes are ordered like numbers and NaN is the largest; XLA's maximum loses NaN."""
+    """`eft.block_max`: the largest magnitude of each block, for each of its elements."""
     dims = x.array.dims
     words = words_of(dims, k)
+    # As bits, magnitudes are ordered like numbers, and NaN is the largest; the maximum of XLA's CPU loses NaN.
     magnitudes = hlo.on("and", hlo.bits(x), _MAGNITUDE)
     rows = hlo.reshape(hlo.pad(magnitudes, words[-1] * k - dims[-1]), (*words, k))
     return hlo.from_bits(spread(hlo, hlo.largest(rows), dims, k))

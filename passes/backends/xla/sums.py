@@ -63,7 +63,7 @@ class Adder:
         return hlo.from_bits(hlo.on("xor", hlo.bits(x), zero))
 
     def _apart(self, x: Instruction) -> Instruction:
-        """The same, of which XLA finishes all elements before any is added: else each slice would compute its own."""
+        # XLA finishes all elements before any is added: else each of the slices would compute its own.
         return self.hlo.on("opt-barrier", x)
 
     def whole(self, operation: Any, x: Instruction) -> Instruction:
@@ -95,6 +95,7 @@ class Adder:
 
     def _left(self, operation: Any, sums: Instruction, extent: str, count: int) -> Instruction:
         """What is left when all but the dimensions of `extent` are added up."""
+        # Columns, rows and then matrices, as in `matrix_sums.finished`: another order has other bits.
         for d in (2, 1, 0):
             sums = sums if d in DIMENSIONS[extent] else self._folded(sums, d)
         return self._finished(operation, sums if DIMENSIONS[extent] else self.hlo.reshape(sums, ()), count)
@@ -143,6 +144,7 @@ class Adder:
         padded = x = self._padded(given := x, dim, power_from(size))
         while half := x.array.dims[dim] // 2:
             x = self.hlo.on("add", self.hlo.part(x, dim, 0, half), self.hlo.part(x, dim, half, half))
+        # The zeros that were added make 0 of a sum of -0, unless XLA leaves these additions out.
         return x if padded is given else self._no_negative_zero(x)
 
     def _padded(self, x: Instruction, dim: int, size: int) -> Instruction:
@@ -150,5 +152,5 @@ class Adder:
         return self.hlo.pad(x, missing, dim) if missing else x
 
     def _no_negative_zero(self, x: Instruction) -> Instruction:
-        """0 for -0, which is what adding 0 does; but XLA leaves out an addition of what it knows to be 0."""
+        # 0 for -0, which is what adding 0 gives; but XLA leaves out an addition of what it knows to be 0.
         return self.hlo.select(self.hlo.compare("EQ", x, 0), 0, x)

@@ -164,6 +164,7 @@ def log(a: Arithmetic, x: Any) -> Any:
 @rule(aten.square.default)
 def square(a: Arithmetic, x: Any) -> Any:
     """x * x."""
+    # Read first: an accumulator would take over a product of which it is a factor.
     return mul(a, a.read(x), a.read(x))
 
 

@@ -33,6 +33,7 @@ def minimum(a: Arithmetic, x: Any, y: Any) -> Any:
 @rule(aten.clamp.default, aten.clamp.Tensor)
 def clamp(a: Arithmetic, x: Any, min: Any = None, max: Any = None) -> Any:
     """minimum(maximum(x, min), max)."""
+    # First from below, as torch does: where min is larger than max, the result is max.
     x = x if min is None else maximum(a, x, min)
     return x if max is None else minimum(a, x, max)
 
@@ -82,6 +83,7 @@ def isnan(a: Arithmetic, x: Any) -> Any:
 @rule(aten.isinf.default)
 def isinf(a: Arithmetic, x: Any) -> Any:
     """The mask of both infinities."""
+    # No backend needs an operation for it: only infinity is above the largest number.
     return Mask(torch.abs(a.read(x)) > FINITE)
 
 

@@ -40,6 +40,7 @@ def registering(table: dict[Any, Rule], targets: Sequence[Any]) -> Callable[[Rul
     """Enters a function in a table for each target; ValueError if one has another."""
 
     def register(f: Rule) -> Rule:
+        # All are looked at before any is entered, so that an error leaves the table as it was.
         for target in targets:
             if target in table:
                 raise ValueError(f"{target} already has the rule {table[target].__name__}")
