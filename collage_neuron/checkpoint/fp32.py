@@ -100,10 +100,12 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     if load_inner.KEY in packed:
         return load_inner.plain(packed)
     states = {i: (p, packed["state"].get(i, {})) for i, p in numbered(optimizer, packed).items()}
+    of_all = {key: copy.deepcopy(state) for key, state in packed["state"].items() if key not in states}
     return {
         "state": {
             i: _fp32_state(p, state, record_of(optimizer, p)) for i, (p, state) in states.items() if not is_idle(state)
-        },
+        }
+        | of_all,
         "param_groups": [{k: v for k, v in g.items() if k not in OURS} for g in packed["param_groups"]],
     }
 

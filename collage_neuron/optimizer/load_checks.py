@@ -22,7 +22,7 @@ from collage_neuron.states.state_keys import (
     suffixes,
     words_of,
 )
-from collage_neuron.states.store import is_idle, may_be_word, read_exact
+from collage_neuron.states.store import is_host_scalar, is_idle, may_be_word, read_exact
 
 Saved = Mapping[str, Any]
 
@@ -60,6 +60,8 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[]
         recorded |= zip(group["params"], format_record.check_saved(group, i), strict=True)
         params |= zip(group["params"], mine["params"], strict=True)
     for index, state in () if runs_as_written() else saved["state"].items():
+        if index not in params and isinstance(index, str):
+            continue  # what an optimizer keeps for all parameters: torch loads it under this name
         if index not in params:
             raise refused(f"state[{index!r}] belongs to none of its param_groups")
         _check_state(params[index], index, state, bookkeeping(optimizer))
@@ -103,8 +105,10 @@ def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping) -> 
     where = f"state[{index!r}]"
     if not isinstance(state, Mapping):
         raise refused(f"{where} is a {type(state).__name__} and not a mapping of names to values")
+    # A state that a later step makes may be anything; what is of another model has no tensor of this shape.
+    is_of_shape = any(isinstance(value, torch.Tensor) and value.shape == p.shape for value in state.values())
     for key, value in state.items():
-        unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape
+        unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape and not is_of_shape
         if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
             raise refused(
                 f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
@@ -118,7 +122,8 @@ def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping) -> 
             )
         if isinstance(value, torch.Tensor) and value.dim() > 0 and not may_be_word(key, value):
             raise refused(f"{where}[{key!r}] is {value.dtype}; states are floating-point")
-        for suffix in suffixes():
+        is_number = is_host_scalar(value, p)  # `lr_scale` may be one: words are tensors of elements, or of blocks
+        for suffix in suffixes() if not is_number else ():
             name = str(key).removesuffix(suffix)
             if str(key).endswith(suffix) and name != "param" and name not in state:
                 raise refused(f"{where} has {key!r} and not {name!r}, which it is the second word of")

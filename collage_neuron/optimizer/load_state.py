@@ -98,6 +98,8 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
         for key, word in words_of(optimizer.state.get(p, {})).items():  # weights share no memory with what was loaded,
             optimizer.state[p][key] = word.clone()  # as torch's do not, and states of the same type do
         for name, value in saved["state"].get(index, {}).items():
+            if isinstance(value, (list, tuple, dict)):  # torch has cast the tensors in it
+                optimizer.state[p][name] = _own(value, p)
             if not isinstance(value, torch.Tensor):
                 continue
             is_small = name in bookkeeping(optimizer).small and p.dim() > 0

@@ -74,9 +74,10 @@ def factory_of(states: Mapping[Any, Any]) -> Any:
 
 
 def may_be_word(key: str, value: torch.Tensor) -> bool:
-    """Returns True if a state `key` may be a tensor like `value`: a floating-point one, or an integer of a format."""
-    further = (c for f in FORMATS.values() for c in f.components[1:])
-    return value.is_floating_point() or any(key.endswith(c.suffix) and c.type.dtype == value.dtype for c in further)
+    """Returns True if a state `key` may be a tensor like `value`: no code of a format, unless its name says so."""
+    further = [c for f in FORMATS.values() for c in f.components[1:]]
+    codes = {c.type.dtype for f in FORMATS.values() for c in f.components if not c.type.dtype.is_floating_point}
+    return value.dtype not in codes or any(key.endswith(c.suffix) and c.type.dtype == value.dtype for c in further)
 
 
 def is_idle(state: Mapping[str, Any]) -> bool:

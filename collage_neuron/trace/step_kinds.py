@@ -247,22 +247,22 @@ def _changing(
         recorder, positions = lane.recorder(lanes.refs(own | now).values())
         if not recorder.ops and own == now:
             continue
-        if taken := {"param", "grad"}.intersection(keys):
+        if taken := {"param", "grad"}.intersection(keys) or {key for key in keys if is_component(key, keys)}:
             raise Uncompiled(f"step() has a state called {min(taken)!r}, a name that something else has; rename it")
         if "grad" not in own:
             raise Uncompiled("step() updates a parameter without a gradient")
         if gone := own.keys() - now.keys() - {"grad"}:
             raise Uncompiled(f"step() deletes optimizer.state[p][{min(gone)!r}]; set it to zeros instead")
-        _check_names(keys, lanes.refs(now))
+        _check_names(lanes.refs(now))
         if any(tensors[place].dtype != torch.float32 for place in now.values()):
             raise Uncompiled("a state is not fp32")
         yield i, recorder, positions
 
 
-def _check_names(keys: Sequence[Any], now: Mapping[Any, Ref]) -> None:
+def _check_names(now: Mapping[Any, Ref]) -> None:
     """Raises Uncompiled for states that are no values of their own, or whose names are none of values."""
     for name in now:
-        if not (isinstance(name, str) and name.isidentifier()) or iskeyword(name) or is_component(name, keys):
+        if not (isinstance(name, str) and name.isidentifier()) or iskeyword(name):
             raise Uncompiled(
                 f"step() has a state called {name!r}, which is no name of a value, or one of ours; rename it"
             )
