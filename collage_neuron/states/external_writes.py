@@ -77,6 +77,8 @@ def _with_bits(low: LowWords, p: torch.Tensor) -> LowWords:
 
 def continue_from_others(optimizer: Optimizer) -> None:
     """Gives parameters of `optimizer` the words that other compiled optimizers have of them: training goes on there."""
+    if bookkeeping(optimizer).presented is not None:
+        return  # within a method or a step its words are not in the states: what comes after that looks for others
     for p in low_words.restore(optimizer):
         if low_words.low_words_of(optimizer, p).is_of(p):
             remember(optimizer, p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -262,12 +263,16 @@ def _changing(
 def _check_names(now: Mapping[Any, Ref]) -> None:
     """Raises Uncompiled for states that are no values of their own, or whose names are none of values."""
     for name in now:
-        if not (isinstance(name, str) and name.isidentifier()) or iskeyword(name):
+        if not (isinstance(name, str) and name.isidentifier()) or iskeyword(name) or _INPUTS.fullmatch(name):
             raise Uncompiled(
                 f"step() has a state called {name!r}, which is no name of a value, or one of ours; rename it"
             )
     if len({ref.storage for ref in now.values()}) < len(now):
         raise Uncompiled("a state shares the memory of its parameter, its gradient or another state; clone() it")
+
+
+_INPUTS = re.compile(r"[cs]\d+|self")
+"""What the numbers of an update are called in its graph, and the first argument of torch's code for it."""
 
 
 def _check_shapes(captured: Captured, now: Mapping[str, int]) -> None:
