@@ -101,7 +101,8 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
         return load_inner.plain(packed)
     states = {i: (p, packed["state"].get(i, {})) for i, p in numbered(optimizer, packed).items()}
     of_all = {key: copy.deepcopy(state) for key, state in packed["state"].items() if key not in states}
-    return {
+    others = {key: copy.deepcopy(x) for key, x in packed.items() if key not in ("state", "param_groups")}
+    return others | {
         "state": {
             i: _fp32_state(p, state, record_of(optimizer, p)) for i, (p, state) in states.items() if not is_idle(state)
         }

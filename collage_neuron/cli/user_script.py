@@ -158,7 +158,7 @@ def next_loss(made: Made) -> Tensor:
 
 # A process for each run -----------------------------------------------------------------------------------------------
 
-NUMBER = r"[^\w\n\r]{0,4}?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan\b|[-+]?inf\b)"
+NUMBER = r"[^\w\n\r]{0,4}?[ \t]*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d*)?(?:[eE][-+]?\d+)?|nan\b|[-+]?inf\b)"
 VALIDATION = re.compile(rf"\b(?:val|valid|validation|eval)[ _-]loss\b{NUMBER}", re.IGNORECASE)
 TRAINING = re.compile(rf"(?<![\w-])(?:train(?:ing)?(?: |_(?=loss=)))?loss\b{NUMBER}", re.IGNORECASE)
 """How losses are printed: `loss 2.3`, `loss=2.3`, `{'loss': 2.3}`, `train loss: 2.3`; not the `'train_loss'` of
@@ -232,7 +232,7 @@ def bytes_in(text: str, strategy: str) -> float:
 
 def losses_in(text: str) -> list[float]:
     """The losses that a script printed: those of validation if there are any, else all."""
-    return [float(match[1]) for match in _printed_in(text)]
+    return [float(match[1].replace(",", "")) for match in _printed_in(text)]
 
 
 def last_line_in(text: str) -> str:
