@@ -24,7 +24,7 @@ from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.rollback import Held
 from collage_neuron.eager.steady import Steady, found_in
 from collage_neuron.eager.step_metrics import changes_of
-from collage_neuron.errors import RunsAsWritten, StepInterrupted, StepSkipped, UnsupportedUpdate
+from collage_neuron.errors import RunsAsWritten, StepInterrupted, StepSkipped, UnsupportedUpdate, warn_user
 from collage_neuron.runtime import fallback_warning, process_agreement
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
@@ -92,6 +92,10 @@ class Trace(Protocol):
 
     def finish(self) -> list[Measured] | None:
         """Launches what the step did; None if it has to be stored as a step as written."""
+
+
+UNMEASURED = "unmeasured"
+"""In `Bookkeeping.told` once it was said."""
 
 
 class Taken(NamedTuple):
@@ -322,11 +326,22 @@ class Context:
         self.presentation.gradients.check_written()
         measured = None if self._trace is None else self._trace.finish()
         if measured is None:
-            storing = self.store(due, new=True)
+            if due and self.has_stored:
+                self._say_unmeasured()
+            storing = self.store(due and not self.has_stored, new=True)
             self.end()
             self._keep(storing)
         else:
             self.measured, self.is_kept = measured, True
+
+    def _say_unmeasured(self) -> None:
+        told = bookkeeping(self.optimizer).told
+        if UNMEASURED not in told:
+            told.add(UNMEASURED)
+            warn_user(
+                f"{self._classes[True].__name__}.step() evaluates its closure after it has moved the weights, so that "
+                "a step is several updates: such steps are not measured"
+            )
 
     def _keep(self, storing: Storing) -> None:
         """Keeps the presentation if the next step may find the same."""

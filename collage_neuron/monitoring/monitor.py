@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from types import NoneType
@@ -125,16 +126,22 @@ class Monitor:
     def _counts(self) -> list[int]:
         """The steps that states count on the host: to read those on a device would wait for it in each step."""
         counts = [state["step"] for state in self._alive.state.values() if "step" in state]
-        return [int(x) for x in counts if not isinstance(x, torch.Tensor) or x.device.type == "cpu"]
+        there = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_cpu else x for x in counts]
+        # Code of a user may have something else there: a step for each element, a text, NaN.
+        return [int(x) for x in there if isinstance(x, (int, float)) and math.isfinite(x)]
 
     def _place(self, p: torch.nn.Parameter) -> Place:
         if p not in self._places:
-            names = self._names()
+            names, taken = self._names(), {place.name for place in self._places.values()}
             for i, group in enumerate(self._alive.param_groups):
                 for j, each in enumerate(group["params"]):
-                    name = names.get(id(each), f"{i}.{j}")
-                    module = name.rpartition(".")[0] if id(each) in names else ""
-                    self._places[each] = Place(i, name, module or name)
+                    if each not in self._places:
+                        name = names.get(id(each), f"{i}.{j}")
+                        module = name.rpartition(".")[0] if id(each) in names else ""
+                        if name in taken:  # parameters of two models, for example
+                            name = f"{name} ({i}.{j})"
+                        taken.add(name)
+                        self._places[each] = Place(i, name, module or name)
         place: Place = self._places[p]
         return place
 

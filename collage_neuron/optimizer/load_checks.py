@@ -40,10 +40,11 @@ def check_keys(saved: Saved) -> None:
             raise refused(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
 
 
-def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[], bool]) -> None:
+def check_saved(optimizer: Optimizer, saved: Saved, known_states: Callable[[], set[str] | None]) -> None:
     """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`.
 
-    One whose steps run as written may keep anything in a state.
+    `known_states` finds the names of the states that its steps are known to have; None if they run as written: those
+    may keep anything in a state.
     """
     check_keys(saved)
     groups, own = saved["param_groups"], optimizer.param_groups
@@ -59,12 +60,13 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[]
             )
         recorded |= zip(group["params"], format_record.check_saved(group, i), strict=True)
         params |= zip(group["params"], mine["params"], strict=True)
-    for index, state in () if runs_as_written() else saved["state"].items():
+    known = known_states()
+    for index, state in saved["state"].items() if known is not None else ():
         if index not in params and isinstance(index, str):
             continue  # what an optimizer keeps for all parameters: torch loads it under this name
         if index not in params:
             raise refused(f"state[{index!r}] belongs to none of its param_groups")
-        _check_state(params[index], index, state, bookkeeping(optimizer))
+        _check_state(params[index], index, state, bookkeeping(optimizer), known or set())
     _check_complete(optimizer, saved["state"], params, recorded)
 
 
@@ -100,16 +102,17 @@ def _check_complete(
         )
 
 
-def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping) -> None:
+def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping, known: set[str]) -> None:
     """Raises for a state that cannot be that of `p`."""
     where = f"state[{index!r}]"
     if not isinstance(state, Mapping):
         raise refused(f"{where} is a {type(state).__name__} and not a mapping of names to values")
-    # A state that a later step makes may be anything; what is of another model has no tensor of this shape.
+    # One that a later step makes may be anything. What is of another model has no tensor of this shape.
     is_of_shape = any(isinstance(value, torch.Tensor) and value.shape == p.shape for value in state.values())
     for key, value in state.items():
-        unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape and not is_of_shape
-        if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
+        is_late = is_of_shape and name_of(key, state) not in known
+        unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape
+        if unlike and not is_late and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
             raise refused(
                 f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
                 "checkpoint of another model, or are the parameters in another order?"
@@ -120,7 +123,7 @@ def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping) -> 
                 f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict"
             )
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and not may_be_word(key, value):
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and not may_be_word(key, value, key in known):
             raise refused(f"{where}[{key!r}] is {value.dtype}; states are floating-point")
         is_number = is_host_scalar(value, p)  # `lr_scale` may be one: words are tensors of elements, or of blocks
         for suffix in suffixes() if not is_number else ():

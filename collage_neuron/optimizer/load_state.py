@@ -56,7 +56,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
-        check_saved(optimizer, saved, partial(_runs_as_written, base, optimizer, saved))
+        check_saved(optimizer, saved, partial(_known_states, base, optimizer, saved))
         seen.append(saved)
 
     handle = optimizer.register_load_state_dict_pre_hook(check)
@@ -195,8 +195,8 @@ def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Recor
 # --- states of steps that run as written: whatever the optimizer made, as it was saved --------------------------------
 
 
-def _runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> bool:
-    """Returns True if steps run as written, or will with the settings that a checkpoint brings.
+def _known_states(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> set[str] | None:
+    """The states of its steps, by name; None if these run as written, or will with the settings of a checkpoint.
 
     Before its first step, an optimizer may not have said so. Then the names of its states in other shapes than their
     parameter are not known either, and are learned here.
@@ -210,22 +210,37 @@ def _runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Saved) 
     except ValueError:  # which is said of the group when it is loaded
         settings = own
     alike = list(map(_deciding, own)) == list(map(_deciding, settings))
+    names = {name for state in optimizer.state.values() for name in state}
     if alike and (ours.as_written or (ours.steps and known is None)):
-        return bool(ours.as_written)
+        return None if ours.as_written else names
     ours.as_written = ""
     for _, recording in () if known is None else known.of_groups(optimizer):
         reduced_states.learn(ours, recording.captured)
+        names |= set(recording.captured.states)
     try:
         for group in optimizer.param_groups:
             if group["params"]:
-                records(group, group["params"][0])
+                names |= set(records(group, group["params"][0]).captured.states)
     except UnsupportedUpdate as refusal:
         with suppress(UnsupportedUpdate):
             rejections.check(base, optimizer, refusal, settings)
             # One that has modes may have raised an error of its own because it is in evaluation mode.
             if refusal.__cause__ is None or not hasattr(optimizer, "train"):
                 note(base, optimizer, refusal)
-    return bool(ours.as_written)
+    ours.as_written = ours.as_written or _no_update_keeps(saved, names)
+    return None if ours.as_written else names
+
+
+def _no_update_keeps(saved: Saved, known: set[str]) -> str:
+    """What a checkpoint has that only a step as written can have made: truth values, or counts of elements."""
+    states = (state for state in saved["state"].values() if isinstance(state, Mapping))
+    tensors = ((name, x) for state in states for name, x in state.items() if isinstance(x, torch.Tensor) and x.dim())
+    plain = (
+        (name, x.dtype)
+        for name, x in tensors
+        if x.dtype in (torch.bool, torch.int32, torch.int64) and name not in known
+    )
+    return next((f"the checkpoint has a state {name!r} in {dtype}" for name, dtype in plain), "")
 
 
 def _deciding(settings: Settings) -> tuple[object, ...]:

@@ -156,8 +156,8 @@ def drop_stale(optimizer: Optimizer) -> None:
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.states):
         return  # states are not cleared either: the low words are where the last step left them
-    state_writes.drop_stale(optimizer)
     low_words.restore(optimizer)
+    state_writes.drop_stale(optimizer)
     written = {p: low for p, low in book.marks.params.items() if not low.is_of(p)}
     if not written:
         return

@@ -126,11 +126,13 @@ def drop_idle(optimizer: Optimizer) -> None:
 def _take_newer(optimizer: Optimizer) -> list[torch.Tensor]:
     """Gives the parameters the words that other compiled optimizers have stored later, or left with them."""
     known, taken = bookkeeping(optimizer).marks.params, []
-    wanted = {p: fmt for p, fmt in formats_of(optimizer).items() if p not in known or not known[p].is_of(p)}
+    wanted = [p for p in params_of(optimizer) if p.dtype == torch.bfloat16]
+    wanted = [p for p in wanted if p not in known or not known[p].is_of(p)]
     ids = set(map(id, wanted))
     living = compiled_optimizers() if wanted else ()
     others = [x for x in living if x is not optimizer and not ids.isdisjoint(bookkeeping(x).marks.known())]
-    for p, fmt in wanted.items():
+    formats = formats_of(optimizer) if others or any(hasattr(p, LEFT) for p in wanted) else {}
+    for p, fmt in ((p, formats[p]) for p in wanted if p in formats):
         low, record = _newest(p, known.get(p), others)
         if low is not None and all(optimizer.state[p].get(key) is word for key, word in low.words.items()):
             note_as(optimizer, p, low, record)  # a state that was moved

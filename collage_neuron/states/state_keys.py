@@ -135,7 +135,7 @@ def values_in(state: Mapping[str, Any], p: torch.Tensor, record: Mapping[str, st
     return tuple(k for k in names.own if k in names.watched or k in recorded or is_value(state[k], p))
 
 
-def may_be_read(state: Mapping[str, Any], name: str, p: torch.Tensor, record: Mapping[str, str]) -> bool:
+def may_be_read(state: Mapping[Any, Any], name: Any, p: torch.Tensor, record: Mapping[str, str]) -> bool:
     """Returns True for a state with a value in fp32: one that is stored in words, or is a word of its shape."""
     is_recorded = name in record and _is_of_elements(state[name], p)
     return isinstance(name, str) and (name in names_in(state).watched or is_recorded or _is_alike(state[name], p))

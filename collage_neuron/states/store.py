@@ -73,11 +73,16 @@ def factory_of(states: Mapping[Any, Any]) -> Any:
     return states.theirs if isinstance(states, States) else getattr(states, "default_factory", None)
 
 
-def may_be_word(key: str, value: torch.Tensor) -> bool:
-    """Returns True if a state `key` may be a tensor like `value`: no code of a format, unless its name says so."""
+def may_be_word(key: str, value: torch.Tensor, is_known: bool) -> bool:
+    """Returns True if a state `key` may be a tensor like `value`: no code of a format, unless its name says so.
+
+    One that is known is floating-point.
+    """
     further = [c for f in FORMATS.values() for c in f.components[1:]]
     codes = {c.type.dtype for f in FORMATS.values() for c in f.components if not c.type.dtype.is_floating_point}
-    return value.dtype not in codes or any(key.endswith(c.suffix) and c.type.dtype == value.dtype for c in further)
+    if value.dtype.is_floating_point or (value.dtype not in codes and not is_known):
+        return True
+    return any(key.endswith(c.suffix) and c.type.dtype == value.dtype for c in further)
 
 
 def is_idle(state: Mapping[str, Any]) -> bool:

@@ -94,6 +94,8 @@ def test_what_seeds_differ_by_does_not_hide_what_a_strategy_loses() -> None:
         ("Epoch 0: train_loss=0.75, v_num=0", [0.75]),
         ("loss scale 1024, no-loss 3, losses 4", []),
         ("Loss: inf\nLoss: 3", [math.inf, 3.0]),
+        ("loss    10.2500\nloss     9.5000", [10.25, 9.5]),
+        ("loss: 1,234.5, loss: .25", [1234.5, 0.25]),
         ("loss\n7", []),
     ],
 )

@@ -55,6 +55,12 @@ def states_with_odd_names(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> 
         p.sub_(s.setdefault(name, torch.zeros_like(p)).mul_(0.5).add_(g), alpha=lr)
 
 
+@computed
+def states_that_are_called_as_the_inputs_of_an_update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    for name in ("s0", "s1", "c0", "self"):
+        p.sub_(s.setdefault(name, torch.zeros_like(p)).mul_(0.5).add_(g), alpha=lr)
+
+
 @launched
 def states_by_their_order(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """They are unpacked in the order in which they were put there, and counted."""
