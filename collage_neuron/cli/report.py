@@ -241,7 +241,8 @@ def _losses(logs: Sequence[Log]) -> str:
     said = f"{_named(nearest)} ends nearest to {_named(control)}, {_beside(apart[nearest.name])} its loss of "
     said += f"{finals[control.name]:.4f} {_when(control)}"
     rest = ", ".join(f"{_named(log)} {_beside(apart[log.name])}" for log in others)
-    return f"{said}{'; ' if rest else ''}{rest}. These are runs of one seed: small differences may be chance."
+    seed = "no seed was logged" if control.about.get("seed") is None else "these are runs of one seed"
+    return f"{said}{'; ' if rest else ''}{rest}. {seed.capitalize()}: small differences may be chance."
 
 
 def _when(log: Log) -> str:
@@ -265,10 +266,14 @@ def _arrival(logs: Sequence[Log]) -> str:
     if not means:
         return ""
     most, least = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
-    if most == least:
-        ratio = _mean(logs[0], charts.edq("pair"))
-        edq_said = "" if ratio is None else f" (EDQ {ratio:.4f}; 1 is all of it)"
-        return f"{shown_share(means[most])} of its updates changed nothing{edq_said}.{_late(logs)}"
+    if most == least:  # one run, or several that lose as much
+        ratios = {log.name: ratio for log in logs if (ratio := _mean(log, charts.edq("pair"))) is not None}
+        each = ", ".join(
+            f"{ratio:.4f}" if len(means) == 1 else f"{ratio:.4f} of {name}" for name, ratio in ratios.items()
+        )
+        edq_said = f" (EDQ {each}; 1 is all of it)" if each else ""
+        whose = "its" if len(means) == 1 else "each run's"
+        return f"{shown_share(means[most])} of {whose} updates changed nothing{edq_said}.{_late(logs)}"
     compensated = [log.name for log in logs if log.name in means and not charts.is_baseline(log)] or [least]
     others = sorted((name for name in compensated if name != most), key=means.__getitem__)
     said = [f"under {name}, {shown_share(means[name])}" for name in others]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from types import NoneType
 from typing import Any
@@ -126,9 +126,12 @@ class Monitor:
     def _counts(self) -> list[int]:
         """The steps that states count on the host: to read those on a device would wait for it in each step."""
         counts = [state["step"] for state in self._alive.state.values() if "step" in state]
-        there = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_cpu else x for x in counts]
-        # Code of a user may have something else there: a step for each element, a text, NaN.
-        return [int(x) for x in there if isinstance(x, (int, float)) and math.isfinite(x)]
+        found: list[int] = []
+        for x in counts:
+            if isinstance(x, (int, float)) or (isinstance(x, torch.Tensor) and x.is_cpu and x.numel() == 1):
+                with suppress(ValueError, OverflowError):  # code of a user may have anything there: NaN
+                    found.append(int(x))
+        return found
 
     def _place(self, p: torch.nn.Parameter) -> Place:
         if p not in self._places:

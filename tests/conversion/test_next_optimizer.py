@@ -202,7 +202,10 @@ def test_a_parameter_that_left_with_its_state_keeps_its_value(when: str) -> None
     assert all(torch.equal(exact_value(second, p), value) for p, value in zip(moved, values, strict=True))
 
 
-@pytest.mark.parametrize(("source", "target"), [("split433", "split323"), ("plus", "split433"), ("split433", "plus")])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("split433", "split323"), ("split423", "split423"), ("plus", "split433"), ("split433", "plus")],
+)
 @pytest.mark.parametrize("group_first", [True, False])
 def test_a_state_that_is_moved_is_read_in_the_format_it_has(source: str, target: str, group_first: bool) -> None:
     moved, *others = (nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(i))) for i in range(3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +365,68 @@ def test_what_cannot_be_monitored_is_refused() -> None:
     with pytest.raises(TypeError, match="the model is a str"):
         collage_neuron.monitor(optimizer, "mlp")  # type: ignore[arg-type]
     assert bookkeeping(optimizer).watcher is None
+
+
+class HalfSteps(torch.optim.SGD):
+    """Evaluates the gradient where a half step leads."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.01)
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.01)
+        return loss
+
+
+@pytest.mark.parametrize("make", [HalfSteps, partial(torch.optim.LBFGS, max_iter=3)])
+def test_a_step_that_is_several_updates_is_not_measured(make: Any) -> None:
+    params = [nn.Parameter(torch.ones(8))]
+    optimizer = collage_neuron.compile(make(params, lr=0.01), verbose=False)
+    measured = collage_neuron.monitor(optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = params[0].float().square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="is several updates: such steps are not measured"):
+        optimizer.step(closure)
+    optimizer.step(closure)
+    assert measured.latest() is None
+
+
+def test_parameters_of_equal_names_are_told_apart() -> None:
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    groups: list[Any] = [{"params": model.named_parameters()} for model in models]
+    optimizer = collage_neuron.compile(torch.optim.SGD(groups, lr=0.01), verbose=False)
+    measured = collage_neuron.monitor(optimizer)
+    for model in models:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    (record,) = measured.history
+    assert list(record.parameters) == ["weight", "bias", "weight (1.0)", "bias (1.1)"]
+    assert record.total.elements == 40
+
+
+@pytest.mark.parametrize("count", [None, "first", math.nan, torch.ones(3)])
+def test_a_state_called_step_may_be_no_number(count: Any) -> None:
+    class Own(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["step"] = count
+                p.sub_(p.grad, alpha=0.01)
+
+    p = nn.Parameter(torch.ones(3))
+    optimizer = collage_neuron.compile(Own([p], {}), verbose=False)
+    measured = collage_neuron.monitor(optimizer)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [record.step for record in measured.history] == [1]
