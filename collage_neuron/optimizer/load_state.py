@@ -93,20 +93,24 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
 
 
 def _put_back(optimizer: Optimizer, saved: Saved) -> None:
-    """States as torch does not load them: wider ones in fp32, integers as they are, sharded as the parameter is."""
+    """States as torch does not load them: wider ones in fp32, integers as they are, sharded as the parameter is.
+
+    One that several parameters have is one afterwards.
+    """
+    made: Made = {}
     for index, p in numbered(optimizer, saved).items():
         for key, word in words_of(optimizer.state.get(p, {})).items():  # weights share no memory with what was loaded,
             optimizer.state[p][key] = word.clone()  # as torch's do not, and states of the same type do
         for name, value in saved["state"].get(index, {}).items():
             if isinstance(value, (list, tuple, dict)):  # torch has cast the tensors in it
-                optimizer.state[p][name] = _own(value, p)
+                optimizer.state[p][name] = _own(value, p, made)
             if not isinstance(value, torch.Tensor):
                 continue
             is_small = name in bookkeeping(optimizer).small and p.dim() > 0
             scalar = is_host_scalar(value, p) and not (is_small or is_component(name, saved["state"][index]))
             if value.is_floating_point() and (value.dtype != torch.bfloat16 or is_small):
                 device, dtype = (value.device, value.dtype) if scalar else (p.device, torch.float32)
-                optimizer.state[p][name] = value.detach().to(device, dtype, copy=True)
+                optimizer.state[p][name] = _copy(value, device, dtype, made)
             elif not value.is_floating_point() and not scalar:
                 optimizer.state[p][name] = value.detach().to(p.device, copy=True)
             if not scalar:
@@ -253,13 +257,13 @@ def _put_back_as_saved(optimizer: Optimizer, saved: Mapping[str, Any], plain: Se
 
     In groups that are of `plain` torch a state in bf16 is so because its parameter was, and is one in fp32 now.
     """
-    params = numbered(optimizer, saved)
+    params, made = numbered(optimizer, saved), Made()
     for index, state in saved["state"].items():
         p = params.get(index)
         if p is None:
             optimizer.state[index] = copy.deepcopy(state)
         else:
-            optimizer.state[p].update({k: _own(v, p) for k, v in state.items()})
+            optimizer.state[p].update({k: _own(v, p, made) for k, v in state.items()})
     for group in compress(optimizer.param_groups, plain):
         for p in group["params"]:
             state = optimizer.state.get(p, {})
@@ -269,12 +273,23 @@ def _put_back_as_saved(optimizer: Optimizer, saved: Mapping[str, Any], plain: Se
     drop_placeholders([optimizer.state[p] for p in params.values() if p in optimizer.state])
 
 
-def _own(x: Any, p: torch.Tensor) -> Any:
+Made = dict[tuple[int, torch.device, torch.dtype], torch.Tensor]
+"""The copies of tensors: one that several states have is one afterwards."""
+
+
+def _copy(x: torch.Tensor, device: torch.device, dtype: torch.dtype, made: Made) -> torch.Tensor:
+    key = id(x), device, dtype
+    if key not in made:
+        made[key] = x.detach().to(device, dtype, copy=True)
+    return made[key]
+
+
+def _own(x: Any, p: torch.Tensor, made: Made) -> Any:
     """A copy of what a checkpoint has; tensors that are no numbers are on the device of the parameter."""
     if isinstance(x, torch.Tensor):
-        return x.detach().to(p.device if x.dim() else x.device, copy=True)
+        return _copy(x, p.device if x.dim() else x.device, x.dtype, made)
     if type(x) is dict:
-        return {k: _own(v, p) for k, v in x.items()}
+        return {k: _own(v, p, made) for k, v in x.items()}
     if type(x) in (list, tuple):
-        return type(x)(_own(y, p) for y in x)
+        return type(x)(_own(y, p, made) for y in x)
     return copy.deepcopy(x)

@@ -53,6 +53,13 @@ def scaled(_: Optimizer, p: Any, state: dict[Any, Any]) -> Any:
     return p.grad * state["lr_scale"]
 
 
+def shared(optimizer: Optimizer, p: Any, state: dict[Any, Any]) -> Any:
+    """One tensor is a state of both parameters."""
+    first = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    kept = state.setdefault("shared", first.setdefault("shared", torch.zeros(2)))
+    return p.grad * kept.mul_(0.5).add_(p.grad.sum()).sum()
+
+
 class Late(Optimizer):
     """Momentum, and from its third step on something else."""
 
@@ -100,7 +107,7 @@ def loaded(model: Any, optimizer: Any, other: Any, its: Any) -> None:
     its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-LATE = [of_all, in_a_list, masked, counted, history, numbered, scaled]
+LATE = [of_all, in_a_list, masked, counted, history, numbered, scaled, shared]
 
 
 @pytest.mark.parametrize("strategy", ["fp32", "split433"])
