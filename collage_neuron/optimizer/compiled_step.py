@@ -141,7 +141,9 @@ def _tracing(
     step = TracedStep(base, optimizer, ours.traces, launching, due)
     if step.given_up:
         return None, step.given_up
-    if not ours.traces.kinds:
+    structure = None if ours.seen is None else ours.seen.structure
+    if not ours.traces.kinds and ours.traces.foreseen is not structure:
+        ours.traces.foreseen = structure
         step.following = dry_run.following(base, optimizer)
     return step, ""
 

@@ -371,6 +371,8 @@ class Traces:
     """That of the last step, without states."""
     structure: step_inventory.Structure | None = None
     """What the last step found."""
+    foreseen: object = ()
+    """What the last step had found of which a copy was stepped (`dry_run`): once, though it may not be launched."""
     lists: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
     """Of its parameters those that are launched together, by their numbers: the same list in each step."""
 
