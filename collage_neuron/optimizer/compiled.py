@@ -214,6 +214,8 @@ class Compiled(Optimizer):
         super().__setstate__({**state, **ours, "state": started})
         # copy.copy shares it
         inner_optimizers.put_states(self, whole if isinstance(whole, States) else States.of(started | idle))
+        if bookkeeping(self).leaving is None:  # a copy may be let go before it steps
+            low_words.leave_all(self, bookkeeping(self))
         _sync_xla(whole.values())
         bypass.watch(self)
 
