@@ -44,6 +44,7 @@ from collage_neuron.states.bookkeeping import (
     bookkeeping,
     compiled_optimizers,
     mark_of,
+    params_of,
 )
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.live_objects import groups_of
@@ -127,9 +128,19 @@ def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
         split = _look_for_low_words(owners, states)
     else:
         split, states = _split(in_step), in_step.states
+    # Of a parameter that has left the groups they may be old: another optimizer steps it.
+    gone = step_inventory.once(optimizer, "gone", partial(_gone, optimizer, split))
+    before = {p: book.marks.params[p] for p in gone if p in book.marks.params}
     book.marks.mark_all(split, states)
+    if before:
+        book.marks.params.update(before)
     if ended:
         coarse_writes.sample_after_step(book, split.params)
+
+
+def _gone(optimizer: Optimizer, split: Split) -> list[torch.Tensor]:
+    held = set(map(id, params_of(optimizer)))
+    return [p for p in split.params if id(p) not in held]
 
 
 def _split(in_step: step_inventory.Seen) -> Split:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -253,3 +254,34 @@ def test_a_plain_optimizer_over_a_compiled_model_is_told_once_and_a_wrapper_is_n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         steps(model, head, body, Wrapper(head), AdamW(linear().parameters()), count=2)
+
+
+@pytest.mark.parametrize("strategies", [("fp32", "split433"), ("split433", "fp32")])
+def test_words_are_of_the_weights_that_were_stored_though_others_are_there_for_a_moment(
+    strategies: tuple[str, str],
+) -> None:
+    model = linear()
+    made = (SGD(model.parameters(), lr=1e-3), AdamW(model.parameters(), lr=1e-3))
+    first, second = (
+        collage_neuron.compile(each, strategy=strategy, verbose=False)
+        for each, strategy in zip(made, strategies, strict=True)
+    )
+    steps(model, first)
+    value, own = exact_value(first, model.weight), model.weight.data
+    model.weight.data = torch.randn_like(own)
+    second.state_dict()
+    model.weight.data = own
+    assert torch.equal(exact_value(first, model.weight), value)
+    torch.testing.assert_close(exact_value(second, model.weight), value, rtol=2.0**-22, atol=0.0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_that_is_let_go_before_it_steps_leaves_its_words(copied: Any) -> None:
+    model: Any = linear()
+    optimizer = compiled("both", model)
+    steps(model, optimizer)
+    value = exact_value(optimizer, model.weight)
+    model, optimizer = copied((model, optimizer))
+    del optimizer
+    optimizer = compiled("optimizer", model)
+    assert torch.equal(exact_value(optimizer, model.weight), value)

@@ -410,7 +410,7 @@ def test_a_parameter_keeps_its_value_whatever_becomes_of_lists_and_states(edits:
             for i in range(3):
                 for place, p in enumerate(params):
                     p.grad = torch.full_like(p, 0.5 * (1 + i + place))
-                for optimizer in made:
+                for optimizer in reversed(made):  # the one that a parameter has left steps last
                     optimizer.step()
         own = {p: x for x in made for group in x.param_groups for p in group["params"]}
         ends.append([exact_value(own[p], p) if is_compiled else p.detach() for p in params])
