@@ -136,7 +136,7 @@ def _take_newer(optimizer: Optimizer) -> list[torch.Tensor]:
         low, record = _newest(p, known.get(p), others)
         if low is not None and all(optimizer.state[p].get(key) is word for key, word in low.words.items()):
             note_as(optimizer, p, low, record)  # a state that was moved
-        elif low is not None and (low.is_of(p) or is_stored(p, low.words, "param", fmt, record)):
+        elif low is not None and (low.mark == mark_of(p) or is_stored(p, low.words, "param", fmt, record)):
             _give_words(optimizer, p, fmt, low.words, record)
             known[p] = low._replace(words=words_of(optimizer.state[p]))
             taken.append(p)
