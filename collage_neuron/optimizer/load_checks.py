@@ -123,7 +123,11 @@ def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping, kno
                 f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict"
             )
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and not may_be_word(key, value, key in known):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim() > 0
+            and not may_be_word(key, value, key in known or is_component(key, state))
+        ):
             raise refused(f"{where}[{key!r}] is {value.dtype}; states are floating-point")
         is_number = is_host_scalar(value, p)  # `lr_scale` may be one: words are tensors of elements, or of blocks
         for suffix in suffixes() if not is_number else ():

@@ -215,6 +215,8 @@ def _known_states(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> 
         settings = own
     alike = list(map(_deciding, own)) == list(map(_deciding, settings))
     names = {name for state in optimizer.state.values() for name in state}
+    if known is None:  # it is recorded: classes of torch have no other states in later steps
+        names.update(name for state in saved["state"].values() if isinstance(state, Mapping) for name in state)
     if alike and (ours.as_written or (ours.steps and known is None)):
         return None if ours.as_written else names
     ours.as_written = ""
@@ -237,14 +239,12 @@ def _known_states(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> 
 
 def _no_update_keeps(saved: Saved, known: set[str]) -> str:
     """What a checkpoint has that only a step as written can have made: truth values, or counts of elements."""
-    states = (state for state in saved["state"].values() if isinstance(state, Mapping))
-    tensors = ((name, x) for state in states for name, x in state.items() if isinstance(x, torch.Tensor) and x.dim())
-    plain = (
-        (name, x.dtype)
-        for name, x in tensors
-        if x.dtype in (torch.bool, torch.int32, torch.int64) and name not in known
-    )
-    return next((f"the checkpoint has a state {name!r} in {dtype}" for name, dtype in plain), "")
+    for state in saved["state"].values():
+        for name, x in state.items() if isinstance(state, Mapping) else ():
+            is_plain = isinstance(x, torch.Tensor) and x.dim() > 0 and x.dtype in (torch.bool, torch.int32, torch.int64)
+            if is_plain and name not in known and not is_component(name, state):
+                return f"the checkpoint has a state {name!r} in {x.dtype}"
+    return ""
 
 
 def _deciding(settings: Settings) -> tuple[object, ...]:

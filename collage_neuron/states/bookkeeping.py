@@ -106,6 +106,7 @@ class Marks:
         self._params: dict[torch.Tensor, LowWords] = {}
         self._states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = {}
         self._all: _Columns | None = None
+        self._ids: tuple[Split, set[int]] | None = None
 
     @property
     def params(self) -> dict[torch.Tensor, LowWords]:
@@ -121,7 +122,11 @@ class Marks:
 
     def known(self) -> set[int]:
         """The ids of the parameters that have low words, or had."""
-        return set(map(id, self._params if self._all is None else self._all.split.params))
+        if self._all is None:
+            return set(map(id, self._params))
+        if self._ids is None or self._ids[0] is not self._all.split:  # many optimizers are asked in a step
+            self._ids = self._all.split, set(map(id, self._all.split.params))
+        return self._ids[1]
 
     def held(self) -> set[int]:
         """The ids of the states that this refers to."""

@@ -187,9 +187,12 @@ def _is_newer(low: LowWords | None, own: LowWords | None, p: torch.Tensor) -> bo
     return _when(low, p) > _when(own, p)
 
 
-def _when(low: LowWords | None, p: torch.Tensor) -> tuple[bool, int]:
-    """When words were stored: a parameter's version grows with each write, in whatever memory it is."""
-    return (False, -1) if low is None or low.mark is None else (low.is_of(p), low.mark[0])
+def _when(low: LowWords | None, p: torch.Tensor) -> tuple[bool, int, bool]:
+    """When words were stored: a parameter's version grows with each write, in whatever memory it is.
+
+    Loaded ones belong to what `p` holds by now, if it was written since.
+    """
+    return (False, -1, False) if low is None or low.mark is None else (low.is_of(p), low.mark[0], low.event == LOADED)
 
 
 def _give_words(

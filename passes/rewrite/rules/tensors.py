@@ -24,7 +24,6 @@ def _reduced(a: Arithmetic, reduction: Callable[[Fp32], Fp32], x: Any, dtype: to
             f"the update adds up all elements of a tensor, which arithmetic={a.name!r} does not define; use "
             "arithmetic='fp32'"
         )
-    # Terms are added in fp64 in any case, so that a sum in float64 is the same sum.
     if dtype not in (None, torch.float32, torch.float64):
         raise UnsupportedUpdate(f"the update adds up a tensor in {dtype}; leave out dtype=")
     if lift(x).host is not None:
