@@ -98,7 +98,7 @@ def changed(optimizer: Optimizer, strategy: str) -> list[str]:
 def test_a_run_moves_to_every_other_strategy_and_says_what_it_loses(source: str) -> None:
     """The number in the warning is that of the values, and silence means that none changed."""
     trained = follow(run_of(source), range(2))
-    for target in part(STRATEGIES, 3, source):
+    for target in part(STRATEGIES, 6, source):
         optimizer = copy.deepcopy(trained)
         before = exact(optimizer)
         said = " ".join(changed(optimizer, target))

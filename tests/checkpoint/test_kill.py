@@ -7,17 +7,16 @@ and saves after every step with the code of examples/. It tells in shared memory
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import run_script
+from worlds import start_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -153,17 +152,30 @@ def test_a_file_that_is_cut_short_anywhere_is_named_as_one(tmp_path: Path, monke
 FLAGS = ["--quick", "--device", "cpu", "--strategies", "plus", "--steps", "16"]
 
 
-def pretrain(folder: Path, out: str, *flags: str) -> subprocess.Popen[str]:
+PRETRAIN = f"""
+import os, runpy, sys, warnings
+import torch
+warnings.resetwarnings()
+torch.set_num_threads(1)
+os.chdir(sys.argv.pop(1))
+sys.path.insert(0, {str(EXAMPLES)!r})
+sys.argv[0] = {str(EXAMPLES / "pretrain.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def pretrain(folder: Path, out: str, *flags: str) -> BaseProcess:
+    """A process that trains, forked off one that has imported torch and compiled nothing."""
+    own = folder / f"process of {out}"
+    own.mkdir()
     text = Path(__file__).parents[2] / "passes"
-    command = [sys.executable, str(EXAMPLES / "pretrain.py"), *FLAGS, "--data", str(text), "--out", out, *flags]
-    environ = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return start_script(own, PRETRAIN, folder, *FLAGS, "--data", text, "--out", out, *flags)
 
 
-def result_of(folder: Path, out: str, process: subprocess.Popen[str]) -> dict[str, Any]:
+def result_of(folder: Path, out: str, process: BaseProcess) -> dict[str, Any]:
     """The losses of a run that ended well."""
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    process.join(300)
+    assert process.exitcode == 0, (folder / f"process of {out}" / "stderr.txt").read_text()
     (result,) = json.loads((folder / out / "pretrain.json").read_text())
     return {k: v for k, v in result.items() if k != "seconds"}
 
@@ -175,10 +187,11 @@ def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     killed = pretrain(tmp_path, "killed", "--checkpoint", "saved")
     file = tmp_path / "saved" / "plus.pt"
     while not file.exists():
-        assert killed.poll() is None, killed.communicate()
+        assert killed.is_alive(), (tmp_path / "process of killed" / "stderr.txt").read_text()
         time.sleep(0.005)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     done = len(torch.load(file, weights_only=True)["result"]["train"])
     assert 0 < done < 16
     resumed = pretrain(tmp_path, "resumed", "--checkpoint", "saved", "--resume")

@@ -68,9 +68,9 @@ def case_of(name: str, make: str = "adamw", form: str = "(model, optimizer)") ->
 
 
 CASES = {f"{s} {a}": case_of(f"{s} {a}") for s, a in MODES if s in REPRESENTATIVE}
-CASES |= {f"momentum {s} fp32": case_of(f"{s} fp32", "momentum") for s in part(REPRESENTATIVE, 3)}
+CASES |= {f"momentum {s} fp32": case_of(f"{s} fp32", "momentum") for s in part(REPRESENTATIVE, 6)}
 CASES |= {f"nadam {s} fp32": case_of(f"{s} fp32", "nadam") for s in ("plus", "fp32")}
-CASES |= {f"model alone, {s} fp32": case_of(f"{s} fp32", form="(model)") for s in part(STRATEGIES, 4)}
+CASES |= {f"model alone, {s} fp32": case_of(f"{s} fp32", form="(model)") for s in part(STRATEGIES, 8)}
 
 
 def host(x: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import mlp, train
+from sampling import part
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
@@ -54,7 +55,7 @@ def needed(kind: str, strategy: str) -> float:
 def test_the_most_accurate_that_fits_is_taken(kind: str) -> None:
     """Of those that were really as small after a step."""
     sizes = {name: needed(kind, name) for name in BY_ACCURACY if name in STRATEGIES}
-    for budget in range(int(min(sizes.values())), 18):
+    for budget in part(range(int(min(sizes.values())), 18), 3, kind):
         _, optimizer = compiled(kind, bytes=budget)
         assert strategy_of(optimizer) == next(name for name, size in sizes.items() if size <= budget)
         assert f"chosen by bytes={budget}: " in collage_neuron.explain(optimizer)

@@ -118,7 +118,7 @@ def reason(message: str) -> str:
 OF_TORCH = [("torch.optim", "LBFGS", CLOSURE), ("torch.optim", "Muon", OTHER_TYPE)]
 
 
-@pytest.mark.sampled(of=2, each=False)  # the steps of all go one way: as written
+@pytest.mark.sampled(of=4, each=False)  # the steps of all go one way: as written
 @pytest.mark.parametrize(("package", "name", "why"), [*WRITTEN, *part(COMPILED, 2), *OF_TORCH])
 def test_each_is_what_it_is_in_fp32_bit_for_bit_if_it_runs_as_written(package: str, name: str, why: str) -> None:
     shapes = MATRICES if name in ONLY_MATRICES else (*MATRICES, (16,))

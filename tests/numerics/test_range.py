@@ -119,7 +119,7 @@ NAMES = [name for name, case in CASES.items() if case.measured]
 
 
 @pytest.mark.sampled(
-    of=4, each=False
+    of=7, each=False
 )  # what is finite depends on the format, and each example has a third of the formats
 @pytest.mark.parametrize("name", NAMES)
 def test_finite_exactly_where_torch_in_fp32_is(name: str) -> None:

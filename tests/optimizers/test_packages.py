@@ -73,8 +73,8 @@ WITHOUT_FP64 = {"Adahessian", "AdaHessian", "SophiaH", "FAdam"}
 
 
 def tried(name: str) -> list[str]:
-    """Every fourth one, whose updates share their operations with the others': random ones are in test_random.py."""
-    return part([o for o in optimizers(name) if o not in WITHOUT_FP64], 4)
+    """Every sixth one, whose updates share their operations with the others': random ones are in test_random.py."""
+    return part([o for o in optimizers(name) if o not in WITHOUT_FP64], 6)
 
 
 @pytest.mark.parametrize("name", COVERED)
@@ -92,7 +92,7 @@ def test_each_of_the_table_agrees(name: str) -> None:
 @pytest.mark.parametrize("name", COVERED)
 def test_each_agrees_in_the_papers_arithmetic_too(name: str) -> None:
     """But those in stages: arithmetic="bf16" defines no sums."""
-    outcomes = {o: outcome(name, o, "full", "bf16") for o in part(COVERED[name].split(), 8)}
+    outcomes = {o: outcome(name, o, "full", "bf16") for o in part(COVERED[name].split(), 16)}
     for found in outcomes.values():
         if isinstance(found, str):
             assert "which arithmetic='bf16' does not define" in found

@@ -204,7 +204,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.sampled(of=8)  # each change with one class: what notices it does not know the class
+@pytest.mark.sampled(of=10)  # each change with one class: what notices it does not know the class
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("strategy", ["plus", "split433"])
 @pytest.mark.parametrize("name", MAKES)

@@ -141,7 +141,7 @@ def test_a_step_of_rows_of_one_whole_block_is_skipped() -> None:
     assert (params[0] == 1).all()
 
 
-@pytest.mark.sampled(of=16)
+@pytest.mark.sampled(of=32)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize(("strategy", "arithmetic"), MODES)

@@ -97,7 +97,7 @@ BEGINNINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(of=6)
+@pytest.mark.sampled(of=12)
 @pytest.mark.parametrize(("how", "dtype", "strategy"), BEGINNINGS)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_element(name: str, how: str, dtype: torch.dtype, strategy: str) -> None:
@@ -109,7 +109,7 @@ def test_as_one_element(name: str, how: str, dtype: torch.dtype, strategy: str) 
     assert all(v.dim() == 0 for v in flat[1].state[flat[0].scale].values() if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.sampled(of=6)
+@pytest.mark.sampled(of=12)
 @pytest.mark.parametrize(("way", "strategy"), WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_interrupted(name: str, strategy: str, way: Callable[..., tuple[Scaled, Optimizer]]) -> None:

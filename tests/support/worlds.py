@@ -89,14 +89,21 @@ def run_script(folder: Path, text: str, *arguments: object, environ: Mapping[str
 
     Raises AssertionError with what it has written to stderr if it fails.
     """
-    words = [str(folder / "script.py"), *map(str, arguments)]
-    process = forking().Process(target=_run, args=(folder, text, words, {**os.environ, **(environ or {})}))
-    process.start()
+    process = start_script(folder, text, *arguments, environ=environ)
     process.join(2 * TIMEOUT)
     process.kill()
     process.join()
     assert process.exitcode == 0, f"exit status {process.exitcode}:\n{(folder / 'stderr.txt').read_text()}"
     return (folder / "stdout.txt").read_text()
+
+
+def start_script(folder: Path, text: str, *arguments: object, environ: Mapping[str, str] | None = None) -> BaseProcess:
+    """The same, of a process that runs on: what it prints is in `stdout.txt` and `stderr.txt` of the folder."""
+    words = [str(folder / "script.py"), *map(str, arguments)]
+    args = (folder, text, words, {**os.environ, **(environ or {})})
+    process = forking().Process(target=_run, args=args)
+    process.start()
+    return process
 
 
 def _run(folder: Path, text: str, words: list[str], environ: dict[str, str]) -> None:

@@ -33,7 +33,7 @@ NOT_SAVED = {"listed", "anchored", "holding", "asks for types"}
 """Plain torch saves none of the inner states of these."""
 
 
-@pytest.mark.sampled(of=3)
+@pytest.mark.sampled(of=4)
 @pytest.mark.parametrize("strategy", ["plus", "split433"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(name: str, strategy: str) -> None:
@@ -51,7 +51,7 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(name: str, strat
             assert torch.equal(x, resumed.state[q][key]) if isinstance(x, torch.Tensor) else x == resumed.state[q][key]
 
 
-@pytest.mark.sampled(of=2)
+@pytest.mark.sampled(of=4)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_SAVED])
 def test_checkpoints_of_plain_torch_load_and_ours_load_in_plain_torch(name: str) -> None:
     optimizer, params = compiled(CASES[name])

@@ -110,7 +110,7 @@ OTHERS: list[tuple[Any, str, tuple[tuple[int, ...], ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "dialect", "shapes"), sampling.part(PUBLISHED + OTHERS, 4), indirect=["dialect"])
+@pytest.mark.parametrize(("make", "dialect", "shapes"), sampling.part(PUBLISHED + OTHERS, 8), indirect=["dialect"])
 def test_it_is_as_near_to_float64_as_fp32_is(make: Any, dialect: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     """Within 2**-17 of a step, two steps long: as test_rows.py of tests/optimizers has it, for one rounding more."""
     shapes = tuple(s for s in shapes if math.prod(s))
