@@ -24,7 +24,7 @@ from collage_neuron.exact import (
 from collage_neuron.optimizer import load_inner
 from collage_neuron.optimizer.pending_models import keep_values, require_settled, waiting_values
 from collage_neuron.settings import OURS
-from collage_neuron.states import external_writes
+from collage_neuron.states import external_writes, low_words, state_writes
 from collage_neuron.states.bookkeeping import numbered
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, like
@@ -49,7 +49,8 @@ def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[S
     model.state_dict()  # FSDP2 puts shards in the place of parameters that a forward pass has gathered
     owners = _owners(model, optimizer)
     for each in dict.fromkeys([optimizer, *owners.values()]):
-        external_writes.drop_stale(each)
+        low_words.restore(each)
+        state_writes.drop_stale(each)
     return _fp32_model(model, owners), _fp32_optimizer(optimizer)
 
 
@@ -82,7 +83,9 @@ def _fp32_model(model: torch.nn.Module, owners: Mapping[torch.Tensor, Optimizer]
 
 def _exact(p: torch.Tensor, owner: Optimizer | None) -> torch.Tensor:
     state, record = words_kept(p, owner)
-    return read_fp32(p, state, "param", record)
+    value = read_fp32(p, state, "param", record)
+    # Nothing is written: other weights may be there for a moment only.
+    return value if owner is None else external_writes.without_stale(owner, p, value)
 
 
 def _own(x: Any, once: set[int]) -> Any:

@@ -277,5 +277,6 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
     split = {} if low is None or low.is_of(p) else _split_among(optimizer, [p])
     if split and (what := _what_counts(book, p, split[p])) != ALL:
         own = local(value)
-        own.copy_(torch.where(_stale(optimizer, p, what).to(own.device), local(p.detach()).float(), own))
+        stale, high = _stale(optimizer, p, what).to(own.device), local(p.detach()).float().to(own.device)
+        own.copy_(torch.where(stale, high, own))
     return value
