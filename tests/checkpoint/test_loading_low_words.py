@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value, set_exact_value
+from collage_neuron.checkpoint import get_fp32_state_dict
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.states import fitting_words, state_writes
 
@@ -243,3 +244,21 @@ def test_memory_that_is_exchanged_costs_no_low_word(how: str, strategy: str) -> 
     MOVES[how](model)
     optimizer.step()
     assert all(bool((exact_value(optimizer, p) - 1.001).abs().max() < 2**-14) for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["split433", "fp32"])
+def test_an_export_drops_nothing_of_weights_that_came_and_went(strategy: str) -> None:
+    model, optimizer = compiled(strategy)
+    train(model, optimizer, range(2))
+    values = {p: exact_value(optimizer, p) for p in model.parameters()}
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    own = {p: p.detach().clone() for p in values}
+    with torch.no_grad():
+        for p in own:
+            p.mul_(0.5)
+        get_fp32_state_dict(model, optimizer)
+        for p, x in own.items():
+            p.copy_(x)
+    assert all(torch.equal(exact_value(optimizer, p), value) for p, value in values.items())
