@@ -39,7 +39,8 @@ class Fp32Sums:
         grad = p.grad
         assert grad is not None
         dtype = p.dtype if self._is_reduced(p) else torch.float32
-        if grad.dtype != dtype:
+        # One with a graph (create_graph=True) stays: a loss of it is to be differentiated.
+        if grad.dtype != dtype and not grad.requires_grad:
             set_gradient(p, grad.to(dtype))
 
     def _is_reduced(self, p: torch.Tensor) -> bool:

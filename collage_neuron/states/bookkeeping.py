@@ -36,7 +36,7 @@ def mark_of(p: torch.Tensor) -> Mark:
     """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
     shard = p if type(p) in ORDINARY else local(p)
     # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
-    return torch_privates.version(shard), shard.data_ptr() if type(shard) in ORDINARY else 0
+    return version(p), shard.data_ptr() if type(shard) in ORDINARY else 0
 
 
 class LowWords(NamedTuple):

@@ -222,7 +222,9 @@ def _stale(optimizer: Optimizer, p: torch.Tensor, what: str) -> torch.Tensor:
     """Where the low word of `p` does not count any more, if of all low words those count; on the CPU."""
     if what == UNCHANGED:
         return torch.ne(*_bits(bookkeeping(optimizer).marks.params[p], p))
-    return torch.ones(p.shape, dtype=torch.bool, device="cpu") if what == NONE else ~state_writes.belongs(optimizer, p)
+    if what == NONE:
+        return torch.ones(local(p).shape, dtype=torch.bool, device="cpu")
+    return ~state_writes.belongs(optimizer, p)
 
 
 def _bits(low: LowWords, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,7 +55,9 @@ def local(t: torch.Tensor) -> torch.Tensor:
 
 def version(t: torch.Tensor) -> int:
     """The version counter of `t`, which every write in place moves on."""
-    return torch_privates.version(t if type(t) in ORDINARY else local(t))
+    own = torch_privates.version(t)
+    # An operation on a DTensor moves on its own counter, and one on the part that is in it, as our steps, that of it.
+    return own if type(t) in ORDINARY or (part := local(t)) is t else own + torch_privates.version(part)
 
 
 def first_element(p: Any) -> int:

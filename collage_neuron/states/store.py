@@ -16,10 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from collage_neuron.numerics.formats import FORMATS, Format, require_known
 from collage_neuron.states import word_encoding
-from collage_neuron.states.sharding import beside, like, local, rewrite_data
+from collage_neuron.states.sharding import beside, is_sharded, like, local, rewrite_data
 from collage_neuron.states.state_keys import is_component, suffixes
 
 State = dict[str, Any]
@@ -277,8 +278,10 @@ def _put(
         if key == "param" and p.dtype == tensor.dtype and p.device.type != "xla":
             # In place: others may hold on to its memory; on XLA it would not be donated.
             local(p.detach()).copy_(tensor)
+            increment_version(local(p) if is_sharded(p) else ())  # below a DTensor nothing counts
         elif key == "param":
             rewrite_data(p, tensor)
+            increment_version(p)  # an exchange is no write for torch: others would take it for what they have stored
         else:
             state[key] = like(_laid_as(tensor, local(p)), p) if component.block is None else beside(tensor, p)
     record[name] = fmt.name

@@ -42,6 +42,7 @@ OF_TWO: dict[str, tuple[Any, ...]] = {
     "replicas": (runs.replicas, [0, 1], False),
     "replicas, model alone": (runs.replicas, [0, 1], True),
     "values": (runs.values, "plus"),
+    "written": (runs.written, "split433"),
     "after a forward": (runs.after_a_forward,),
     "unsharded values": (runs.unsharded_values,),
 }
@@ -103,6 +104,10 @@ def test_replicas_that_were_built_from_different_weights_hold_the_same_after_a_b
 
 def test_fp32_shards_are_split_and_not_rounded(found: Found) -> None:
     assert [own["values"] for own in found[2]] == [[]] * 2
+
+
+def test_weights_that_are_written_are_those_that_were_written(found: Found) -> None:
+    assert [own["written"] for own in found[2]] == [[]] * 2
 
 
 def test_a_model_that_fsdp_has_laid_out_in_fp32_is_refused_and_left_alone(found: Found) -> None:

@@ -337,6 +337,28 @@ def values(strategy: str) -> list[str]:
     return wrong
 
 
+def written(strategy: str) -> list[str]:
+    """What is off after weights were written by other code, and by another optimizer over the same shards."""
+    model, first = fsdp(model_of(0), strategy)  # shards of 5 rows are uneven
+    second = collage_neuron.compile(adamw(model), strategy=strategy, verbose=False)
+    params, wrong = parameters_of(first), list[str]()
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    first.step()
+    second.step()
+    others = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    model.load_state_dict(others)
+    for p, x in zip(params, others.values(), strict=True):
+        if not torch.equal(full(collage_neuron.exact_value(first, p)), full(x).float()):
+            wrong.append(f"loaded: {list(p.shape)}")
+    for p in params:
+        value = torch.full_like(p, 1.2345, dtype=torch.float32)
+        set_exact_value(second, p, value)
+        if ((full(collage_neuron.exact_value(first, p)) - full(value)).abs() > 2**-16).any():
+            wrong.append(f"set: {list(p.shape)}")
+    return wrong
+
+
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
 
 
