@@ -1,6 +1,7 @@
 """One direction of imports: every module has a rank, and imports lower ones; nothing far away is needed to load it."""
 
 import ast
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -176,3 +177,14 @@ def test_a_rule_notices_what_breaks_it_and_no_other_does(rule: Rule, tmp_path: P
         assert list(rule(found))
     else:
         assert {other for other in RULES if list(other(found))} == {rule}
+
+
+TOP = "collage_neuron passes kernels_nki tests examples benchmarks docs docker"
+"""The folders of the top level; files there are of the kinds that a package has."""
+
+
+def test_nothing_that_a_run_left_behind_is_in_the_repository() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert {x.split("/")[0] for x in listed if "/" in x and x[0] != "."} == set(TOP.split())
+    known = {".md", ".toml", ".yml", ".cff", ".in", ""}
+    assert [x for x in listed if "/" not in x and x[0] != "." and Path(x).suffix not in known] == []
