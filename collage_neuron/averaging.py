@@ -203,12 +203,10 @@ def _check_alike(module: torch.nn.Module, model: torch.nn.Module) -> None:
 
 
 def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[torch.Tensor, Optimizer]:
-    """Maps each parameter to the optimizer that keeps it; low words are brought up to date as before a step."""
+    """Maps each parameter to the optimizer that keeps it."""
     owners = owners_of(model.parameters(), optimizers)
     for optimizer in optimizers:
         check_together(model, optimizer)
-    for optimizer in dict.fromkeys([*optimizers, *owners.values()]):  # in this order in all processes
-        external_writes.drop_stale(optimizer)
     return owners
 
 
@@ -217,7 +215,8 @@ def _exact(owners: dict[torch.Tensor, Optimizer], params: Sequence[torch.Tensor]
     there = [p for p in params if p.dtype == torch.bfloat16 and p.is_cpu and type(p) in ORDINARY]
     words = [_words(p, owners.get(p)) for p in there]
     found = dict(zip(map(id, there), decoded(words), strict=True))
-    return [found[id(p)] if id(p) in found else _exact_one(owners, p) for p in params]
+    values = [(p, owners.get(p), found[id(p)] if id(p) in found else _exact_one(owners, p)) for p in params]
+    return [v if owner is None else external_writes.without_stale(owner, p, v) for p, owner, v in values]
 
 
 def _words(p: torch.Tensor, owner: Optimizer | None) -> tuple[Format, list[torch.Tensor]]:

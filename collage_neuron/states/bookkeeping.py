@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -26,17 +26,26 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.states.sharding import ORDINARY, local, version
 
-Mark = tuple[int, int]
+Mark = tuple[int, ...]
 
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
 """What happened last to a parameter with low words."""
 
 
 def mark_of(p: torch.Tensor) -> Mark:
-    """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
-    shard = p if type(p) in ORDINARY else local(p)
-    # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
-    return version(p), shard.data_ptr() if type(shard) in ORDINARY else 0
+    """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address.
+
+    A DTensor whose module is moved (`model.to`) has another shard, whose versions begin anew, in the same memory.
+    """
+    if type(p) in ORDINARY:
+        return torch_privates.version(p), p.data_ptr()  # on XLA the address is always 0
+    shard = local(p)
+    # A parameter of another type may be a wrapper without an address.
+    return version(p), shard.data_ptr() if type(shard) in ORDINARY else 0, id(shard)
+
+
+ORDER = count(1)
+"""Numbers for what is stored, in the order of this process: versions of torch begin anew where a module is moved."""
 
 
 class LowWords(NamedTuple):
@@ -51,6 +60,8 @@ class LowWords(NamedTuple):
     bits: tuple[torch.Tensor, int] | None = None
     """What the parameter held, on the host, and the version that loads of the model leave it with; None unless other
     code is expected to write it before the next step (`external_writes`)."""
+    stored: int = 0
+    """Its place in the order of all that was stored (`ORDER`)."""
 
     def is_of(self, p: torch.Tensor) -> bool:
         """Returns True if the words are known to belong to what `p` is now."""
@@ -82,17 +93,18 @@ class _Columns(NamedTuple):
     highs: list[torch.Tensor]
     high_versions: list[int]
     words: list[torch.Tensor]
+    stored: int
 
 
 def _columns(split: Split, states: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, str]] = ()) -> _Columns:
     """The marks as they are now, and the further words in these places."""
     params, highs = split.params, _values(states, split.highs)
     if ORDINARY.issuperset(map(type, chain(params, highs))):  # one call for all
-        marks = [*zip(map(torch_privates.version, params), map(torch.Tensor.data_ptr, params), strict=True)]
+        marks: list[Mark] = [*zip(map(torch_privates.version, params), map(torch.Tensor.data_ptr, params), strict=True)]
         versions = [*map(torch_privates.version, highs)]
     else:
         marks, versions = [*map(mark_of, params)], [*map(version, highs)]
-    return _Columns(split, marks, highs, versions, _values(states, words))
+    return _Columns(split, marks, highs, versions, _values(states, words), next(ORDER))
 
 
 def _values(states: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, str]]) -> list[torch.Tensor]:
@@ -138,6 +150,8 @@ class Marks:
         self._params.clear()
         self._states.clear()
         self._all = _columns(split, states, split.words)
+        if self._ids is not None and self._ids[0] is not split:
+            self._ids = None  # parameters that are gone are not kept by it
 
     def are_those_of(self, split: Split, states: Sequence[Mapping[str, Any]]) -> bool:
         """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
@@ -158,7 +172,7 @@ class Marks:
         for (i, key), word in zip(noted.split.words, noted.words, strict=True):
             words.setdefault(i, {})[key] = word
         params = zip(noted.split.params, noted.params, words.values(), strict=True)
-        self._params.update((p, LowWords(STEPPED, mark, of_param)) for p, mark, of_param in params)
+        self._params.update((p, LowWords(STEPPED, mark, of, None, noted.stored)) for p, mark, of in params)
         for (i, name), high, its_version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
             self._states.setdefault(owners[i], {})[name] = high, its_version
 
@@ -294,7 +308,8 @@ class Bookkeeping:
         words, bits = own.pop("words", {}), own.pop("param_bits", {})
         vars(self).update(vars(Bookkeeping()) | own | {"marks": Marks()})
         for p, event, belongs in state["marks"]:
-            self.marks.params[p] = LowWords(event, mark_of(p) if belongs else None, words.get(p, {}), bits.get(p))
+            mark = mark_of(p) if belongs else None
+            self.marks.params[p] = LowWords(event, mark, words.get(p, {}), bits.get(p), next(ORDER))
 
     def of_copy(self) -> Bookkeeping:
         """Returns the bookkeeping of a `copy.copy`, which has the same parameters: shared, but for OF_ONE."""

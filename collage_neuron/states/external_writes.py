@@ -36,8 +36,8 @@ from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.states import coarse_writes, fitting_words, low_words, state_writes, step_inventory
 from collage_neuron.states.bookkeeping import FRESH as FRESH
 from collage_neuron.states.bookkeeping import LOADED as LOADED
-from collage_neuron.states.bookkeeping import STEPPED as STEPPED
 from collage_neuron.states.bookkeeping import (
+    ORDER,
     Bookkeeping,
     LowWords,
     Split,
@@ -46,9 +46,10 @@ from collage_neuron.states.bookkeeping import (
     mark_of,
     params_of,
 )
+from collage_neuron.states.bookkeeping import STEPPED as STEPPED
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.live_objects import groups_of
-from collage_neuron.states.sharding import is_distributed, is_sharded, local, version
+from collage_neuron.states.sharding import is_distributed, is_sharded, like, local, version
 from collage_neuron.states.state_keys import names_in, words_of
 from collage_neuron.states.state_writes import kept_format_of
 from collage_neuron.states.store import is_idle, is_stored, store
@@ -60,7 +61,7 @@ def remember(optimizer: Optimizer, p: torch.Tensor, what: str = "") -> None:
     By default FRESH before the first step of `p`, and STEPPED after it.
     """
     state = optimizer.state.get(p, {})
-    low = LowWords(what or (FRESH if is_idle(state) else STEPPED), mark_of(p), words_of(state))
+    low = LowWords(what or (FRESH if is_idle(state) else STEPPED), mark_of(p), words_of(state), None, next(ORDER))
     if low.event == FRESH and "param" + MASTER not in low.words:  # a master tells what it belongs to
         low = _with_bits(low, p)
     bookkeeping(optimizer).marks.params[p] = low
@@ -139,7 +140,10 @@ def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
 
 
 def _gone(optimizer: Optimizer, split: Split) -> list[torch.Tensor]:
-    held = set(map(id, params_of(optimizer)))
+    """The parameters that have left the groups, and not the states; of those that have left both no record stays."""
+    held, formats = set(map(id, params_of(optimizer))), bookkeeping(optimizer).formats
+    for p in [p for p in formats if id(p) not in held and p not in optimizer.state]:
+        del formats[p]
     return [p for p in split.params if id(p) not in held]
 
 
@@ -280,5 +284,5 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
     if split and (what := _what_counts(book, p, split[p])) != ALL:
         own = local(value)
         stale, high = _stale(optimizer, p, what).to(own.device), local(p.detach()).float().to(own.device)
-        own.copy_(torch.where(stale, high, own))
+        return like(torch.where(stale, high, own), p)
     return value

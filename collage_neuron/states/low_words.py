@@ -180,19 +180,18 @@ def _newest(p: torch.Tensor, own: LowWords | None, others: Iterable[Optimizer]) 
 
 
 def _is_newer(low: LowWords | None, own: LowWords | None, p: torch.Tensor) -> bool:
-    if low is None or not low.words:
+    if low is None or not low.words or low.mark is None:
         return False
+    if own is not None and own.mark == low.mark:  # both are of one value, whoever has noted it later
+        return low.event == LOADED and own.event != LOADED
     if own is not None and own.event == LOADED:  # of what `p` will hold, unless a step came after the load
-        return own.mark is not None and low.mark is not None and low.is_of(p) and low.mark[0] > own.mark[0]
+        return own.mark is not None and low.is_of(p) and low.stored > own.stored
     return _when(low, p) > _when(own, p)
 
 
-def _when(low: LowWords | None, p: torch.Tensor) -> tuple[bool, int, bool]:
-    """When words were stored: a parameter's version grows with each write, in whatever memory it is.
-
-    Loaded ones belong to what `p` holds by now, if it was written since.
-    """
-    return (False, -1, False) if low is None or low.mark is None else (low.is_of(p), low.mark[0], low.event == LOADED)
+def _when(low: LowWords | None, p: torch.Tensor) -> tuple[bool, int]:
+    """When words were stored, in an order in which those of what `p` is now come last."""
+    return (False, 0) if low is None or low.mark is None else (low.is_of(p), low.stored)
 
 
 def _give_words(
@@ -243,8 +242,11 @@ def leave_all(optimizer: Optimizer, ours: Bookkeeping) -> None:
 
 
 def _leave(formats: Mapping[torch.Tensor, Mapping[str, str]], marks: Marks) -> None:
+    others = [own for x in compiled_optimizers() if (own := bookkeeping(x).marks) is not marks]
     for p, low in marks.params.items():
-        leave(p, low, formats.get(p, {}))
+        known = [own.params[p] for own in others if id(p) in own.known()]
+        if not any(x.words and _when(x, p) >= _when(low, p) for x in known):  # else memory that nobody reads
+            leave(p, low, formats.get(p, {}))
 
 
 def leave(p: torch.Tensor, low: LowWords, record: Mapping[str, str]) -> None:

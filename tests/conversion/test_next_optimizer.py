@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -285,3 +287,23 @@ def test_a_copy_that_is_let_go_before_it_steps_leaves_its_words(copied: Any) -> 
     del optimizer
     optimizer = compiled("optimizer", model)
     assert torch.equal(exact_value(optimizer, model.weight), value)
+
+
+def test_no_memory_stays_of_optimizers_that_are_gone_and_of_parameters_that_are() -> None:
+    model: Any = linear()
+    first = compiled("optimizer", model)
+    steps(model, first)
+    for _ in range(2):
+        second = compiled("optimizer", model)
+        steps(model, second, first)
+        del second
+    gc.collect()
+    assert not hasattr(model.weight, LEFT)  # the first one has the same words
+    group = first.param_groups[0]
+    group["params"] = [model.weight]
+    del first.state[model.bias]
+    gone = weakref.ref(model.bias)
+    model.bias = None
+    steps(model, first, count=2)
+    gc.collect()
+    assert gone() is None

@@ -359,6 +359,20 @@ def written(strategy: str) -> list[str]:
     return wrong
 
 
+def moved(strategy: str) -> list[str]:
+    """What is off if torch counts writes to shards anew, and as far as before, since a module was moved."""
+    model, first = fsdp(model_of(0), strategy)
+    second = collage_neuron.compile(adamw(model), strategy=strategy, verbose=False)
+    params = parameters_of(first)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        first.step()
+        model.to("cpu")
+    values = ([full(collage_neuron.exact_value(x, p)) for x in (first, second)] for p in params)
+    return [f"moved: {list(one.shape)}" for one, other in values if not torch.equal(one, other)]
+
+
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
 
 
