@@ -294,3 +294,16 @@ def test_an_exported_checkpoint_gone_on_with_by_torch_and_by_us_is_one_run_withi
     assert farthest(values(plain), values(oracle)) <= bound("fp32", largest, moved)
     assert farthest(ours, values(oracle)) <= bound(strategy, largest, moved)
     assert farthest(ours, values(plain)) <= bound(strategy, largest, moved) + bound("fp32", largest, moved)
+
+
+def test_what_a_class_adds_to_its_state_is_exported() -> None:
+    class Counted(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return super().state_dict(*args, **kwargs) | {"count": 7, "half": self.weight.detach()[0]}
+
+    model = Counted(8, 8)
+    model, optimizer = collage_neuron.compile(model, torch.optim.AdamW(model.parameters()), verbose=False)
+    weights, _ = get_fp32_state_dict(model, optimizer)
+    assert weights["count"] == 7
+    assert torch.equal(weights["half"], weights["weight"][0])
+    assert weights["half"].dtype == torch.float32

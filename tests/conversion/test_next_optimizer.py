@@ -28,7 +28,7 @@ def steps(model: nn.Module, *optimizers: Any, count: int = 5) -> None:
         generator = torch.Generator().manual_seed(i)
         for p in model.parameters():
             if p.requires_grad:
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+                p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -307,3 +307,13 @@ def test_no_memory_stays_of_optimizers_that_are_gone_and_of_parameters_that_are(
     steps(model, first, count=2)
     gc.collect()
     assert gone() is None
+
+
+def test_on_xla_a_value_that_one_optimizer_sets_is_that_of_another(xla: torch.device) -> None:
+    model: Any = linear().to(xla)
+    first, second = (compiled("optimizer", model) for _ in range(2))
+    steps(model, first, second, count=2)
+    value = torch.full((16, 16), 1.2345)
+    collage_neuron.set_exact_value(first, model.weight, value.to(xla))
+    for optimizer in (first, second):
+        assert (exact_value(optimizer, model.weight).cpu() - value).abs().max() < 2.0**-22

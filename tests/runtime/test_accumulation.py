@@ -177,3 +177,14 @@ def test_a_step_may_write_to_sums_in_fp32() -> None:
             assert p.grad is not None
             assert p.grad.tolist() == getattr(q.grad, "tolist", list)()
         optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_penalty_on_sums_in_fp32_has_a_gradient() -> None:
+    """`create_graph=True`: the gradient of (2 w)**2 / 2 is 4 w."""
+    model = nn.Linear(8, 1, bias=False).bfloat16()
+    collage_neuron.accumulate_in_fp32(model)
+    model.weight.square().sum().backward(create_graph=True)
+    assert model.weight.grad is not None
+    (penalty,) = torch.autograd.grad(model.weight.grad.square().sum() / 2, model.weight)
+    assert torch.equal(penalty, 4 * model.weight)
