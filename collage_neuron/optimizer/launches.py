@@ -19,7 +19,7 @@ from collage_neuron.settings import DRAWN
 from collage_neuron.states import reduced_states, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.sharding import first_element, gradients, is_sharded, local, writable_gradient
+from collage_neuron.states.sharding import first_element, gradients, is_sharded, locals_of, writable_gradient
 from collage_neuron.states.store import ensure_stored
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
     for key in update.of_states:
         columns[key] = list(map(itemgetter(key), states))  # no frame of Python's for each
-    if seen is None:  # a tensor may be of a type of its own (DTensor)
-        columns = {key: list(map(local, tensors)) for key, tensors in columns.items()}
+    columns = {key: locals_of(tensors) for key, tensors in columns.items()}
     if update.seen_as is not None and not job.backend.reshapes:
         columns = {key: [_seen(t, key, update) for t in tensors] for key, tensors in columns.items()}
     reads, writes = _rows(columns, update.inputs, len(states)), _rows(columns, update.outputs, len(states))

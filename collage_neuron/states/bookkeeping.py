@@ -16,17 +16,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, count
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
-from collage_neuron.states.sharding import ORDINARY, local, version
+from collage_neuron.states.sharding import ORDINARY, local, locals_of, version, versions
 
-Mark = tuple[int, ...]
+Mark = tuple[int, int, int]
 
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
 """What happened last to a parameter with low words."""
@@ -37,10 +36,8 @@ def mark_of(p: torch.Tensor) -> Mark:
 
     A DTensor whose module is moved (`model.to`) has another shard, whose versions begin anew, in the same memory.
     """
-    if type(p) in ORDINARY:
-        return torch_privates.version(p), p.data_ptr()  # on XLA the address is always 0
     shard = local(p)
-    # A parameter of another type may be a wrapper without an address.
+    # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
     return version(p), shard.data_ptr() if type(shard) in ORDINARY else 0, id(shard)
 
 
@@ -99,12 +96,12 @@ class _Columns(NamedTuple):
 def _columns(split: Split, states: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, str]] = ()) -> _Columns:
     """The marks as they are now, and the further words in these places."""
     params, highs = split.params, _values(states, split.highs)
-    if ORDINARY.issuperset(map(type, chain(params, highs))):  # one call for all
-        marks: list[Mark] = [*zip(map(torch_privates.version, params), map(torch.Tensor.data_ptr, params), strict=True)]
-        versions = [*map(torch_privates.version, highs)]
+    shards = locals_of(params)
+    if ORDINARY.issuperset(map(type, shards)):  # a few calls for all
+        marks = [*zip(versions(params), map(torch.Tensor.data_ptr, shards), map(id, shards), strict=True)]
     else:
-        marks, versions = [*map(mark_of, params)], [*map(version, highs)]
-    return _Columns(split, marks, highs, versions, _values(states, words), next(ORDER))
+        marks = [*map(mark_of, params)]
+    return _Columns(split, marks, highs, versions(highs), _values(states, words), next(ORDER))
 
 
 def _values(states: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, str]]) -> list[torch.Tensor]:

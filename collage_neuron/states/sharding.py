@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -45,12 +46,13 @@ def is_distributed() -> bool:
 
 def local(t: torch.Tensor) -> torch.Tensor:
     """The local part of `t`, with the same memory: the shard of a DTensor, else `t` itself."""
-    if type(t) in ORDINARY or not is_sharded(t):
-        return t
-    sharded: Any = t
-    with torch.no_grad():
-        shard: torch.Tensor = sharded.to_local()
-    return shard
+    part: torch.Tensor = torch_privates.part(t)
+    return part
+
+
+def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The local parts of `tensors`: these themselves if none is sharded."""
+    return tensors if ORDINARY.issuperset(map(type, tensors)) else torch_privates.parts(tensors)
 
 
 def version(t: torch.Tensor) -> int:
@@ -58,6 +60,37 @@ def version(t: torch.Tensor) -> int:
     own = torch_privates.version(t)
     # An operation on a DTensor moves on its own counter, and one on the part that is in it, as our steps, that of it.
     return own if type(t) in ORDINARY or (part := local(t)) is t else own + torch_privates.version(part)
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The version counters of `tensors`."""
+    own, parts = map(torch_privates.version, tensors), locals_of(tensors)
+    if parts is tensors:
+        return list(own)
+    return [v if x is t else v + torch_privates.version(x) for v, t, x in zip(own, tensors, parts, strict=True)]
+
+
+class Guard:
+    """Whether as many tensors are of the same classes, dtypes, shapes, ..., and DTensors have parts of the same kind.
+
+    Raises:
+        TypeError: one is neither an ordinary tensor nor a DTensor with one in it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._sharded = [type(t) not in ORDINARY for t in tensors]
+        sharded = list(compress(tensors, self._sharded))
+        parts, self._layouts = torch_privates.parts(sharded), torch_privates.layouts(sharded)
+        if None in self._layouts or not ORDINARY.issuperset(map(type, parts)):
+            raise TypeError
+        self._is_alike = torch_privates.guard([*tensors, *parts])
+
+    def __call__(self, *tensors: torch.Tensor) -> bool:
+        if not self._layouts:
+            return self._is_alike(*tensors)
+        sharded = list(compress(tensors, self._sharded))
+        is_same = all(map(is_, torch_privates.layouts(sharded), self._layouts))
+        return is_same and self._is_alike(*tensors, *torch_privates.parts(sharded))
 
 
 def first_element(p: Any) -> int:
@@ -141,7 +174,11 @@ def settle_gradients(optimizer: Optimizer) -> None:
 def gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The local shards of the gradients of `params`, as `gradient` says."""
     grads: list[torch.Tensor] = list(map(attrgetter("grad"), params))
-    return grads if ORDINARY.issuperset(map(type, grads)) else list(map(gradient, params))
+    if ORDINARY.issuperset(map(type, grads)):
+        return grads
+    if all(map(is_, torch_privates.layouts(grads), torch_privates.layouts(params))):  # as FSDP2's are
+        return torch_privates.parts(grads)
+    return list(map(gradient, params))
 
 
 def set_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:

@@ -21,14 +21,13 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping, params_of
-from collage_neuron.states.sharding import ORDINARY
+from collage_neuron.states.sharding import Guard
 
 T = TypeVar("T")
 
-_PLAIN = ORDINARY | {type(None), bool, int, float, str}
+_PLAIN = frozenset({type(None), bool, int, float, str})
 """Types whose objects cannot become something else: not wrappers, and no containers."""
 
 
@@ -134,7 +133,8 @@ def changed(optimizer: Optimizer) -> None:
 def look(optimizer: Optimizer) -> Seen | None:
     """What a step finds; `of` returns it from then on, until something of it is changed.
 
-    None if it is unusual: a tensor of a type of its own (DTensor), or a state that is not a dictionary of plain values.
+    None if it is unusual: a tensor of a type of its own, but for DTensors, or a state that is not a dictionary of plain
+    values.
     """
     book, params = bookkeeping(optimizer), params_of(optimizer)
     owners, states = list(optimizer.state), list(optimizer.state.values())
@@ -148,16 +148,21 @@ def look(optimizer: Optimizer) -> Seen | None:
         if not _are_plain(params, owners, states, values):
             book.structure = None
             return None
-        are_tensors = tuple(type(x) in ORDINARY for x in values)
-        guard = torch_privates.guard([*params, *compress(values, are_tensors)])
+        are_tensors = tuple(isinstance(x, torch.Tensor) for x in values)
+        try:
+            guard = Guard([*params, *compress(values, are_tensors)])
+        except TypeError:
+            book.structure = None
+            return None
         book.structure = Structure(key, held, are_tensors, guard)
     return Seen(optimizer, params, owners, states, book.structure)
 
 
 def _are_plain(params: Sequence[Any], owners: Sequence[Any], states: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Returns False if a parameter, a state or a value in one is unusual."""
-    are_tensors = ORDINARY.issuperset(map(type, chain(params, owners)))
-    return are_tensors and {dict}.issuperset(map(type, states)) and _PLAIN.issuperset(map(type, values))
+    """Returns False if a parameter, a state or a value in one is unusual; of tensors the guard says it."""
+    are_tensors = all(isinstance(x, torch.Tensor) for x in owners)
+    others = (x for x in values if not isinstance(x, torch.Tensor))
+    return are_tensors and {dict}.issuperset(map(type, states)) and _PLAIN.issuperset(map(type, others))
 
 
 def _key(

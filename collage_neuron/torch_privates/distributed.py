@@ -6,6 +6,7 @@ A DistributedDataParallel gets a new reducer as its `__setstate__` makes one, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,6 +53,22 @@ def part(t: Any) -> Any:
     """What is in a DTensor, or `t` itself; the newest `to_local()` makes a view of it."""
     is_plain = type(t) in (torch.Tensor, torch.nn.Parameter)  # most are: a tensor takes .5 us to say what it has not
     return t if is_plain or not hasattr(t, "to_local") else t._local_tensor
+
+
+def parts(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """`part` of each; if all are DTensors, as those of FSDP2 are, without a frame for each."""
+    try:
+        return list(map(attrgetter("_local_tensor"), tensors))
+    except AttributeError:
+        return list(map(part, tensors))
+
+
+def layouts(tensors: Sequence[Any]) -> list[Any]:
+    """How each DTensor is sharded: an object that stays the same until torch exchanges it. None for other tensors."""
+    try:
+        return list(map(attrgetter("_spec"), tensors))
+    except AttributeError:
+        return [getattr(t, "_spec", None) for t in tensors]
 
 
 def sharded_like(part: torch.Tensor, t: Any) -> Any:

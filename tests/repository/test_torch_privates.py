@@ -59,6 +59,7 @@ NOTICED_BY = {
     "conversion/test_wrapping.py::test_fsdp_of_torch_xla_is_rejected": "is_of_xla_fsdp",
     "distributed/test_sharding.py::test_a_model_that_fsdp_has_laid_out_in_fp32_is_refused_and_left_alone":
         "has_laid_out",
+    "distributed/test_sharding.py::test_a_step_that_finds_what_the_last_one_found_plans_nothing": "layouts parts",
     "distributed/test_sharding.py::test_given_the_same_gradients_the_update_has_the_same_bits": "offset_of_shard",
     "distributed/test_spmd.py::test_a_parameter_in_parts_is_not_seen_in_another_shape": "is_split_over_devices",
     "distributed/test_spmd.py::test_every_word_is_sharded_as_its_parameter_was": "mark_sharding_like",

@@ -29,6 +29,8 @@ from collage_neuron import set_exact_value
 from collage_neuron.checkpoint.fp32 import get_fp32_state_dict, set_fp32_state_dict
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import Guard
 
 Whole = dict[str, torch.Tensor]
 """Every tensor of parameters and states, by name, unsharded, as integers: bits are compared."""
@@ -371,6 +373,20 @@ def moved(strategy: str) -> list[str]:
         model.to("cpu")
     values = ([full(collage_neuron.exact_value(x, p)) for x in (first, second)] for p in params)
     return [f"moved: {list(one.shape)}" for one, other in values if not torch.equal(one, other)]
+
+
+def steady(strategy: str) -> list[str]:
+    """What is off if a step over shards plans nothing that the last one has planned, and sees what was exchanged."""
+    run = fsdp(model_of(0), strategy)
+    train(run, range(3))
+    before = bookkeeping(run[1]).structure
+    train(run, range(3, 4))
+    wrong = [] if before is not None and bookkeeping(run[1]).structure is before else ["planned anew"]
+    x, mesh = torch.ones(4, 3), init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, summed = (DTensor.from_local(x, mesh, [place]) for place in (Replicate(), Partial()))
+    guard = Guard([x, whole])
+    said = [guard(*pair) for pair in ((x, whole), (x, summed), (whole, whole), (x, x))]
+    return wrong if said == [True, False, False, False] else [*wrong, f"guard: {said}"]
 
 
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
