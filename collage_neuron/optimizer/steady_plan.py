@@ -24,6 +24,7 @@ from collage_neuron.runtime.preconditions import LARGEST
 from collage_neuron.runtime.update_formats import signs_of
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states.bookkeeping import Bookkeeping
+from collage_neuron.states.sharding import are_sharded_alike, locals_of
 from collage_neuron.states.step_inventory import Seen, are_same
 from collage_neuron.states.visible_states import are_equal, kind_in
 from collage_neuron.trace.scalar_program import GroupNumbers
@@ -114,7 +115,7 @@ def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> Planned | None
     if plan is None or plan.narrow is not book.narrow or plan.meanings != _meanings():
         return None
     has_changed, numbers = plan.read(groups)
-    if numbers is None or not plan.guard(*grads):
+    if numbers is None or grads is None or not plan.guard(*grads):
         return None
     jobs: list[Job] = []
     for part in plan.parts:
@@ -136,7 +137,7 @@ def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], names: Sequence[st
     if seen is None or None in told or not all(map(_may_be_again, jobs)):
         return
     have, grads = _gradients(seen)
-    if sum(len(job.params) for job in jobs) != len(grads):
+    if grads is None or sum(len(job.params) for job in jobs) != sum(have):
         return
     parts = [_part(seen, groups, job) for job in jobs]
     may_skip = any(Settings.of(group).nonfinite == "skip" for group in groups)
@@ -149,11 +150,13 @@ def _meanings() -> list[Any]:
     return [*STRATEGIES.items(), *REGISTERED.values()]
 
 
-def _gradients(seen: Seen) -> tuple[tuple[bool, ...], list[Tensor]]:
-    """Which of the parameters have gradients, and these."""
+def _gradients(seen: Seen) -> tuple[tuple[bool, ...], Sequence[Tensor] | None]:
+    """Which of the parameters have gradients, and the parts of these; None if one is sharded in another way."""
     grads = list(map(attrgetter("grad"), seen.params))
     have = tuple(map(is_not, grads, repeat(None)))
-    return have, list(compress(grads, have))
+    there = list(compress(grads, have))
+    parts = locals_of(there)
+    return have, parts if parts is there or are_sharded_alike(there, [*compress(seen.params, have)]) else None
 
 
 def _told(group: Mapping[str, Any], settings: GroupNumbers) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import compress
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class Guard:
         if not self._layouts:
             return self._is_alike(*tensors)
         sharded = list(compress(tensors, self._sharded))
-        is_same = all(map(is_, torch_privates.layouts(sharded), self._layouts))
+        is_same = torch_privates.layouts(sharded) == self._layouts  # mostly the same objects
         return is_same and self._is_alike(*tensors, *torch_privates.parts(sharded))
 
 
@@ -176,9 +176,12 @@ def gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     grads: list[torch.Tensor] = list(map(attrgetter("grad"), params))
     if ORDINARY.issuperset(map(type, grads)):
         return grads
-    if all(map(is_, torch_privates.layouts(grads), torch_privates.layouts(params))):  # as FSDP2's are
-        return torch_privates.parts(grads)
-    return list(map(gradient, params))
+    return torch_privates.parts(grads) if are_sharded_alike(grads, params) else list(map(gradient, params))
+
+
+def are_sharded_alike(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Returns True if tensors have the shapes, dtypes and placements of others, as FSDP2's gradients have."""
+    return torch_privates.layouts(some) == torch_privates.layouts(others)
 
 
 def set_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ def parts(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def layouts(tensors: Sequence[Any]) -> list[Any]:
-    """How each DTensor is sharded: an object that stays the same until torch exchanges it. None for other tensors."""
+    """What equals that of a DTensor that is sharded alike: mostly the same object. None for other tensors."""
     try:
         return list(map(attrgetter("_spec"), tensors))
     except AttributeError:
