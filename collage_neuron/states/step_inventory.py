@@ -28,9 +28,6 @@ from collage_neuron.states.sharding import ORDINARY
 
 T = TypeVar("T")
 
-_PLAIN = ORDINARY | {type(None), bool, int, float, str}
-"""Types whose objects cannot become something else: not wrappers, and no containers."""
-
 
 @dataclass(frozen=True, eq=False)
 class Structure:
@@ -134,7 +131,8 @@ def changed(optimizer: Optimizer) -> None:
 def look(optimizer: Optimizer) -> Seen | None:
     """What a step finds; `of` returns it from then on, until something of it is changed.
 
-    None if it is unusual: a tensor of a type of its own (DTensor), or a state that is not a dictionary of plain values.
+    None if it is unusual: a tensor of a type of its own (DTensor), or a state that is not a dictionary. What is in a
+    list, or another object, in a state is kept as the optimizer makes it, and nothing that is known depends on it.
     """
     book, params = bookkeeping(optimizer), params_of(optimizer)
     owners, states = list(optimizer.state), list(optimizer.state.values())
@@ -156,8 +154,8 @@ def look(optimizer: Optimizer) -> Seen | None:
 
 def _are_plain(params: Sequence[Any], owners: Sequence[Any], states: Sequence[Any], values: Sequence[Any]) -> bool:
     """Returns False if a parameter, a state or a value in one is unusual."""
-    are_tensors = ORDINARY.issuperset(map(type, chain(params, owners)))
-    return are_tensors and {dict}.issuperset(map(type, states)) and _PLAIN.issuperset(map(type, values))
+    tensors = (x for x in values if isinstance(x, torch.Tensor))
+    return ORDINARY.issuperset(map(type, chain(params, owners, tensors))) and {dict}.issuperset(map(type, states))
 
 
 def _key(
