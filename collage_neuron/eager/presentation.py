@@ -333,12 +333,13 @@ class Presentation:
     def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
         # Copies of values that wait, whose objects have placeholders inside: the first word is in the shell.
         asked, filling = list(values), Conversions(pool(self.optimizer).laid_out)
-        words = {id(v.owner): [*map(torch_privates.part, (without_graph(v.shell), *v.further))] for v in asked}
-        found = {key: torch.empty_like(first, dtype=torch.float32) for key, (first, *_) in words.items()}
+        part = torch_privates.part
+        found = {id(v.owner): torch.empty_like(part(v.shell), dtype=torch.float32) for v in asked}
         for each in self._found_alike(asked):
-            keys = [id(v.owner) for v in each.values]
-            update = decoding(each.format, each.role)
-            filling.add(each.backend, update, (), [words[key] for key in keys], [[found[key]] for key in keys])
+            words, into = [(v.shell, *v.further) for v in each.values], [(found[id(v.owner)],) for v in each.values]
+            if self.has_shards:
+                words = [(*map(part, own),) for own in words]
+            filling.add(each.backend, decoding(each.format, each.role), (), words, into)
         filling.run()
         return found
 

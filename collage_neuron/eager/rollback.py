@@ -6,6 +6,7 @@ Both are restored if the step raises. Other Python objects stay as the step left
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, compress
@@ -87,7 +88,7 @@ class Held:
         for x, before in self._containers:
             x.clear()
             (x.extend if isinstance(x, (list, deque)) else x.update)(before)
-        for t, value in self._small:
+        for t, value in ((t, x) for copies in self._small for t, x in zip(copies[0], _apart(*copies), strict=True)):
             own, before = torch_privates.part(t), torch_privates.part(value)
             if own.shape == before.shape and not torch.equal(bits(own), bits(before)):
                 own.copy_(before)
@@ -97,21 +98,29 @@ def _is_given_back(x: torch.Tensor) -> bool:
     return bool(x.dim()) and is_given_back(x)  # a number is no shard
 
 
-def _copies(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tensors and copies of them; those of one type are copied together, since an optimizer may have a thousand."""
+def _copies(tensors: list[torch.Tensor]) -> list[_Copies]:
+    """Copies of tensors; those of one type are copied together, since an optimizer may have a thousand."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for x in tensors:
         is_usual = type(x) in ORDINARY and x.is_cpu and x.layout is torch.strided and not x.is_quantized
         alike.setdefault(x.dtype if is_usual else id(x), []).append(x)
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for same in alike.values():
-        if len(same) == 1:  # of one alone `flattened` may be a view
-            copies.append((same[0], same[0].detach().clone()))
-            continue
-        values = torch_privates.flattened(same).detach().split([x.numel() for x in same])
-        copies += ((x, value.view(x.shape)) for x, value in zip(same, values, strict=True))
-    return copies
+    joined = torch_privates.flattened
+    # Of one alone that may be a view. They are taken apart when they are needed: most steps do not raise.
+    return [
+        (same, [x.shape for x in same], (joined(same) if len(same) > 1 else same[0].clone()).detach())
+        for same in alike.values()
+    ]
 
+
+def _apart(tensors: list[torch.Tensor], shapes: list[torch.Size], values: torch.Tensor) -> list[torch.Tensor]:
+    """The copy of each tensor."""
+    if len(tensors) == 1:
+        return [values]
+    return [x.view(shape) for x, shape in zip(values.split([*map(math.prod, shapes)]), shapes, strict=True)]
+
+
+_Copies = tuple[list[torch.Tensor], list[torch.Size], torch.Tensor]
+"""Tensors of one type, their shapes, and their elements, one after the other."""
 
 _LEAVES = ATOMS | ORDINARY
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,49 +17,15 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import lies_like, pool
 from collage_neuron.eager.presented_layout import Outline, outlines
-from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.settings import Settings
 from collage_neuron.states import step_inventory
-from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
 
 _NO_STATE: dict[Any, Any] = {}
-
-
-def found_in(optimizer: Optimizer) -> step_inventory.Seen | None:
-    """What a step as written finds, if states have more than plain values: lists, dictionaries, objects.
-
-    These are kept as the optimizer makes them, and of what is in them nothing that is presented depends: it follows
-    from the keys of states, and from the properties of the tensors right in them. None if a parameter, a
-    state or a name of one is of a type of its own.
-    """
-    params, owners, states = params_of(optimizer), list(optimizer.state), list(optimizer.state.values())
-    if not ORDINARY.issuperset(map(type, chain(params, owners))) or not {dict}.issuperset(map(type, states)):
-        return None
-    values, names = list(chain.from_iterable(map(dict.values, states))), [*map(tuple, states)]
-    are_tensors = tuple(type(x) in ORDINARY for x in values)
-    if any(isinstance(x, torch.Tensor) and not is_one for x, is_one in zip(values, are_tensors, strict=True)):
-        return None
-    if not {str, int}.issuperset(map(type, chain.from_iterable(names))):  # others say themselves what they equal
-        return None
-    formats = bookkeeping(optimizer).formats
-    key = (
-        [len(group["params"]) for group in optimizer.param_groups],
-        names,
-        [*map(type, values)],
-        [*map(dict, formats.values())],
-        tuple(FORMATS.values()),
-    )
-    held, last = (*params, *owners, *formats), pool(optimizer).steady
-    if last is None or not last.structure.is_of(key, held, params, values):
-        guard = torch_privates.guard([*params, *compress(values, are_tensors)])
-        structure = step_inventory.Structure(key, held, are_tensors, guard)
-    else:
-        structure = last.structure
-    return step_inventory.Seen(optimizer, params, owners, states, structure)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from collage_neuron.eager.gradients import MakesPlaceholders
 from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.rollback import Held
-from collage_neuron.eager.steady import Steady, found_in
+from collage_neuron.eager.steady import Steady
 from collage_neuron.eager.step_metrics import changes_of
 from collage_neuron.errors import RunsAsWritten, StepInterrupted, StepSkipped, UnsupportedUpdate, warn_user
 from collage_neuron.runtime import fallback_warning, process_agreement
@@ -231,19 +231,16 @@ class Context:
         """Presents the values; those of a step that is traced wait, if they can."""
         seen, inside = step_inventory.of(self.optimizer), inner_optimizers.inner_of(self.optimizer)
         inner_optimizers.check_untouched(self.optimizer, inside)
-        found = seen
-        if seen is None and trace is None and self.is_step and self._held is None:  # no closure was called before
-            found = found_in(self.optimizer)
-        self._structure = found.structure if found is not None and trace is None and self.is_step else None
+        self._structure = seen.structure if seen is not None and trace is None and self.is_step else None
         # What the last step has planned holds as long as the structure is the same object.
-        earlier = self._planned(found) if trace is None else None if seen is None else trace.planned(seen)
+        earlier = self._planned(seen) if trace is None else None if seen is None else trace.planned(seen)
         if earlier is None:
-            known = self.presentation.plan(found, None if trace is None else trace.waiting)
+            known = self.presentation.plan(seen, None if trace is None else trace.waiting)
         else:
             self.presentation, known = earlier
         step_inventory.changed(self.optimizer)
         if self._held is None:
-            self._held = Held(self.optimizer, self.presentation.params(), known, inside, found)
+            self._held = Held(self.optimizer, self.presentation.params(), known, inside, seen)
         if trace is not None and self._held.has_large:  # what a skipped step would write there nobody could restore
             trace.decide()
         self.presentation.alias(self._held.tensors)

@@ -71,19 +71,18 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class Guard:
-    """Whether as many tensors are of the same classes, dtypes, shapes, ..., and DTensors have parts of the same kind.
-
-    Raises:
-        TypeError: one is neither an ordinary tensor nor a DTensor with one in it.
-    """
+    """Whether as many tensors are of the same classes, dtypes, shapes, ..., and DTensors have parts of the same kind."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sharded = [type(t) not in ORDINARY for t in tensors]
         sharded = list(compress(tensors, self._sharded))
-        parts, self._layouts = torch_privates.parts(sharded), torch_privates.layouts(sharded)
-        if None in self._layouts or not ORDINARY.issuperset(map(type, parts)):
-            raise TypeError
-        self._is_alike = torch_privates.guard([*tensors, *parts])
+        self._layouts = torch_privates.layouts(sharded)
+        self._is_alike = torch_privates.guard([*tensors, *torch_privates.parts(sharded)])
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Guard | None:
+        """That of `tensors`; None if one is neither an ordinary tensor nor a DTensor with one in it."""
+        return cls(tensors) if ORDINARY.issuperset(map(type, locals_of(tensors))) else None
 
     def __call__(self, *tensors: torch.Tensor) -> bool:
         if not self._layouts:

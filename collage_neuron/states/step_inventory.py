@@ -27,9 +27,6 @@ from collage_neuron.states.sharding import Guard
 
 T = TypeVar("T")
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
-"""Types whose objects cannot become something else: not wrappers, and no containers."""
-
 
 @dataclass(frozen=True, eq=False)
 class Structure:
@@ -133,8 +130,8 @@ def changed(optimizer: Optimizer) -> None:
 def look(optimizer: Optimizer) -> Seen | None:
     """What a step finds; `of` returns it from then on, until something of it is changed.
 
-    None if it is unusual: a tensor of a type of its own, but for DTensors, or a state that is not a dictionary of plain
-    values.
+    None if it is unusual: a tensor of a type of its own, but for DTensors, or a state that is not a dictionary. What is
+    in a list, or another object, in a state is kept as the optimizer makes it, and nothing that is known depends on it.
     """
     book, params = bookkeeping(optimizer), params_of(optimizer)
     owners, states = list(optimizer.state), list(optimizer.state.values())
@@ -145,24 +142,18 @@ def look(optimizer: Optimizer) -> Seen | None:
         return None
     key, held = _key(optimizer, states, values, list(book.formats.values())), (*params, *owners, *book.formats)
     if book.structure is None or not book.structure.is_of(key, held, params, values):
-        if not _are_plain(params, owners, states, values):
-            book.structure = None
-            return None
         are_tensors = tuple(isinstance(x, torch.Tensor) for x in values)
-        try:
-            guard = Guard([*params, *compress(values, are_tensors)])
-        except TypeError:
+        guard = Guard.of([*params, *compress(values, are_tensors)]) if _are_plain(owners, states) else None
+        if guard is None:
             book.structure = None
             return None
         book.structure = Structure(key, held, are_tensors, guard)
     return Seen(optimizer, params, owners, states, book.structure)
 
 
-def _are_plain(params: Sequence[Any], owners: Sequence[Any], states: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Returns False if a parameter, a state or a value in one is unusual; of tensors the guard says it."""
-    are_tensors = all(isinstance(x, torch.Tensor) for x in owners)
-    others = (x for x in values if not isinstance(x, torch.Tensor))
-    return are_tensors and {dict}.issuperset(map(type, states)) and _PLAIN.issuperset(map(type, others))
+def _are_plain(owners: Sequence[Any], states: Sequence[Any]) -> bool:
+    """Returns False if a parameter or a state is unusual; of tensors the guard says it."""
+    return all(isinstance(x, torch.Tensor) for x in owners) and {dict}.issuperset(map(type, states))
 
 
 def _key(

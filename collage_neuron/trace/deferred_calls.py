@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import Token
 from functools import cached_property
 from itertools import chain, islice
-from operator import gt
+from operator import add, ge, gt
 from typing import Any
 
 import torch
@@ -203,8 +203,8 @@ class DeferredCalls:
         if at >= len(self._quick) or (expected := self._quick[at][by]) is None:
             return None
         what, places, number, returns, calls, others, _ = expected
-        place = self._place
-        if what != asked or [place(id(x)) for x in args] != places:  # ids: all that waits is alive in `tensors`
+        # By ids: all that waits is alive in `tensors`. Without a comprehension, which is a call of Python's.
+        if what != asked or [*map(self._place, map(id, args))] != places:
             return None
         if others:
             numbers = expected.numbers(args, kwargs or {}, self._place)
@@ -524,7 +524,7 @@ class DeferredCalls:
         self._check_inside()
         now = list(map(torch_privates.users, self.tensors))
         # Both the count before and that which calls add have the tensor itself once.
-        more = any(n > own + before - 1 for n, own, before in zip(now, users, self._users, strict=False))
+        more = any(map(ge, now, map(add, users, self._users)))
         return (
             more or any(map(gt, now[first:], users[first:])) or any(map(weakref.getweakrefcount, self.tensors[first:]))
         )

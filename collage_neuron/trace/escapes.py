@@ -72,10 +72,8 @@ def outliving(kind: StepKind, mode: DeferredCalls, began: References, marked: Co
     numbers, are_params = set(kept), any(i is not None and i >= first for i in kind.left.params)
     if are_params or are_marked([t for i, t in enumerate(made, first) if i not in stays and i not in numbers]):
         return Outliving(kept, [])
-    own = {
-        i: _alike(t) if i in numbers else t for i, t in enumerate(made, first)
-    }  # a number that is kept is the code's
-    return Outliving(kept, [mode.met.get(i, t) if i in stays else t for i, t in own.items()])
+    own = (_alike(t) if i in numbers else mode.met.get(i, t) if i in stays else t for i, t in enumerate(made, first))
+    return Outliving(kept, list(own))  # a number that is kept is the code's
 
 
 def _alike(t: torch.Tensor) -> torch.Tensor:

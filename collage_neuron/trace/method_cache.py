@@ -67,7 +67,10 @@ for _name in ("item", "__bool__", "__float__"):
     for _kind in (WaitingTensor, WaitingParameter):
         setattr(_kind, _name, _reading(_name))
 
-for _name in (*(f"__{name}__" for name in _OPERATORS), *filter(_is_operation, dir(torch.Tensor))):
+METHODS = [*(f"__{name}__" for name in _OPERATORS), *filter(_is_operation, dir(torch.Tensor))]
+"""The methods that a steady step answers."""
+
+for _name in METHODS:
     for _kind in (WaitingTensor, WaitingParameter):
         setattr(_kind, _name, _method(_name))
 
