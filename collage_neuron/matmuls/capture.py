@@ -186,6 +186,7 @@ class Captured:
 
     def half(self, module: GraphModule, inputs: Any, corrects: bool = False) -> Half:
         """Compiles the forward half of a graph that is trained, or the backward half."""
+        torch_privates.donate_nothing()
         half = Half(self, module, self.backend.rescale, corrects)
         self.halves.append(half)
         return half

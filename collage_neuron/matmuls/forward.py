@@ -1,7 +1,10 @@
 """`model.forward` of a model whose matmuls run in fp8: captures the model's own at its first call, and runs that.
 
-The object stands in the model's `__dict__`, as accelerate and others put theirs. So the model keeps its class, modules,
-hooks and the keys of its `state_dict`; copies and pickles of it are compiled too, and capture anew.
+The object stands in the model's `__dict__`, as accelerate and others put theirs. So the model keeps its class, modules
+and the keys of its `state_dict`; copies and pickles of it are compiled too, and capture anew.
+
+Python binds a method when it is looked up, but nothing in a `__dict__`: a shallow copy of the model has the object of
+the original. A hook, which is told what module is called, gives the copy one of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import RLock
+from threading import RLock, local
 from typing import Any
 
 import torch
@@ -50,6 +53,7 @@ class Fp8Forward:
         self.backend = Backend(self.model, kept, self.rescale)
         self._compiled: Callable[..., Any] | None = None
         self._met: torch_privates.Surroundings | None = None
+        self._begun = local()  # `forward` is that of the module whose hooks have run
 
     def is_kept(self, parameter: str) -> bool:
         """Returns True for a parameter that `keep` names, itself or a module that it lies in, by any of its names."""
@@ -58,19 +62,42 @@ class Fp8Forward:
         mine = [name for name, p in everything.items() if p is everything[parameter]]
         return any(f"{name}.".startswith(f"{kept}.") for name in mine for kept in self.keep or ())
 
+    def of(self, model: torch.nn.Module) -> Fp8Forward:
+        """The forward of a model that has this one in its `__dict__`: that of a shallow copy is made anew."""
+        if model is self.model:
+            return self
+        mine = vars(model)["forward"] = Fp8Forward(model, self.keep, self.rescale)
+        return mine
+
+    @torch_privates.not_compiled
+    def begin(self, model: torch.nn.Module) -> None:
+        """Says what module is called: torch has looked up its forward before it runs hooks."""
+        self._begun.forward = self.of(model)
+
     @property
     def __signature__(self) -> Any:
         """The signature of the model's own forward: trainers look there for the columns of a batch that it takes."""
         return inspect.signature(self._own)
 
     @property
-    def _own(self) -> Callable[..., Any]:
-        own: Callable[..., Any] = type(self.model).forward.__get__(self.model)
-        return own
+    def __code__(self) -> Any:
+        """The code of the model's own forward: torch.export names a program after it."""
+        return self._own.__code__
+
+    @property
+    def _own(self) -> Any:
+        return type(self.model).forward.__get__(self.model)
 
     @torch_privates.not_compiled  # a compiler around the model would run the model's own forward, without a word
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._met is not None and self._met.changed():
+        return vars(self._begun).pop("forward", self).run(args, kwargs)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Runs the model in fp8, or its own forward while torch makes a program of it, which has no such matmuls."""
+        jit: Any = torch.jit
+        if torch.compiler.is_exporting() or jit.is_tracing():
+            return self._own(*args, **kwargs)
+        if self._met is not None and self._met.changed(self.model):
             self._start()
         if self._compiled is None or torch_privates.is_managed_by_fsdp(self.model):
             self._check()
@@ -80,7 +107,8 @@ class Fp8Forward:
             raise UnsupportedModel(
                 f"torch.compile did not run, so the matmuls of this {type(self.model).__name__} are not in fp8: it is "
                 "switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance), or the "
-                "model is called while it is exported or traced; leave that, or compile without matmul='fp8'"
+                "model is called while operations are traced or counted (make_fx, FlopCounterMode); leave that, or "
+                "compile without matmul='fp8'"
             )
         if len(self.backend.graphs) > captured:
             self._check()  # what changes a model makes torch.compile capture it anew
@@ -96,7 +124,20 @@ class Fp8Forward:
                 return self._compiled(*args, **kwargs)
             except torch_privates.compile_errors() as error:
                 self._check()
-                raise _told(error, self.model) from error
+                raise self._reason(error, args, kwargs) from error
+
+    def _reason(self, error: BaseException, args: Any, kwargs: Any) -> Exception:
+        """Our own error out of torch.compile's, or one that says what to do; raises that of the model's own forward."""
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, ValueError):
+            return inner
+        self._own(*args, **kwargs)
+        return UnsupportedModel(
+            f"the forward of this {type(self.model).__name__} cannot be captured as one graph, and matmul='fp8' infers "
+            "its scales from that: torch's reason is below. Write the forward without what breaks the graph (values of "
+            "tensors in conditions, .item(), printing), compile the part of the model that has none of it, or leave "
+            f"matmul='fp8' out.\n{error}"
+        )
 
     def _warn(self) -> None:
         """Says once that there are many graphs, and each time that they were dropped."""
@@ -131,6 +172,13 @@ class Fp8Forward:
         self._start()
 
 
+def begin_fp8_call(model: torch.nn.Module, args: object) -> None:
+    """A hook before the forward, which is told what module is called."""
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, Fp8Forward):
+        forward.begin(model)
+
+
 @contextmanager
 def _without_fast_path() -> Iterator[None]:
     """A context in which nn.TransformerEncoder and nn.MultiheadAttention run their layers in evaluation too."""
@@ -150,16 +198,3 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
     apart.__code__ = apart.__code__.replace()
     return apart
-
-
-def _told(error: BaseException, model: torch.nn.Module) -> Exception:
-    """Our own error out of torch.compile's, or one that says what to do about torch.compile's."""
-    inner = getattr(error, "inner_exception", None)
-    if isinstance(inner, ValueError):
-        return inner
-    return UnsupportedModel(
-        f"the forward of this {type(model).__name__} cannot be captured as one graph, and matmul='fp8' infers its "
-        "scales from that: torch's reason is below. Write the forward without what breaks the graph (values of tensors "
-        "in conditions, .item(), printing), compile the part of the model that has none of it, or leave matmul='fp8' "
-        f"out.\n{error}"
-    )

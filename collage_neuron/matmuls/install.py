@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from collage_neuron.matmuls.forward import Fp8Forward
+from collage_neuron import torch_privates
+from collage_neuron.matmuls.forward import Fp8Forward, begin_fp8_call
 from collage_neuron.matmuls.requirements import spread_advice, spread_part
 
 CHOICES = ("fp8",)
@@ -41,7 +42,8 @@ def check_matmul(
 def install(target: torch.nn.Module, keep: tuple[str, ...] | None, rescale: int) -> None:
     """Makes the model run its matmuls in fp8 from its next forward on."""
     model = inner(target)
-    if forward_of(model) is None:  # one that is compiled again has the hook
+    if not torch_privates.has_pre_hook(model, begin_fp8_call):  # one that is compiled again has the hooks
+        model.register_forward_pre_hook(begin_fp8_call)
         model.register_load_state_dict_post_hook(loaded)
     vars(model)["forward"] = Fp8Forward(model, keep, rescale)
 
@@ -61,8 +63,9 @@ def inner(model: torch.nn.Module) -> torch.nn.Module:
 
 def forward_of(model: torch.nn.Module) -> Fp8Forward | None:
     """The forward of a model that was compiled with matmul='fp8', else None."""
-    found = vars(inner(model)).get("forward")
-    return found if isinstance(found, Fp8Forward) else None
+    model = inner(model)
+    found = vars(model).get("forward")
+    return found.of(model) if isinstance(found, Fp8Forward) else None
 
 
 def _check_model(model: torch.nn.Module) -> None:
