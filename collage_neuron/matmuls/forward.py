@@ -153,10 +153,6 @@ class Fp8Forward:
             warnings.warn(f"matmul='fp8' drops {MOST} graphs, and captures shapes anew", stacklevel=4)
             self._start()
 
-    def loaded(self) -> None:
-        """Measures in the next calls: weights were loaded, and may have other sizes."""
-        self.backend.restart()
-
     def _check(self) -> None:
         """Checks what may have happened to the model since it was compiled, or since its last capture."""
         if spread := spread_part(self.model):

@@ -11,7 +11,6 @@ from collage_neuron import torch_privates
 from collage_neuron.matmuls.forward import Fp8Forward, begin_fp8_call
 from collage_neuron.matmuls.requirements import spread_advice, spread_part
 
-CHOICES = ("fp8",)
 RESCALE = 50
 
 
@@ -28,7 +27,7 @@ def check_matmul(
         if keep is not None or rescale != RESCALE:
             raise ValueError("keep and rescale are about matmul='fp8': write it too, or leave them out")
         return None
-    if matmul not in CHOICES:
+    if matmul != "fp8":
         raise ValueError(f"unknown matmul {matmul!r}; choose 'fp8', or leave it out")
     if not isinstance(target, torch.nn.Module):
         raise ValueError("matmul='fp8' rewrites the layers of a model: write compile(model, optimizer, matmul='fp8')")
@@ -53,7 +52,7 @@ def loaded(model: torch.nn.Module, keys: object) -> None:
     # A function that finds the forward, and does not hold it: the hook is copied with the model.
     forward = forward_of(model)
     if forward is not None:
-        forward.loaded()
+        forward.backend.restart()
 
 
 def inner(model: torch.nn.Module) -> torch.nn.Module:
