@@ -64,14 +64,10 @@ class WeightWrites:
         return is_new
 
 
-Keep = Callable[[str], bool]
-"""Returns True for the name of a parameter whose matmuls stay as they are."""
-
-
 class Backend:
     """Rewrites the linear layers of one model, in every graph that torch.compile captures of it."""
 
-    def __init__(self, model: torch.nn.Module, keep: Keep | None, rescale: int) -> None:
+    def __init__(self, model: torch.nn.Module, keep: tuple[str, ...] | None, rescale: int) -> None:
         self._model = ref(model)  # what torch.compile holds must not keep the model
         self.keep = keep
         self.rescale = rescale
@@ -105,6 +101,16 @@ class Backend:
         model = self._model()
         named = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         return [named.get(id(x)) for x in inputs]
+
+    def kept(self) -> list[str] | None:
+        """The names of the parameters that `keep` names, themselves or modules that they lie in; None for the heads."""
+        model = self._model()
+        if self.keep is None or model is None:
+            return None
+        # A tied weight has several names, and graphs know the first one.
+        named = model.named_parameters(remove_duplicate=False)
+        kept = {id(p) for name, p in named if any(f"{name}.".startswith(f"{asked}.") for asked in self.keep)}
+        return [name for name, p in model.named_parameters() if id(p) in kept]
 
     def reload(self) -> None:
         """Gives all graphs the scales as they are now."""
@@ -262,7 +268,7 @@ class Captured:
         return any(off[i] for i in new)
 
     def _make_plan(self, module: GraphModule, forward_outputs: int) -> None:
-        self.plan = plan(module.graph, self.names, self.sizes, forward_outputs, self.backend.keep)
+        self.plan = plan(module.graph, self.names, self.sizes, forward_outputs, self.backend.kept())
         self.writes = WeightWrites(every=not self.plan.tangents)
         if not self.plan.products:
             left = f"; those of {', '.join(self.plan.kept)} stay as they are" if self.plan.kept else ""

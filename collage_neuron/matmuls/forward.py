@@ -49,18 +49,10 @@ class Fp8Forward:
         self._start()
 
     def _start(self) -> None:
-        kept = None if self.keep is None else self.is_kept
-        self.backend = Backend(self.model, kept, self.rescale)
+        self.backend = Backend(self.model, self.keep, self.rescale)
         self._compiled: Callable[..., Any] | None = None
         self._met: torch_privates.Surroundings | None = None
         self._begun = local()  # `forward` is that of the module whose hooks have run
-
-    def is_kept(self, parameter: str) -> bool:
-        """Returns True for a parameter that `keep` names, itself or a module that it lies in, by any of its names."""
-        # A tied weight has several, and graphs know the first one.
-        everything = dict(self.model.named_parameters(remove_duplicate=False))
-        mine = [name for name, p in everything.items() if p is everything[parameter]]
-        return any(f"{name}.".startswith(f"{kept}.") for name in mine for kept in self.keep or ())
 
     def of(self, model: torch.nn.Module) -> Fp8Forward:
         """The forward of a model that has this one in its `__dict__`: that of a shallow copy is made anew."""

@@ -183,7 +183,11 @@ def _exponent(size: Any, fmt: str) -> int:
 
 
 def plan(
-    graph: Graph, names: Sequence[str | None], sizes: Sequence[Size | None], forward_outputs: int, keep: Any
+    graph: Graph,
+    names: Sequence[str | None],
+    sizes: Sequence[Size | None],
+    forward_outputs: int,
+    keep: Iterable[str] | None,
 ) -> Plan:
     """Plans a graph and marks its matmuls.
 
@@ -192,7 +196,7 @@ def plan(
         names: of each forward input, the name of the parameter that it is, or None.
         sizes: of each forward input, its size or None.
         forward_outputs: the number of outputs that are not gradients.
-        keep: None for the heads, or a function that returns True for the name of a parameter to keep.
+        keep: the names of parameters to keep; None for the heads.
 
     Raises:
         ValueError: the graph has another number of inputs or of gradients.
@@ -214,8 +218,8 @@ def plan(
         nodes,
     )
     found = list(products(joint))
-    kept = last(found, nodes) if keep is None else {p.parameter for p in found if keep(p.parameter)}
-    kept |= _left_in_fp32(joint).intersection(p.parameter for p in found)
+    kept = last(found, nodes) if keep is None else set(keep)
+    kept = (kept | _left_in_fp32(joint)).intersection(p.parameter for p in found)
     rewritten = [p for p in found if p.parameter not in kept]
     given = {n: size for n, size in zip(inputs, sizes, strict=True) if size is not None}
     # The sizes of gradients are known later: with any size for them, the analysis shows which values have one at all.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -111,6 +113,16 @@ def test_compiling_again_begins_anew_and_without_matmul_changes_nothing() -> Non
     assert forward(model) is not first
     trained(model, batch())
     assert graph(model).plan.kept == []
+
+
+@pytest.mark.parametrize("keep", [None, ["2"]])
+def test_a_model_that_is_let_go_is_freed(keep: list[str] | None) -> None:
+    model = compiled(small(), keep=keep)
+    trained(model, batch())
+    held = ref(model)
+    del model
+    gc.collect()
+    assert held() is None
 
 
 def test_it_can_be_taken_away() -> None:
