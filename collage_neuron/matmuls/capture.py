@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from collage_neuron import torch_privates
+from collage_neuron.errors import warn_user
 from collage_neuron.matmuls.advice import LOSS, SCALED_WELL, advice
 from collage_neuron.matmuls.graph_half import BINADES, UNSTEADY, Half
 from collage_neuron.matmuls.scales import Measurement, Scales, binades, finite_part, size_of, usable
@@ -145,7 +145,7 @@ class Backend:
             will_last = name in limited or (found.saturated >= LOSS and not was_off)
             if said and not self.warned and (will_last or (harmed and was_off)):
                 self.warned = True
-                warnings.warn(f"matmul='fp8': {said}. explain(model) shows all operands", stacklevel=2)
+                warn_user(f"matmul='fp8': {said}. explain(model) shows all operands")
             bad = bad or (said is not None and harmed and was_off)
         return bad
 

@@ -10,7 +10,6 @@ the original. A hook, which is told what module is called, gives the copy one of
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock, local
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import UnsupportedModel
+from collage_neuron.errors import UnsupportedModel, warn_user
 from collage_neuron.matmuls.capture import Backend
 from collage_neuron.matmuls.requirements import check_target, spread_advice, spread_part
 
@@ -46,13 +45,13 @@ class Fp8Forward:
         self.model = model
         self.keep = keep
         self.rescale = rescale
+        self._begun = local()  # `forward` is that of the module whose hooks have run
         self._start()
 
     def _start(self) -> None:
         self.backend = Backend(self.model, self.keep, self.rescale)
         self._compiled: Callable[..., Any] | None = None
         self._met: torch_privates.Surroundings | None = None
-        self._begun = local()  # `forward` is that of the module whose hooks have run
 
     def of(self, model: torch.nn.Module) -> Fp8Forward:
         """The forward of a model that has this one in its `__dict__`: that of a shallow copy is made anew."""
@@ -111,6 +110,7 @@ class Fp8Forward:
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self._compiled is None:
             self._compiled = torch.compile(_apart(self._own), backend=self.backend, fullgraph=True, dynamic=False)
+            self._met = torch_privates.Surroundings(self.model)
         with _ONE_AT_A_TIME, torch_privates.guarding(MOST), _without_fast_path():
             try:
                 return self._compiled(*args, **kwargs)
@@ -134,15 +134,14 @@ class Fp8Forward:
     def _warn(self) -> None:
         """Says once that there are many graphs, and each time that they were dropped."""
         if len(self.backend.graphs) == MANY + 1:
-            warnings.warn(
+            warn_user(
                 f"matmul='fp8' has captured this {type(self.model).__name__} {MANY + 1} times, once for each shape of "
                 "its inputs, mode, and set of frozen layers; each time takes seconds. Pad batches to a few shapes; if "
                 "you do not change shapes, the forward depends on a number that changes with each call: make it a "
-                "tensor",
-                stacklevel=4,
+                "tensor"
             )
         if len(self.backend.graphs) >= MOST:  # another one would be an error of torch.compile's
-            warnings.warn(f"matmul='fp8' drops {MOST} graphs, and captures shapes anew", stacklevel=4)
+            warn_user(f"matmul='fp8' drops {MOST} graphs, and captures shapes anew")
             self._start()
 
     def _check(self) -> None:
@@ -156,8 +155,7 @@ class Fp8Forward:
         return {"model": self.model, "keep": self.keep, "rescale": self.rescale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._start()
+        self.__init__(**state)  # type: ignore[misc]  # of an object that has none of it yet
 
 
 def begin_fp8_call(model: torch.nn.Module, args: object) -> None:

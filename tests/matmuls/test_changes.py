@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -161,9 +162,12 @@ class Doubled(nn.Sequential):
         return 2 * x
 
 
-def test_a_model_that_has_another_class_runs_its_forward() -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["", "after an error"])
+def test_a_model_that_has_another_class_runs_its_forward(fails: bool) -> None:
     model = compiled(small())
-    before = model(batch())
+    before = compiled(small())(batch())
+    with pytest.raises(TypeError) if fails else nullcontext():
+        model(None if fails else batch())
     model.__class__ = Doubled
     assert torch.equal(model(batch()), 2 * before)
 
