@@ -315,8 +315,8 @@ def _fp32(named: Iterable[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
 
 def _runs_torchs_code(module: torch.nn.Module) -> bool:
     """Returns True for a layer of torch's, or one derived from it, that computes as torch wrote it."""
-    forward: Any = type(module).forward
-    return forward is not torch.nn.Module.forward and str(forward.__module__).startswith("torch.nn.")
+    forward = getattr(type(module), "forward", None)  # the class of a scripted module has none
+    return forward is not torch.nn.Module.forward and str(getattr(forward, "__module__", "")).startswith("torch.nn.")
 
 
 def _complete(name: str, module: torch.nn.Module, found: set[torch.Tensor]) -> None:
