@@ -166,7 +166,7 @@ def _log(model: Any, windows: Tensor, run: Run) -> list[tuple[int, int, float]]:
 def _listen(half: Half, found: list[tuple[int, int, float]]) -> None:
     measured = half.recalibration.measured
 
-    def listening(call: int, seen: Tensor, again: Tensor | None = None) -> None:
+    def listening(call: int, seen: Tensor, again: Tensor) -> None:
         found.append((call, call - half.recalibration.history[-1], worst(seen)))
         measured(call, seen, again)
 

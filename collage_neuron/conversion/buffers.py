@@ -231,10 +231,10 @@ def chosen(model: object, keep_fp32: Choice | Iterable[Choice] | None) -> frozen
         found |= _matching(model, entry)
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
+        if own and _runs_torchs_code(module):
+            _complete(name, module, found)
         if own and found.issuperset(own):
             found |= _fp32(module.named_buffers(recurse=False))
-        elif type(module).__module__.startswith("torch.nn."):
-            _check_whole(name, module, found)
     return frozenset(found)
 
 
@@ -313,15 +313,29 @@ def _fp32(named: Iterable[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
     return {t for _, t in named if t.dtype == torch.float32}
 
 
-def _check_whole(name: str, module: torch.nn.Module, found: AbstractSet[torch.Tensor]) -> None:
-    """Raises ValueError for a layer of torch's of which a part would stay fp32."""
+def _runs_torchs_code(module: torch.nn.Module) -> bool:
+    """Returns True for a layer of torch's, or one derived from it, that computes as torch wrote it."""
+    forward = getattr(type(module), "forward", None)  # the class of a scripted module has none
+    return forward is not torch.nn.Module.forward and str(getattr(forward, "__module__", "")).startswith("torch.nn.")
+
+
+def _complete(name: str, module: torch.nn.Module, found: set[torch.Tensor]) -> None:
+    """Adds all of a layer of torch's to `found` if a module in it stays, since it computes in one dtype.
+
+    nn.MultiheadAttention does not call its `out_proj`, but reads its weights.
+
+    Raises:
+        ValueError: some of its parameters were named, and no module in it.
+    """
+    inside = [set(child.parameters()) for child in module.children()]
+    if any(parameters and parameters <= found for parameters in inside):
+        found |= _fp32(module.named_parameters())
     parts = {key: p in found for key, p in module.named_parameters() if p.is_floating_point()}
-    if any(p in found for p in module.parameters(recurse=False)) and not all(parts.values()):
-        inside = [key for key, stays in parts.items() if stays]
+    if any(parts.values()) and not all(parts.values()):
         raise ValueError(
-            f"keep_fp32 has {inside[0]!r} of {name or 'the model'!r} ({type(module).__name__}), and not "
-            f"{next(key for key, stays in parts.items() if not stays)!r}: the layer computes with both in one dtype; "
-            "name the module, or leave it out"
+            f"keep_fp32 has {next(key for key, stays in parts.items() if stays)!r} of {name or 'the model'!r} "
+            f"({type(module).__name__}), and not {next(key for key, stays in parts.items() if not stays)!r}: the layer "
+            "computes with both in one dtype; name the module, or leave it out"
         )
 
 

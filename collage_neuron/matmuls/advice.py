@@ -39,18 +39,6 @@ def advice(name: str, drift: float, saturated: float, vanished: float, limited: 
 _REACH = ", ".join(f"{limit} ({fmt})" for fmt, limit in LIMITS.items())
 
 
-def lasting(name: str, drift: float, saturated: float, vanished: float, limited: bool) -> str | None:
-    """The sentence about an operand that loses much, and will in later calls: its scale fits, or cannot fit."""
-    if limited or (saturated >= LOSS and abs(drift) <= SCALED_WELL):
-        return advice(name, drift, saturated, vanished, limited)
-    return None
-
-
-def past(name: str, drift: float, saturated: float, vanished: float, limited: bool) -> str | None:
-    """The sentence about an operand that lost much in this call, and maybe in others since it was measured last."""
-    return advice(name, drift, saturated, vanished, limited) if abs(drift) > SCALED_WELL else None
-
-
 def worst(operands: Mapping[str, Mapping[str, float]]) -> str | None:
     """The sentence about the operand that loses most; None if none loses much."""
     most = max(operands, key=lambda n: max(operands[n]["saturated"], operands[n]["vanished"]), default=None)

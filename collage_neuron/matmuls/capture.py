@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -12,7 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from collage_neuron import torch_privates
-from collage_neuron.matmuls.advice import lasting, past
+from collage_neuron.errors import warn_user
+from collage_neuron.matmuls.advice import LOSS, SCALED_WELL, advice
 from collage_neuron.matmuls.graph_half import BINADES, UNSTEADY, Half
 from collage_neuron.matmuls.scales import Measurement, Scales, binades, finite_part, size_of, usable
 from collage_neuron.passes.fp8_scaling.plan import Plan, plan, results_of
@@ -64,14 +64,10 @@ class WeightWrites:
         return is_new
 
 
-Keep = Callable[[str], bool]
-"""Returns True for the name of a parameter whose matmuls stay as they are."""
-
-
 class Backend:
     """Rewrites the linear layers of one model, in every graph that torch.compile captures of it."""
 
-    def __init__(self, model: torch.nn.Module, keep: Keep | None, rescale: int) -> None:
+    def __init__(self, model: torch.nn.Module, keep: tuple[str, ...] | None, rescale: int) -> None:
         self._model = ref(model)  # what torch.compile holds must not keep the model
         self.keep = keep
         self.rescale = rescale
@@ -106,6 +102,16 @@ class Backend:
         named = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         return [named.get(id(x)) for x in inputs]
 
+    def kept(self) -> list[str] | None:
+        """The names of the parameters that `keep` names, themselves or modules that they lie in; None for the heads."""
+        model = self._model()
+        if self.keep is None or model is None:
+            return None
+        # A tied weight has several names, and graphs know the first one.
+        named = model.named_parameters(remove_duplicate=False)
+        kept = {id(p) for name, p in named if any(f"{name}.".startswith(f"{asked}.") for asked in self.keep)}
+        return [name for name, p in model.named_parameters() if id(p) in kept]
+
     def reload(self) -> None:
         """Gives all graphs the scales as they are now."""
         for graph in self.graphs:
@@ -134,16 +140,14 @@ class Backend:
         limited = set(self.scales.beyond())  # waits for the device, as what calls this has done anyway
         for name, row in zip(names, seen.tolist(), strict=True):
             found = Measurement(*row)
-            numbers = found.binades, found.saturated, found.vanished, name in limited
-            lost = past(name, *numbers) if harmed else None
-            self._warn(lasting(name, *numbers) or lost)
-            bad = bad or lost is not None
+            said = advice(name, found.binades, found.saturated, found.vanished, name in limited)
+            was_off = abs(found.binades) > SCALED_WELL
+            will_last = name in limited or (found.saturated >= LOSS and not was_off)
+            if said and not self.warned and (will_last or (harmed and was_off)):
+                self.warned = True
+                warn_user(f"matmul='fp8': {said}. explain(model) shows all operands")
+            bad = bad or (said is not None and harmed and was_off)
         return bad
-
-    def _warn(self, said: str | None) -> None:
-        if said and not self.warned:
-            self.warned = True
-            warnings.warn(f"matmul='fp8': {said}. explain(model) shows all operands", stacklevel=2)
 
     def restart(self) -> None:
         """Makes all graphs measure in their next call: weights were loaded."""
@@ -160,6 +164,7 @@ class Captured:
     """One captured graph: for one shape of the inputs, with a backward half or without."""
 
     plan: Plan
+    writes: WeightWrites
 
     def __init__(self, backend: Backend, inputs: Sequence[Any]) -> None:
         self.backend = backend
@@ -175,7 +180,6 @@ class Captured:
         """Operands that could have, but were too different."""
         self.unsteady: set[str] = set()
         """Operands whose sizes change from call to call, so that they take their largest magnitude in each."""
-        self.writes: WeightWrites | None = None
 
     def partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         """Plans the joint graph before torch cuts it in two."""
@@ -186,6 +190,7 @@ class Captured:
 
     def half(self, module: GraphModule, inputs: Any, corrects: bool = False) -> Half:
         """Compiles the forward half of a graph that is trained, or the backward half."""
+        torch_privates.donate_nothing()
         half = Half(self, module, self.backend.rescale, corrects)
         self.halves.append(half)
         return half
@@ -216,8 +221,6 @@ class Captured:
 
     def look_at_weights(self) -> None:
         """Measures in this call if other code than an optimizer's steps has written weights."""
-        if self.writes is None:
-            self.writes = WeightWrites(every=not self.plan.tangents)
         if self.writes.changed(self.backend.weights()):
             self.restart()
 
@@ -264,13 +267,9 @@ class Captured:
             self.backend.reload()
         return any(off[i] for i in new)
 
-    def unsettled(self, names: Sequence[str], seen: Tensor) -> Tensor:
-        """A mask of operands: True if nothing is known of one but that it is zero, or not finite."""
-        scales = self.backend.scales
-        return ~scales.settled[scales.at([self.key(name) for name in names])] | ~(seen[:, 0] < torch.inf)
-
     def _make_plan(self, module: GraphModule, forward_outputs: int) -> None:
-        self.plan = plan(module.graph, self.names, self.sizes, forward_outputs, self.backend.keep)
+        self.plan = plan(module.graph, self.names, self.sizes, forward_outputs, self.backend.kept())
+        self.writes = WeightWrites(every=not self.plan.tangents)
         if not self.plan.products:
             left = f"; those of {', '.join(self.plan.kept)} stay as they are" if self.plan.kept else ""
             raise ValueError(

@@ -67,7 +67,7 @@ class Recalibration:
         self.begin = call - 1
         self.distance = self._most
 
-    def measured(self, call: int, seen: Tensor, again: Tensor | None = None) -> None:
+    def measured(self, call: int, seen: Tensor, again: Tensor) -> None:
         """Remembers what a call measured: float32[operands, 3], as `scaled_matmul.measure` gives it.
 
         Args:
@@ -82,11 +82,11 @@ class Recalibration:
         """Sets the distance to the next measurement by what the last one said, and returns that, once."""
         seen, again = self._last, self._again
         self._last = self._again = None
-        if seen is None:
+        if seen is None or again is None:
             return None
         seen = seen.cpu()  # what is computed of it here is no program for the device
         since = self.history[-1] - self.history[0]
-        if again is not None and bool(again.cpu().any()):
+        if bool(again.cpu().any()):
             self.distance = 1
         else:
             self.distance = max(1, since // 2) if worst(seen) > BINADES else min(self._most, 2 * self.distance)
@@ -143,11 +143,6 @@ class Half:
         """Takes the scales as they are now."""
         self.powers = self.graph.backend.scales.powers([self.graph.key(name) for name in self.plain.names])
 
-    @property
-    def due(self) -> bool:
-        """Returns True if this call is to measure."""
-        return bool(self.measured) and self.recalibration.due(self.calls)
-
     def look_back(self) -> bool:
         """Reads what the last call measured. Returns True if weights had drifted, which concerns other graphs."""
         seen = self.recalibration.look_back()
@@ -180,45 +175,33 @@ class Half:
             self._look_at(args)
         if self.powers is None:
             self.load()
-        if not self.due:
+        if not self.measured or not self.recalibration.due(self.calls):
             return self._run(self.plain.module, args)
         if self.measuring is None:
             self.measuring = rewrite(self.source, self.measured, self.graph.unsteady).module
         first = self.recalibration.is_first(self.calls)
         corrected = first or self.corrects
         self.harmed = not corrected or not (first or self.recalibration.history[-1] == self.calls - 1)
-        return self._corrected(args) if corrected else self._measured(args)
+        return self._measure(args, max(ATTEMPTS, len(self.measured)) if corrected else 1)
 
-    def _measured(self, args: list[Any]) -> Any:
-        """Runs and measures; scales follow from the next call on."""
+    def _measure(self, args: list[Any], attempts: int) -> Any:
+        """Runs and measures; of several attempts it makes as many as scales need to fit, and waits for the device."""
         assert self.measuring is not None
-        *results, seen = self._run(self.measuring, args)
-        self._follow(seen, seen)
-        return results
-
-    def _follow(self, seen: Tensor, first: Tensor) -> None:
-        again = self.graph.backend.scales.follow([self.graph.key(name) for name in self.measured], seen)
-        self.recalibration.measured(self.calls, first, again)
-        self.graph.backend.reload()
-
-    def _corrected(self, args: list[Any]) -> Any:
-        """Runs and measures until scales fit. Waits for the device."""
-        assert self.measuring is not None
-        state, first = torch.get_rng_state(), None
-        attempts = max(ATTEMPTS, len(self.measured))
-        for attempt in range(attempts):
+        state, first, names = torch.get_rng_state(), None, self.measured
+        for left in reversed(range(attempts)):
             torch.set_rng_state(state)  # dropout may be on; a second attempt draws what the first one drew
-            *results, seen = self._run(self.measuring, list(args))
+            *results, seen = self._run(self.measuring, list(args) if left else args)
             first = seen if first is None else first
-            if attempt == attempts - 1 or not self.graph.correct(self.measured, seen):
+            if not left or not self.graph.correct(names, seen):
                 break
             results.clear()  # before they are computed again
         args.clear()
         assert first is not None
-        if self.corrects:  # scales of training stay as they are
-            self.recalibration.measured(self.calls, first, self.graph.unsettled(self.measured, seen))
-        else:
-            self._follow(seen, first)
+        scales, keys = self.graph.backend.scales, [self.graph.key(name) for name in names]
+        if not self.corrects:  # else scales of training stay as they are
+            scales.follow(keys, seen)
+            self.graph.backend.reload()
+        self.recalibration.measured(self.calls, first, scales.again(keys, seen))
         return results
 
     def _look_at(self, args: list[Any]) -> None:

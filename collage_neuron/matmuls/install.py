@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from collage_neuron.matmuls.forward import Fp8Forward
+from collage_neuron import torch_privates
+from collage_neuron.matmuls.forward import Fp8Forward, begin_fp8_call
 from collage_neuron.matmuls.requirements import spread_advice, spread_part
 
-CHOICES = ("fp8",)
 RESCALE = 50
 
 
@@ -27,7 +27,7 @@ def check_matmul(
         if keep is not None or rescale != RESCALE:
             raise ValueError("keep and rescale are about matmul='fp8': write it too, or leave them out")
         return None
-    if matmul not in CHOICES:
+    if matmul != "fp8":
         raise ValueError(f"unknown matmul {matmul!r}; choose 'fp8', or leave it out")
     if not isinstance(target, torch.nn.Module):
         raise ValueError("matmul='fp8' rewrites the layers of a model: write compile(model, optimizer, matmul='fp8')")
@@ -41,7 +41,8 @@ def check_matmul(
 def install(target: torch.nn.Module, keep: tuple[str, ...] | None, rescale: int) -> None:
     """Makes the model run its matmuls in fp8 from its next forward on."""
     model = inner(target)
-    if forward_of(model) is None:  # one that is compiled again has the hook
+    if not torch_privates.has_pre_hook(model, begin_fp8_call):  # one that is compiled again has the hooks
+        model.register_forward_pre_hook(begin_fp8_call)
         model.register_load_state_dict_post_hook(loaded)
     vars(model)["forward"] = Fp8Forward(model, keep, rescale)
 
@@ -51,7 +52,7 @@ def loaded(model: torch.nn.Module, keys: object) -> None:
     # A function that finds the forward, and does not hold it: the hook is copied with the model.
     forward = forward_of(model)
     if forward is not None:
-        forward.loaded()
+        forward.backend.restart()
 
 
 def inner(model: torch.nn.Module) -> torch.nn.Module:
@@ -61,8 +62,9 @@ def inner(model: torch.nn.Module) -> torch.nn.Module:
 
 def forward_of(model: torch.nn.Module) -> Fp8Forward | None:
     """The forward of a model that was compiled with matmul='fp8', else None."""
-    found = vars(inner(model)).get("forward")
-    return found if isinstance(found, Fp8Forward) else None
+    model = inner(model)
+    found = vars(model).get("forward")
+    return found.of(model) if isinstance(found, Fp8Forward) else None
 
 
 def _check_model(model: torch.nn.Module) -> None:

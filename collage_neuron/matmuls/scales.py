@@ -70,12 +70,11 @@ class Scales:
         """Adds operands, and sets those of which no size was measured yet to what an analysis says."""
         added = [name for name in exponents if name not in self.places]
         self.places.update({name: len(self.places) + i for i, name in enumerate(added)})
-        new = len(added)
-        self.inverse = torch.cat([self.inverse.to(device), torch.ones(new, device=device, dtype=torch.float32)])
-        self.last = torch.cat([self.last.to(device), torch.zeros(new, 3, device=device, dtype=torch.float32)])
-        self.settled = torch.cat([self.settled.to(device), torch.zeros(new, dtype=torch.bool, device=device)])
         limits = torch.tensor([2.0 ** LIMITS[formats[name]] for name in added], device=device, dtype=torch.float32)
         self.limit = torch.cat([self.limit.to(device), limits])
+        self.inverse = torch.cat([self.inverse.to(device), torch.ones_like(limits)])
+        self.last = torch.cat([self.last.to(device), limits.new_zeros(len(added), 3)])
+        self.settled = torch.cat([self.settled.to(device), torch.zeros_like(limits, dtype=torch.bool)])
         if exponents:
             at, powers = self.at(exponents), [2.0**e for e in exponents.values()]
             given = torch.tensor(powers, device=device, dtype=torch.float32)
@@ -90,12 +89,8 @@ class Scales:
         inverse = self.inverse[self.at(names)] if names else self.inverse[:0]
         return torch.stack([1 / inverse, inverse])
 
-    def follow(self, names: Sequence[str], seen: Tensor) -> Tensor:
-        """Shifts the scales of operands by what was measured; of zeros and of values that are not finite they stay.
-
-        Returns:
-            bool[operands]: those to measure again soon: of zeros that were never anything else, or not finite.
-        """
+    def follow(self, names: Sequence[str], seen: Tensor) -> None:
+        """Shifts the scales of operands by what was measured; of zeros and of values that are not finite they stay."""
         at, drift = self.at(names), seen[:, 0]
         found = usable(drift)
         moved = torch.where(found, self.inverse[at] * drift, self.inverse[at])
@@ -104,7 +99,10 @@ class Scales:
         self.last = self.last.index_put((at,), seen)
         self.settled = self.settled.index_put((at,), self.settled[at] | found)
         self.measured.update(names)
-        return ~self.settled[at] | ~(drift < torch.inf)
+
+    def again(self, names: Sequence[str], seen: Tensor) -> Tensor:
+        """bool[operands]: those to measure again soon: of zeros that were never anything else, or not finite."""
+        return ~self.settled[self.at(names)] | ~(seen[:, 0] < torch.inf)
 
     def unsettled(self) -> list[str]:
         """The operands that were measured, but were zero or not finite each time. Waits for the device."""

@@ -71,7 +71,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class Guard:
-    """Whether as many tensors are of the same classes, dtypes, shapes, ..., and DTensors have parts of the same kind."""
+    """Whether as many tensors are of the same classes, dtypes, shapes, ..., and DTensors have alike parts."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sharded = [type(t) not in ORDINARY for t in tensors]

@@ -78,16 +78,28 @@ def guarding(graphs: int) -> Any:
     )
 
 
+def donate_nothing() -> None:
+    """Keeps what the graph that is being compiled saves for its backward as it is, so that this may run again.
+
+    Else torch lets a backward write there, and rejects `retain_graph=True` if the first backward did not ask for it. A
+    setting of torch's would do it too, but that counts when a backward runs, also for the graphs of others.
+    """
+    metadata: Any = torch._guards.TracingContext.get().fw_metadata
+    metadata.bw_donated_idxs = []
+
+
 class Surroundings:
-    """What torch.compile takes for granted of a model: hooks of all modules, and the forward of each class."""
+    """What torch.compile takes for granted of a model: its class, hooks of all modules, the forward of each class."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._kind = type(model)
         self._hooks = _global_hooks()
         self._forwards = {type(m): type(m).forward for m in model.modules()}
 
-    def changed(self) -> bool:
+    def changed(self, model: torch.nn.Module) -> bool:
         """Returns True if something of it is not what it was."""
-        return _global_hooks() != self._hooks or any(c.forward is not f for c, f in self._forwards.items())
+        forwards = any(c.forward is not f for c, f in self._forwards.items())
+        return type(model) is not self._kind or _global_hooks() != self._hooks or forwards
 
 
 def _global_hooks() -> list[tuple[Any, ...]]:

@@ -13,13 +13,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from collage_neuron.passes.fp8_scaling.scaled_matmul import LIMITS, largest
-from collage_neuron.passes.fp8_scaling.sizes import Size, analyse, known, packet, reason
+from collage_neuron.passes.fp8_scaling.sizes import Size, analyse, known, packet, reason, views_bits
 from collage_neuron.passes.ir.stage import ancestors
 
 aten: Any = torch.ops.aten
@@ -68,13 +69,9 @@ def factors(node: Node) -> Sequence[Any]:
 
 def source(x: Any) -> Any:
     """The value whose elements `x` has, in another shape or dtype."""
-    while isinstance(x, Node) and packet(x) in SAME_ELEMENTS and not _bits(x):
+    while isinstance(x, Node) and packet(x) in SAME_ELEMENTS and not views_bits(x):
         x = x.args[0]
     return x
-
-
-def _bits(x: Node) -> bool:
-    return any(isinstance(a, torch.dtype) for a in x.args)
 
 
 def depending_on(starts: Iterable[Node], nodes: Sequence[Node]) -> frozenset[Node]:
@@ -118,13 +115,11 @@ def last(found: Sequence[Product], nodes: Sequence[Node]) -> set[str]:
 
 def results_of(node: Node) -> list[Any]:
     """What an output node returns, in order, with None for absent gradients."""
-    flat: list[Any] = []
-    waiting: list[Any] = [node.args[0]]
-    while waiting:
-        x = waiting.pop(0)
-        waiting[:0] = list(x) if isinstance(x, (list, tuple)) else []
-        flat += [] if isinstance(x, (list, tuple)) else [x]
-    return flat
+    return _flat(node.args[0])
+
+
+def _flat(x: Any) -> list[Any]:
+    return [y for part in x for y in _flat(part)] if isinstance(x, (list, tuple)) else [x]
 
 
 FORWARD, GRADIENT = "e4m3", "e5m2"
@@ -188,7 +183,11 @@ def _exponent(size: Any, fmt: str) -> int:
 
 
 def plan(
-    graph: Graph, names: Sequence[str | None], sizes: Sequence[Size | None], forward_outputs: int, keep: Any
+    graph: Graph,
+    names: Sequence[str | None],
+    sizes: Sequence[Size | None],
+    forward_outputs: int,
+    keep: Iterable[str] | None,
 ) -> Plan:
     """Plans a graph and marks its matmuls.
 
@@ -197,7 +196,7 @@ def plan(
         names: of each forward input, the name of the parameter that it is, or None.
         sizes: of each forward input, its size or None.
         forward_outputs: the number of outputs that are not gradients.
-        keep: None for the heads, or a function that returns True for the name of a parameter to keep.
+        keep: the names of parameters to keep; None for the heads.
 
     Raises:
         ValueError: the graph has another number of inputs or of gradients.
@@ -219,8 +218,8 @@ def plan(
         nodes,
     )
     found = list(products(joint))
-    kept = last(found, nodes) if keep is None else {p.parameter for p in found if keep(p.parameter)}
-    kept |= _left_in_fp32(joint).intersection(p.parameter for p in found)
+    kept = last(found, nodes) if keep is None else set(keep)
+    kept = (kept | _left_in_fp32(joint)).intersection(p.parameter for p in found)
     rewritten = [p for p in found if p.parameter not in kept]
     given = {n: size for n, size in zip(inputs, sizes, strict=True) if size is not None}
     # The sizes of gradients are known later: with any size for them, the analysis shows which values have one at all.
@@ -256,7 +255,4 @@ def _operands(found: Sequence[Product], joint: Joint, sized: set[Node]) -> dict[
 
 def _unique(name: str, taken: Any) -> str:
     """The name, numbered if a layer that is called several times has it already."""
-    taken, n, tried = set(taken), 2, name
-    while tried in taken:
-        tried, n = f"{name}#{n}", n + 1
-    return tried
+    return next(tried for tried in chain([name], (f"{name}#{n}" for n in count(2))) if tried not in taken)

@@ -54,14 +54,12 @@ class _Rewriter:
     def powers(self, wide: Node, operand: Operand) -> tuple[Node, Node]:
         """The scale of an operand and its inverse; once for all values with the same elements."""
         if operand.name not in self.found:
-            both, at = self.scales, self.places.get(operand.name, 0)
-            given = operand.is_known and operand.name not in self.unsteady
-            if not given:
-                both = self.call(amax_powers, wide, operand.fmt)
-            at, after = (at, at + len(self.places)) if given else (0, 1)
-            # `powers` is flat: all scales, and then the inverse of each.
-            scale, inverse = (self.call(operator.getitem, both, i) for i in (at, after))
-            self.found[operand.name] = scale, inverse
+            if operand.is_known and operand.name not in self.unsteady:
+                # `powers` is flat: all scales, and then the inverse of each.
+                both, at, n = self.scales, self.places[operand.name], len(self.places)
+            else:
+                both, at, n = self.call(amax_powers, wide, operand.fmt), 0, 1
+            self.found[operand.name] = self.call(operator.getitem, both, at), self.call(operator.getitem, both, at + n)
         return self.found[operand.name]
 
     def rounded(self, x: Node, operand: Operand) -> tuple[Node, Node]:
@@ -111,11 +109,7 @@ def rewrite(module: GraphModule, measured: Sequence[str] = (), unsteady: Set[str
     for node in marked:
         writer.rewrite(node)
     if measured:
-        _add_output(writer, output)
+        with graph.inserting_before(output):
+            seen = writer.call(torch.stack, [writer.measured[name] for name in measured])
+        output.args = ([*results_of(output), seen],)
     return Rewritten(GraphModule(module, graph), names)
-
-
-def _add_output(writer: _Rewriter, output: Node) -> None:
-    with writer.graph.inserting_before(output):
-        seen = writer.call(torch.stack, [writer.measured[name] for name in writer.wanted])
-    output.args = ([*results_of(output), seen],)

@@ -127,7 +127,8 @@ def fitting(shaped: Tensor, top: Tensor, rms: Tensor, fmt: str) -> Tensor:
         fmt: the storage type.
     """
     places = math.floor(math.log2(largest(fmt)))
-    fits = torch.where(top * 2.0**places > largest(fmt), 2.0 ** (1 - places), 2.0**-places)
+    least = torch.full_like(top, 2.0**-places)  # of two numbers, `where` would give a tensor of torch's default dtype
+    fits = torch.where(top * 2.0**places > largest(fmt), 2 * least, least)
     small = (shaped.abs() <= fits * VANISHING[fmt]) & (shaped != 0)
     crowded = small.float().sum() > CROWDED * (shaped != 0).float().sum()
     return torch.where((top > rms * largest(fmt)) & ~crowded, fits, rms)

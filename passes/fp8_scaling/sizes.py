@@ -86,8 +86,8 @@ class Operands:
 
     def __init__(self, node: Node, found: dict[Node, Sizes]) -> None:
         self.node = node
-        self.args = node.args
-        self._found = found
+        self.args: tuple[Any, ...] = node.args
+        self.found = found
 
     def __getitem__(self, i: int) -> Size:
         """The size of argument `i`, a value or a number."""
@@ -97,7 +97,7 @@ class Operands:
         """The size of a value or number; Unknown if it has none."""
         if isinstance(x, (bool, int, float)):
             return of_number(float(x))
-        found = self._found.get(x) if isinstance(x, Node) else None
+        found = self.found.get(x) if isinstance(x, Node) else None
         if not isinstance(found, Size):
             raise Unknown
         return found
@@ -120,6 +120,11 @@ def packet(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
 
 
+def views_bits(node: Node) -> bool:
+    """Returns True for a view in another dtype."""
+    return any(isinstance(a, torch.dtype) for a in node.args)
+
+
 Rule = Callable[[Operands], Sizes]
 
 RULES: dict[Any, Rule] = {}
@@ -132,7 +137,7 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def _terms(x: Operands) -> float:
-    """The number of terms of each sum of the first operand."""
+    """The number of elements of the first operand for each one of the result."""
     return x.elements(x.args[0]) / max(1, x.elements())
 
 
@@ -145,6 +150,7 @@ _SHORT: tuple[tuple[tuple[Any, ...], Rule], ...] = (
     ((aten.reciprocal,), lambda x: Size(-x[0].log, x[0].positive)),
     ((aten.abs,), lambda x: Size(x[0].log, True)),
     ((aten.where,), lambda x: mixed(x[1], x[2])),
+    ((aten.cat, aten.stack), lambda x: mixed(*map(x.size, x.args[0]))),
     # Filled with zeros or with minus infinity for a softmax: what is left is as large as before.
     ((aten.masked_fill,), lambda x: x[0]),
     ((aten.full, aten.full_like, aten.fill), lambda x: x[1]),
@@ -154,6 +160,8 @@ _SHORT: tuple[tuple[tuple[Any, ...], Rule], ...] = (
     # Of angles from a full circle: rms sqrt(1/2), whatever the operand.
     ((aten.sin, aten.cos), lambda x: Size(-0.5)),
     ((aten.split, aten.split_with_sizes, aten.unbind, aten.chunk), lambda x: (x[0],) * len(x.node.meta["val"])),
+    # As many squares, beside zeros.
+    ((aten.slice_backward, aten.select_backward, aten.constant_pad_nd), lambda x: x[0].times(_terms(x) ** 0.5)),
     ((aten.sum,), lambda x: summed(x[0], _terms(x))),
     ((aten.mean,), lambda x: summed(x[0], _terms(x)).times(1 / _terms(x))),
     # A sum of products over the inner dimension.
@@ -196,21 +204,9 @@ for _targets, _of in _SHORT:
 )
 def moved(x: Operands) -> Sizes:
     """The elements of the operand, or some of them."""
-    if any(isinstance(a, torch.dtype) for a in x.args):  # a view of the bits
+    if views_bits(x.node):
         raise Unknown
     return x[0]
-
-
-@rule(aten.cat, aten.stack)
-def joined(x: Operands) -> Sizes:
-    """About as large as the largest part."""
-    return mixed(*map(x.size, x.args[0]))  # type: ignore[arg-type]  # a list of nodes
-
-
-@rule(aten.slice_backward, aten.select_backward, aten.constant_pad_nd)
-def padded(x: Operands) -> Sizes:
-    """As many squares, beside zeros."""
-    return x[0].times(math.sqrt(x.elements(x.args[0]) / x.elements()))
 
 
 @rule(aten.add, aten.sub)
@@ -288,7 +284,7 @@ def layer_norm(x: Operands) -> Sizes:
 def layer_norm_backward(x: Operands) -> Sizes:
     """The gradient times the gain over the rms of the operand; of gain and bias, sums over rows."""
     grad, weight = x[0].signed(), _gain(x, 5)
-    rows = x.elements(x.args[1]) / math.prod(x.args[2])  # type: ignore[arg-type]  # a shape
+    rows = x.elements(x.args[1]) / math.prod(x.args[2])
     return Size(grad.log + weight.log - x[1].log), summed(grad, rows), summed(grad, rows)
 
 
@@ -343,6 +339,15 @@ def mse_loss_backward(x: Operands) -> Sizes:
     return found.times(1 / x.elements()) if x.given(3, _MEAN) == _MEAN else found
 
 
+@rule(operator.getitem)
+def item(x: Operands) -> Sizes:
+    """One of several results."""
+    several, index = x.found.get(x.args[0]), int(x.args[1])
+    if several is None or isinstance(several, Size) or len(several) <= index:
+        raise Unknown
+    return several[index]
+
+
 # The analysis
 
 
@@ -350,24 +355,10 @@ def analyse(graph: Graph, given: Mapping[Node, Size]) -> dict[Node, Sizes]:
     """The sizes of all values that follow from `given`, the sizes of some inputs; unknown ones are missing."""
     found: dict[Node, Sizes] = dict(given)
     for node in graph.nodes:
-        if node.op == "call_function" and node not in found:
+        if node.op == "call_function" and node not in found and packet(node) in RULES:
             with suppress(Unknown):
-                found[node] = _size(node, found)
+                found[node] = RULES[packet(node)](Operands(node, found))
     return found
-
-
-def _size(node: Node, found: dict[Node, Sizes]) -> Sizes:
-    if node.target is operator.getitem:
-        several: Any = found.get(node.args[0]) if isinstance(node.args[0], Node) else None
-        index: Any = node.args[1]
-        if not isinstance(several, tuple) or isinstance(several, Size) or len(several) <= index:
-            raise Unknown
-        size: Size = several[index]
-        return size
-    rule = RULES.get(packet(node))
-    if rule is None:
-        raise Unknown
-    return rule(Operands(node, found))
 
 
 def known(size: Sizes | None) -> bool:
@@ -378,7 +369,7 @@ def known(size: Sizes | None) -> bool:
 def reason(node: Node, found: Mapping[Node, Sizes]) -> str:
     """Why the size of a value is not known: the operations before it that have no rule, or are of no known size."""
     unknown = ancestors([node], lambda x: [y for y in x.all_input_nodes if not known(found.get(y))])
-    operations = {packet(x) for x in unknown if x.op == "call_function" and x.target is not operator.getitem}
+    operations = {packet(x) for x in unknown if x.op == "call_function"}
     if named := sorted(map(str, operations - RULES.keys())):
         return f"{', '.join(named)} has no rule"
     return "it is computed from zeros, or from values whose size is not known"

@@ -103,6 +103,27 @@ def test_a_module_of_the_model_and_its_class() -> None:
     assert tied(tokens()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("given", ["out_proj", nn.Linear])
+def test_a_layer_that_reads_the_weights_of_one_in_it_stays_as_a_whole(given: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model, _ = compiled(model, "pair", keep_fp32=given)
+    assert model(torch.randn(2, 4, 16).bfloat16()).dtype == torch.bfloat16
+    assert {p.dtype for p in model.self_attn.parameters()} == {torch.float32}
+    assert model.norm1.weight.dtype == torch.bfloat16
+
+
+def test_a_layer_derived_from_torchs_computes_in_one_dtype_and_a_list_of_parameters_does_not() -> None:
+    class Mine(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match=r"'bias' of 'the model' \(Mine\), and not 'weight'"):
+        compiled(Mine(4, 4), "pair", keep_fp32=["bias"])
+    several = nn.ParameterList([torch.ones(2), torch.ones(2)])
+    compiled(several, "pair", keep_fp32=["0"])
+    assert [p.dtype for p in several] == [torch.float32, torch.bfloat16]
+
+
 def test_they_are_updated_as_torch_updates_fp32() -> None:
     """On the same gradients, to the rounding of fp32; 20 steps that bf16 would lose, at gains of 1."""
     model, optimizer = Experts(), None

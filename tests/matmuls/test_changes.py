@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -149,6 +151,50 @@ def test_a_forward_that_is_exchanged_in_its_class_is_captured(monkeypatch: pytes
     before = model(batch())
     monkeypatch.setattr(Scaled, "forward", lambda self, x: x * 4)
     assert torch.equal(model(batch()), before * 4)
+
+
+class Doubled(nn.Sequential):
+    """A class that a model has later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return 2 * x
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "after an error"])
+def test_a_model_that_has_another_class_runs_its_forward(fails: bool) -> None:
+    model = compiled(small())
+    before = compiled(small())(batch())
+    with pytest.raises(TypeError) if fails else nullcontext():
+        model(None if fails else batch())
+    model.__class__ = Doubled
+    assert torch.equal(model(batch()), 2 * before)
+
+
+def test_a_shallow_copy_has_attributes_of_its_own() -> None:
+    model = compiled(small())
+    before = model(batch())
+    for other in (copy.copy(model), copy.copy(copy.copy(model))):
+        other.__class__ = Doubled
+        assert torch.equal(other(batch()), 2 * before)
+    around = copy.copy(model)
+    around.__class__ = Doubled
+    assert torch.equal(torch.compile(around, backend="eager")(batch()), 2 * before)
+    assert torch.equal(model(batch()), before)
+
+
+@pytest.mark.usefixtures("wide_numbers")
+def test_scales_do_not_depend_on_the_default_dtype() -> None:
+    model = compiled(small(), rescale=50)
+    model(batch()).float().sum().backward()
+
+
+@pytest.fixture
+def wide_numbers() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 class Attending(nn.Module):

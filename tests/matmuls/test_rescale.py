@@ -76,15 +76,15 @@ def test_shifts_of_zeros_and_of_values_that_are_not_finite_are_none() -> None:
     formats = dict.fromkeys("abcde", "e4m3")
     scales.include({"a": 3, "b": -2, "c": 0, "d": 47, "e": 2}, formats, cpu)
     rows = torch.tensor([[0.0, 0, 0], [torch.nan, 0, 0], [torch.inf, 1, 0], [16.0, 0, 0], [1.0, 0, 0]])
-    again = scales.follow(list("abcde"), rows)
-    assert again.tolist() == [True, True, True, False, False]
+    scales.follow(list("abcde"), rows)
+    assert scales.again(list("abcde"), rows).tolist() == [True, True, True, False, False]
     assert scales.exponents() == {"a": 3, "b": -2, "c": 0, "d": 48, "e": 2}
     assert scales.beyond() == ["d"]
     assert scales.unsettled() == ["a", "b", "c"]
     scales.include({"a": 7, "e": 1, "f": 1}, {"f": "e5m2"}, cpu)
     assert scales.exponents() == {"a": 7, "b": -2, "c": 0, "d": 48, "e": 2, "f": 1}  # what was measured stays
-    again = scales.follow(["d", "e"], torch.tensor([[0.0, 0, 0], [torch.inf, 0, 0]]))
-    assert again.tolist() == [False, True]  # zeros say nothing new of what had a size before
+    scales.follow(["d", "e"], rows := torch.tensor([[0.0, 0, 0], [torch.inf, 0, 0]]))
+    assert scales.again(["d", "e"], rows).tolist() == [False, True]  # zeros say nothing new of what had a size before
 
 
 def measured_calls(model: nn.Module, calls: int, change: dict[int, float], which: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,8 +150,8 @@ CASES: list[tuple[Any, Sequence[Any]]] = [
     (aten.mse_loss.default, (X, Y, 2)),
     (aten.mse_loss_backward.default, (torch.tensor(0.3), X, Y, 1)),
 ]
-WITHOUT_A_SIZE = {aten.zeros, aten.zeros_like, aten.new_zeros}
-"""Results of size zero."""
+WITHOUT_A_SIZE = {aten.zeros, aten.zeros_like, aten.new_zeros, operator.getitem}
+"""Results of size zero, and one of several results."""
 ROUGH = {aten.native_layer_norm, aten._native_batch_norm_legit, aten.native_batch_norm} | {
     aten._native_batch_norm_legit_functional
 }

@@ -72,6 +72,7 @@ NOTICED_BY = {
     "eager/test_rollback.py::test_what_the_step_keeps_is_what_it_is_in_fp32": "holders are_held_once",
     "matmuls/test_changes.py": "Surroundings",
     "matmuls/test_sharded.py::test_fsdp_is_rejected_before_compiling_and_after_it": "is_managed_by_fsdp",
+    "matmuls/test_surroundings.py::test_a_backward_can_be_kept_and_run_again": "donate_nothing",
     "matmuls/test_surroundings.py::test_what_cannot_be_captured_is_rejected_with_the_reason": "compile_errors",
     "matmuls/test_surroundings.py::test_what_changes_about_a_model_is_noticed": "guarding",
     "matmuls/test_xla.py::test_every_product_is_a_dot_of_8_bits": "xla_dot",
