@@ -181,3 +181,15 @@ def test_frozen_weights_that_bf16_holds_are_not_spoken_of() -> None:
     _, optimizer = collage_neuron.compile(model, AdamW(model[1].parameters()))
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": [*model[0].parameters()]})
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_an_optimizer_whose_steps_look_at_shapes_is_described(frozen: str) -> None:
+    """Adafactor's update of a matrix has rows and columns, which a frozen vector does not have."""
+    model = nn.Linear(9, 7)
+    model.get_parameter(frozen).requires_grad_(False)
+    model, optimizer = collage_neuron.compile(model, torch.optim.Adafactor(model.parameters()), verbose=False)
+    model(torch.ones(4, 9, dtype=torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    assert "split433" in collage_neuron.explain(optimizer)
+    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx(6 + 4 * 16 / 63 if frozen == "bias" else 9.0)
