@@ -59,6 +59,8 @@ def _by_shape(
     found: dict[str, step_plan.Job] = {}
     for shape in dict.fromkeys(p.shape for p in params):
         own = [p for p in params if p.shape == shape]
+        if not records(group, own[0]).captured.may_be_of(shape):  # what is frozen has the update of another parameter
+            continue
         job = step_plan.plan_update(base_of(type(optimizer)), optimizer, group, own, records)
         text = job.recording.captured.text
         found[text] = replace(found[text], params=[*found[text].params, *own]) if text in found else job

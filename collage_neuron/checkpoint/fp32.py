@@ -105,21 +105,25 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     states = {i: (p, packed["state"].get(i, {})) for i, p in numbered(optimizer, packed).items()}
     of_all = {key: copy.deepcopy(state) for key, state in packed["state"].items() if key not in states}
     others = {key: copy.deepcopy(x) for key, x in packed.items() if key not in ("state", "param_groups")}
+    made: dict[int, Any] = {}  # one tensor that is the state of several parameters is one in the export
     return others | {
         "state": {
-            i: _fp32_state(p, state, record_of(optimizer, p)) for i, (p, state) in states.items() if not is_idle(state)
+            i: _fp32_state(p, state, record_of(optimizer, p), made)
+            for i, (p, state) in states.items()
+            if not is_idle(state)
         }
         | of_all,
         "param_groups": [{k: v for k, v in g.items() if k not in OURS} for g in packed["param_groups"]],
     }
 
 
-def _fp32_state(p: torch.Tensor, state: Mapping[str, Any], record: Record) -> StateDict:
+def _fp32_state(p: torch.Tensor, state: Mapping[str, Any], record: Record, made: dict[int, Any]) -> StateDict:
     own = {k: v for k, v in state.items() if not is_component(k, state)}
-    scalars = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items() if is_host_scalar(v, p)}
-    # What a step as written keeps in other shapes and types is as plain torch has it.
-    made = {k: copy.deepcopy(v) for k, v in own.items() if k not in scalars and not may_be_read(state, k, p, record)}
-    return {k: (scalars | made)[k] if k in {**scalars, **made} else read_fp32(p, state, k, record) for k in own}
+    for name, x in own.items():
+        # What a step as written keeps in other shapes and types is as plain torch has it.
+        if not is_host_scalar(x, p) and may_be_read(state, name, p, record) and id(x) not in made:
+            made[id(x)] = read_fp32(p, state, name, record)
+    return {name: copy.deepcopy(x, made) for name, x in own.items()}
 
 
 def set_fp32_state_dict(

@@ -16,7 +16,7 @@ from collage_neuron.optimizer.load_inner import KEY
 StateDict = dict[str, Any]
 
 TENSOR = "collage tensor"
-"""The only key of a dictionary that stands for a tensor in a list, tuple or dictionary; its value is the name."""
+"""The only key of a dictionary that stands for a tensor that is in a container, or is two states; it has the name."""
 
 
 def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -26,7 +26,8 @@ def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], 
     Those in a list, tuple or dictionary of this name have a number behind it, in the order in which they are there.
 
     Raises:
-        ValueError: something is neither a tensor, a number or a text, nor a list, tuple or dict of those.
+        ValueError: something is neither a tensor, a number or a text, nor a list, tuple or dict of those; or it is the
+            state of no parameter, or its name is no text.
     """
     check_keys(state_dict)
     if KEY in state_dict:
@@ -35,12 +36,28 @@ def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], 
             "it by torch.save"
         )
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    for i, state in state_dict["state"].items():
+        if i not in ids or not all(isinstance(name, str) for name in state):
+            raise ValueError(
+                f"state[{i!r}] has names that are no text, or is that of no parameter, and safetensors has no place for"
+                " it: save the state by torch.save"
+            )
     entries = {f"state.{ids.index(i)}.{k}": v for i, state in state_dict["state"].items() for k, v in state.items()}
     for n, group in enumerate(state_dict["param_groups"]):
         entries |= {f"param_groups.{n}.{k}": v for k, v in group.items()}
-    tensors = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
-    metadata = {k: _literal(k, _without_tensors(k, v, tensors)) for k, v in entries.items() if k not in tensors}
+    every = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+    tensors = {names[0]: every[names[0]] for names in _names_of_each(every)}
+    metadata = {k: _literal(k, _without_tensors(k, v, tensors)) for k, v in entries.items() if k not in every}
+    metadata |= {k: repr({TENSOR: name}) for name, *others in _names_of_each(every) for k in others}
     return _apart({k: v.detach().cpu().contiguous() for k, v in tensors.items()}), metadata
+
+
+def _names_of_each(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The names of each tensor: one that is the state of several parameters has several."""
+    names: dict[int, list[str]] = {}
+    for name, x in tensors.items():
+        names.setdefault(id(x), []).append(name)
+    return list(names.values())
 
 
 def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -103,7 +120,7 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 def _with_tensors(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` with its tensors, which are taken out of `tensors`."""
+    """`value` with its tensors, which are taken out of `tensors`, but for those with a name of their own."""
     if type(value) in (list, tuple):
         return type(value)(_with_tensors(key, x, tensors) for x in value)
     if type(value) is not dict:
@@ -112,7 +129,8 @@ def _with_tensors(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any
         return {k: _with_tensors(key, x, tensors) for k, x in value.items()}
     if value[TENSOR] not in tensors:
         raise ValueError(f"{key!r} has the tensor {value[TENSOR]!r}, which is missing; nothing was read")
-    return tensors.pop(value[TENSOR])
+    name = value[TENSOR]
+    return tensors.pop(name) if name.startswith(f"{key}.") else tensors[name]
 
 
 def _value(key: str, text: str) -> Any:

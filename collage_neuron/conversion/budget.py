@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -55,7 +56,7 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
     groups = [group for group in optimizer.param_groups if group["params"]]
     try:
         with naming(base):
-            found = [(records(group, group["params"][0]), group["params"]) for group in groups]
+            found = [each for group in groups for each in _updates(group, records)]
     except UnsupportedUpdate as refusal:
         raise UnsupportedUpdate(
             f"{refusal}. bytes={budget} needs an update that is captured, which says what states there will be: name a "
@@ -74,6 +75,18 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
     chosen = fitting[0]
     log.info("bytes=%d: strategy %r, %.3g bytes per parameter with %s", budget, chosen, sizes[chosen], base.__name__)
     return replace(settings, strategy=chosen)
+
+
+def _updates(group: dict[str, Any], records: Records) -> list[tuple[Recording, list[Any]]]:
+    """The updates of a group, each with its parameters: one for each shape, if the step looks at shapes."""
+    first = records(group, group["params"][0])
+    if not first.by_shape:
+        return [(first, group["params"])]
+    of_shapes: dict[Any, list[Any]] = {}
+    for p in group["params"]:
+        of_shapes.setdefault(p.shape, []).append(p)
+    found = [(records(group, params[0]), params) for params in of_shapes.values()]
+    return [(update, params) for update, params in found if update.captured.may_be_of(params[0].shape)]
 
 
 def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:

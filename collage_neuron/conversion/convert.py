@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -239,7 +239,9 @@ def _tell_of_change(
 ) -> None:
     """Warns of what is gained and lost if a compiled optimizer with states is compiled for other formats."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
-        _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
+        old = new
+        with suppress(UnsupportedUpdate):  # its steps run as written
+            _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
         change = describe_change(optimizer, i, group["params"], old, new)
         if change:
             warn_user(change, StrategyChanged)

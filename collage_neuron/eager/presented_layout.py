@@ -64,7 +64,7 @@ def _outline(optimizer: Optimizer, p: torch.Tensor) -> Outline:
     names, as_made = names_in(state), bookkeeping(optimizer).as_made
     others = as_made.get(p, ()) if as_made else ()  # a tensor is hashed in Python, and most optimizers have none
     found_in = (k for k in values_in(state, p, record) if _is_in_words(p, state, k, record))
-    values = ["param", *(k for k in found_in if k not in others)]
+    values = ["param", *(k for k in found_in if k in record or k not in others)]
     formats = {name: kept_format(p, state, name, record) for name in values}
     return Outline(
         tuple(Named(name, fmt, tuple(fmt.keys(name)[1:])) for name, fmt in formats.items()),

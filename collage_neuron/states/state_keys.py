@@ -132,7 +132,8 @@ def values_in(state: Mapping[str, Any], p: torch.Tensor, record: Mapping[str, st
     recorded = {
         k for k in names.own if k in record and _is_of_elements(state[k], p) and state[k].dim() >= min(p.dim(), 1)
     }
-    return tuple(k for k in names.own if k in names.watched or k in recorded or is_value(state[k], p))
+    texts = (k for k in names.own if isinstance(k, str))
+    return tuple(k for k in texts if k in names.watched or k in recorded or is_value(state[k], p))
 
 
 def may_be_read(state: Mapping[Any, Any], name: Any, p: torch.Tensor, record: Mapping[str, str]) -> bool:

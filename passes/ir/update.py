@@ -196,6 +196,11 @@ class Captured:
         sizes = self.seen_as or shape
         return tuple(1 if a is None else sizes[a] for a in self.axes.get(name, ()))
 
+    def may_be_of(self, shape: Sequence[int]) -> bool:
+        """Returns True if a parameter of that shape has all dimensions along which states run."""
+        along = [a for axes in self.axes.values() for a in axes if a is not None]
+        return -min(along, default=0) <= len(self.seen_as or shape)
+
     def extent_of(self, name: str) -> str:
         """The extent of a state of `small` (`numerics.matrix_sums`)."""
         # Extents know matrices, rows and columns: all dimensions before the last two count as that of matrices.

@@ -147,8 +147,8 @@ FAULTS = [
     Fault("passes/backends/nki/dialects.py", "src=seed[0:1, core : core + 1]", "src=seed[0:1, 0:1]",
           "backends/nki/test_two_cores.py::test_each_core_draws_with_a_seed_of_its_own"),
     # states, checkpoints, wrappers
-    Fault("collage_neuron/checkpoint/fp32.py", "read_fp32(p, state, k, record) for k in own",
-          "own[k] for k in own",
+    Fault("collage_neuron/checkpoint/fp32.py", "made[id(x)] = read_fp32(p, state, name, record)",
+          "made[id(x)] = x",
           "checkpoint/test_checkpoints.py::test_weights_and_moments_that_fit_in_pairs_come_back_to_the_last_bit"),
     Fault("collage_neuron/checkpoint/fp32.py", "_check_model(own, model_state_dict)", "None",
           "checkpoint/test_checkpoints_files.py::test_a_plain_checkpoint_is_loaded_whole_or_not_at_all"),
