@@ -234,7 +234,7 @@ def begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
     ours.groups.clear()  # of another strategy it was told
     known, split = ours.marks.params, split_words(optimizer.state)
     for p in known:  # of those that are kept, the next step looks at what was written since they were stored
-        known[p] = known[p]._replace(words=split.get(p, {}))
+        known[p] = known[p].with_words(split.get(p, {}))
     for p in split:
         if p not in kept:
             external_writes.remember(optimizer, p, external_writes.LOADED)

@@ -67,8 +67,8 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         ours.as_made = _put_back(optimizer, *seen[0], plain)
         drop_placeholders(optimizer.state.values())
         reduced_states.widen_counts(optimizer)
-        kept = _keep_low_words(optimizer, before[0], plain)
-        format_record.load(optimizer, kept)
+        kept, read = _keep_low_words(optimizer, before[0], plain)
+        format_record.load(optimizer, kept | read)
         split = split_words(optimizer.state)
         joined = {p: (w, dict(record_of(optimizer, p))) for p, w in split.items() if p.dtype == torch.float32}
         if not ours.as_written:  # its next step reads everything as it is, and stores it in its formats
@@ -130,23 +130,27 @@ def _dtype(
     return p.dtype if is_word else torch.float32
 
 
-def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list[bool]) -> set[torch.Tensor]:
-    """Keeps low words of parameters for which the checkpoint has none; returns these.
+def _keep_low_words(
+    optimizer: Optimizer, before: Mapping[Any, Any], plain: list[bool]
+) -> tuple[set[torch.Tensor], set[torch.Tensor]]:
+    """Keeps low words of parameters for which the checkpoint has none; returns these, and those whose words it has.
 
     Not of weights that were written, unless it is known what they were: the next step then looks which words fit.
+    torch.distributed.checkpoint reads into the words that are there, and then gives no states of frozen parameters.
 
     A checkpoint of a compiled optimizer has them for each parameter that took a step.
     """
-    split, kept = split_params(optimizer.state), set()
+    split, kept, read = split_params(optimizer.state), set[torch.Tensor](), set[torch.Tensor]()
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         for p in group["params"]:
             own = words_of(before.get(p, {}))
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
             noted = low_words.low_words_of(optimizer, p)
-            if own and not expected and (noted.bits is not None or not noted.is_written(p)):
+            is_read = noted.words.keys() == own.keys() and noted.is_overwritten()
+            if own and not expected and (is_read or noted.bits is not None or not noted.is_written(p)):
                 optimizer.state[p].update(own)
-                kept.add(p)
-    return kept
+                (read if is_read else kept).add(p)
+    return kept, read
 
 
 def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[bool]) -> None:

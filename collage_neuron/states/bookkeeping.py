@@ -59,6 +59,8 @@ class LowWords(NamedTuple):
     code is expected to write it before the next step (`external_writes`)."""
     stored: int = 0
     """Its place in the order of all that was stored (`ORDER`)."""
+    versions: Sequence[int] = ()
+    """Those of the words then."""
 
     def is_of(self, p: torch.Tensor) -> bool:
         """Returns True if the words are known to belong to what `p` is now."""
@@ -67,6 +69,19 @@ class LowWords(NamedTuple):
     def is_written(self, p: torch.Tensor) -> bool:
         """Returns True if `p` was written since."""
         return self.event != LOADED and self.mark != mark_of(p)
+
+    @classmethod
+    def of(cls, event: str, mark: Mark | None, words: Mapping[str, torch.Tensor], bits: Any = None) -> LowWords:
+        """What is noted of words that are stored now."""
+        return cls(event, mark, words, bits, next(ORDER), versions([*words.values()]))
+
+    def with_words(self, words: Mapping[str, torch.Tensor]) -> LowWords:
+        """The same of other tensors."""
+        return self._replace(words=words, versions=versions([*words.values()]))
+
+    def is_overwritten(self) -> bool:
+        """Returns True if the words were written since, as torch.distributed.checkpoint reads into them."""
+        return versions([*self.words.values()]) != [*self.versions]
 
 
 class Split(NamedTuple):
@@ -90,6 +105,7 @@ class _Columns(NamedTuple):
     highs: list[torch.Tensor]
     high_versions: list[int]
     words: list[torch.Tensor]
+    word_versions: list[int]
     stored: int
 
 
@@ -101,7 +117,8 @@ def _columns(split: Split, states: Sequence[Mapping[str, Any]], words: Sequence[
         marks = [*zip(versions(params), map(torch.Tensor.data_ptr, shards), map(id, shards), strict=True)]
     else:
         marks = [*map(mark_of, params)]
-    return _Columns(split, marks, highs, versions(highs), _values(states, words), next(ORDER))
+    further = _values(states, words)
+    return _Columns(split, marks, highs, versions(highs), further, versions(further), next(ORDER))
 
 
 def _values(states: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, str]]) -> list[torch.Tensor]:
@@ -165,11 +182,12 @@ class Marks:
         if self._all is None:
             return
         noted, self._all = self._all, None
-        owners, words = noted.split.owners, dict[int, dict[str, torch.Tensor]]()
-        for (i, key), word in zip(noted.split.words, noted.words, strict=True):
+        owners, words, counts = noted.split.owners, dict[int, dict[str, torch.Tensor]](), dict[int, list[int]]()
+        for (i, key), word, its_version in zip(noted.split.words, noted.words, noted.word_versions, strict=True):
             words.setdefault(i, {})[key] = word
-        params = zip(noted.split.params, noted.params, words.values(), strict=True)
-        self._params.update((p, LowWords(STEPPED, mark, of, None, noted.stored)) for p, mark, of in params)
+            counts.setdefault(i, []).append(its_version)
+        params = zip(noted.split.params, noted.params, words.values(), counts.values(), strict=True)
+        self._params.update((p, LowWords(STEPPED, mark, of, None, noted.stored, v)) for p, mark, of, v in params)
         for (i, name), high, its_version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
             self._states.setdefault(owners[i], {})[name] = high, its_version
 
@@ -307,7 +325,7 @@ class Bookkeeping:
         vars(self).update(vars(Bookkeeping()) | own | {"marks": Marks()})
         for p, event, belongs in state["marks"]:
             mark = mark_of(p) if belongs else None
-            self.marks.params[p] = LowWords(event, mark, words.get(p, {}), bits.get(p), next(ORDER))
+            self.marks.params[p] = LowWords.of(event, mark, words.get(p, {}), bits.get(p))
 
     def of_copy(self) -> Bookkeeping:
         """Returns the bookkeeping of a `copy.copy`, which has the same parameters: shared, but for OF_ONE."""

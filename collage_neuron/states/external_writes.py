@@ -36,8 +36,8 @@ from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.states import coarse_writes, fitting_words, low_words, state_writes, step_inventory
 from collage_neuron.states.bookkeeping import FRESH as FRESH
 from collage_neuron.states.bookkeeping import LOADED as LOADED
+from collage_neuron.states.bookkeeping import STEPPED as STEPPED
 from collage_neuron.states.bookkeeping import (
-    ORDER,
     Bookkeeping,
     LowWords,
     Split,
@@ -46,7 +46,6 @@ from collage_neuron.states.bookkeeping import (
     mark_of,
     params_of,
 )
-from collage_neuron.states.bookkeeping import STEPPED as STEPPED
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.live_objects import groups_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, like, local, version
@@ -61,7 +60,7 @@ def remember(optimizer: Optimizer, p: torch.Tensor, what: str = "") -> None:
     By default FRESH before the first step of `p`, and STEPPED after it.
     """
     state = optimizer.state.get(p, {})
-    low = LowWords(what or (FRESH if is_idle(state) else STEPPED), mark_of(p), words_of(state), None, next(ORDER))
+    low = LowWords.of(what or (FRESH if is_idle(state) else STEPPED), mark_of(p), words_of(state))
     if low.event == FRESH and "param" + MASTER not in low.words:  # a master tells what it belongs to
         low = _with_bits(low, p)
     bookkeeping(optimizer).marks.params[p] = low
@@ -99,7 +98,7 @@ def remember_replaced(optimizer: Optimizer, old: torch.Tensor, low: LowWords | N
     """
     is_beside = type(new) is type(old) and new.device == old.device and not _is_replica(new)
     if is_beside and low is not None and low.bits is not None:
-        bookkeeping(optimizer).marks.params[new] = low._replace(mark=None, words=words_of(optimizer.state[new]))
+        bookkeeping(optimizer).marks.params[new] = low._replace(mark=None).with_words(words_of(optimizer.state[new]))
     else:
         remember(optimizer, new, FRESH)
 

@@ -138,7 +138,7 @@ def _take_newer(optimizer: Optimizer) -> list[torch.Tensor]:
             note_as(optimizer, p, low, record)  # a state that was moved
         elif low is not None and (low.mark == mark_of(p) or is_stored(p, low.words, "param", fmt, record)):
             _give_words(optimizer, p, fmt, low.words, record)
-            known[p] = low._replace(words=words_of(optimizer.state[p]))
+            known[p] = low.with_words(words_of(optimizer.state[p]))
             taken.append(p)
     if taken:
         step_inventory.changed(optimizer)
@@ -259,7 +259,7 @@ def leave(p: torch.Tensor, low: LowWords, record: Mapping[str, str]) -> None:
 
 def leave_value(p: torch.Tensor, value: torch.Tensor) -> None:
     """The same with the fp32 `value` of `p`, which is that value in bf16."""
-    leave(p, LowWords(FRESH, mark_of(p), {"param" + MASTER: local(value)}), {"param": "bf16+fp32"})
+    leave(p, LowWords.of(FRESH, mark_of(p), {"param" + MASTER: local(value)}), {"param": "bf16+fp32"})
 
 
 def left_with(p: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], Record]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron import STRATEGIES
+from collage_neuron import STRATEGIES, exact_value
 from collage_neuron.numerics.strategies import DEFAULT
 from collage_neuron.states.store import States
 
@@ -80,6 +80,18 @@ def test_tied_weights_and_an_optimizer_without_states_or_with_all_go_on(
     trained(runs[0], tmp_path)
     load(runs[1], tmp_path, StateDictOptions())
     assert differences(go_on(runs[1], range(3, 5)), go_on(runs[0], range(3, 5))) == []
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_low_words_of_a_frozen_layer_go_on(options: str, tmp_path: Path) -> None:
+    """torch reads into them, and gives the optimizer no states of parameters that need no gradient."""
+    runs = [start(DEFAULT, seed) for seed in (0, 1)]
+    for model, _ in runs:
+        model[0].requires_grad_(False)
+    trained(runs[0], tmp_path, OPTIONS[options])
+    load(runs[1], tmp_path, OPTIONS[options])
+    one, other = ([exact_value(optimizer, p) for p in model[0].parameters()] for model, optimizer in runs)
+    assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.sampled(of=3)
