@@ -186,7 +186,7 @@ FAULTS = [
     Fault(TRACE + "/calls.py", "if len(kwargs) != self.named:", "if False:", CHANGED + "[a name beside a number]"),
     Fault(TRACE + "/calls.py", "memories[place] = memories[call.args[0]]", "memories[place] = place",
           UPDATES + "[sums_without_errors_of_its_own]"),
-    Fault(TRACE + "/deferred_calls.py", "if what != asked or [place(id(x)) for x in args] != places:",
+    Fault(TRACE + "/deferred_calls.py", "if what != asked or [*map(self._place, map(id, args))] != places:",
           "if what != asked:", CHANGED + "[another tensor]"),
     Fault(TRACE + "/calls.py", "(x != 0.0 or math.copysign(1.0, x) > 0.0)", "True",
           UPDATES + "[made_of_another_zero_in_one_step]"),
