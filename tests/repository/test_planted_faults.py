@@ -194,6 +194,8 @@ FAULTS = [
           UPDATES + "[made_in_another_shape_in_one_step]"),
     Fault(TRACE + "/traced_step.py", "kind.before == before and kind.left == left", "kind.before == before",
           UPDATES + "[a_state_is_one_of_two_results]"),
+    Fault(TRACE + "/materialize.py", "method[1:] != operation[1:] or ", "",
+          "trace/test_materialize.py::test_numbers_are_those_of_then[with_trust]"),
     Fault(TRACE + "/materialize.py", "if own > before:", "if False:",
           "trace/test_materialize.py::test_numbers_are_those_of_then[of_the_second_as_it_was]"),
     Fault(TRACE + "/partition.py", "and self._made[x] == self._written[self._ref(x).storage]", "",
