@@ -39,7 +39,7 @@ def of_all_so_far(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 def with_trust(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    u = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g) / (g * g + 1).sqrt()
+    u = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g) / (g.square() + 1).sqrt()
     weight, size = p.norm().item(), u.norm().item()
     p.sub_(u, alpha=lr * (weight / size if weight > 0 and size > 0 else 1))
 
