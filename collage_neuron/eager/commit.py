@@ -152,8 +152,8 @@ class Storing:
         if stored.format.draw is not None and self._at_end:  # what is stored in the middle is rounded to nearest
             drawing = [settings.seed, group.get(DRAWN, 0), number, 0]
             self._drawing[id(group)] = group
-        wide = local(without_graph(stored.value)).to(torch.float32)
-        into = [local(without_graph(x)) for x in stored.words]
+        wide = without_graph(local(stored.value)).to(torch.float32)
+        into = [without_graph(local(x)) for x in stored.words]  # a detached DTensor counts writes on its own
         self._encoding.encode(backend, stored.format, stored.name, wide, into, drawing)
 
     def _anew(self, p: Any, state: Any, settings: Settings, group: dict[str, Any]) -> list[Stored]:

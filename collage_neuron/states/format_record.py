@@ -28,6 +28,7 @@ from collage_neuron.numerics import formats
 from collage_neuron.numerics.formats import BUILT_IN, FORMATS
 from collage_neuron.settings import FORMATS_KEPT
 from collage_neuron.states.bookkeeping import bookkeeping, numbered
+from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import is_shared_word, names_in, suffixes
 from collage_neuron.states.store import NOT_STEPPED, Record, State, format_by_keys, is_idle, is_number, read_fp32
 
@@ -198,7 +199,8 @@ def show_values(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     `step`, `eta` or others in each state that it loads.
     """
     looks = getattr(type(optimizer), "_collage_base", Optimizer).__setstate__ is not Optimizer.__setstate__
-    numbers = dict.fromkeys(_numbers(packed["state"].values()) if looks else (), NOT_STEPPED)
+    has_idle = any(isinstance(state, Mapping) and state and is_idle(state) for state in packed["state"].values())
+    numbers = dict.fromkeys(_numbers(packed["state"].values()) if looks and has_idle else (), NOT_STEPPED)
     for i, p in numbered(optimizer, packed).items():
         state = packed["state"].get(i)
         if isinstance(state, Mapping) and names_in(state).coded:
@@ -214,12 +216,16 @@ def _numbers(states: Iterable[Any]) -> list[str]:
     checkpoints that it reads: older ones have no numbers beside low words.
     """
     tensors = (((state, state[k]) for k in names_in(state).own) for state in states if isinstance(state, Mapping))
-    stepped = next((s for s, x in chain.from_iterable(tensors) if _is_of_elements(x) and bool(x.any())), {})
+    stepped = next((s for s, x in chain.from_iterable(tensors) if _is_of_elements(x) and _has_moved(x)), {})
     return [key for key, x in stepped.items() if is_number(x)]
 
 
 def _is_of_elements(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0
+
+
+def _has_moved(x: torch.Tensor) -> bool:
+    return bool(local(x.detach()).cpu().any())  # on the host: a lazy device would compile it
 
 
 @torch.no_grad()

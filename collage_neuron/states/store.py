@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from collage_neuron.numerics.formats import FORMATS, Format, require_known
 from collage_neuron.states import word_encoding
-from collage_neuron.states.sharding import beside, is_sharded, like, local, rewrite_data
+from collage_neuron.states.sharding import beside, like, local, rewrite_data
 from collage_neuron.states.state_keys import is_component, suffixes
 
 State = dict[str, Any]
@@ -276,8 +276,7 @@ def _put(
             continue
         if key == "param" and p.dtype == tensor.dtype and p.device.type != "xla":
             # In place: others may hold on to its memory; on XLA it would not be donated.
-            local(p.detach()).copy_(tensor)
-            increment_version(local(p) if is_sharded(p) else ())  # below a DTensor nothing counts
+            local(p).detach().copy_(tensor)  # a detached DTensor counts writes on its own
         elif key == "param":
             rewrite_data(p, tensor)
             increment_version(p)  # an exchange is no write for torch: others would take it for what they have stored
