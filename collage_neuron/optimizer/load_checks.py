@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +22,9 @@ from collage_neuron.states.state_keys import (
     suffixes,
     words_of,
 )
-from collage_neuron.states.store import Record, is_host_scalar, is_idle, read_exact
+from collage_neuron.states.store import is_host_scalar, is_idle, may_be_word, read_exact
 
 Saved = Mapping[str, Any]
-
-AsMade = Mapping[Any, Collection[str]]
-"""Names of states, by the index of the parameter in a checkpoint."""
 
 
 def refused(why: str) -> ValueError:
@@ -43,20 +40,17 @@ def check_keys(saved: Saved) -> None:
             raise refused(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
 
 
-def check_saved(optimizer: Optimizer, saved: Saved, known_states: Callable[[], set[str] | None]) -> AsMade:
+def check_saved(optimizer: Optimizer, saved: Saved, known_states: Callable[[], set[str] | None]) -> None:
     """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`.
 
-    `known_states` finds the names of the states that the updates of its next step have; None if that runs as written:
-    such steps may keep anything in a state.
-
-    Returns:
-        The states that the run left as a step as written had made them, by the index of the parameter.
+    `known_states` finds the names of the states that its steps are known to have; None if they run as written: those
+    may keep anything in a state.
     """
     check_keys(saved)
     groups, own = saved["param_groups"], optimizer.param_groups
     if len(groups) != len(own):
         raise refused(f"it has {len(groups)} param_groups and the optimizer {len(own)}")
-    params, records, plain = dict[Any, torch.Tensor](), dict[Any, Record](), set[Any]()
+    params, recorded = dict[Any, torch.Tensor](), dict[Any, str | None]()
     for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
         if "params" not in group:
             raise refused(f"param_groups[{i}] has no 'params'")
@@ -64,26 +58,20 @@ def check_saved(optimizer: Optimizer, saved: Saved, known_states: Callable[[], s
             raise refused(
                 f"param_groups[{i}] has {len(group['params'])} parameters and the optimizer's {len(mine['params'])}"
             )
-        records |= zip(group["params"], format_record.check_saved(group, i), strict=True)
+        recorded |= zip(group["params"], format_record.check_saved(group, i), strict=True)
         params |= zip(group["params"], mine["params"], strict=True)
-        plain |= set(group["params"] if KEYS[0] not in group else ())
     known = known_states()
-    for index, state in saved["state"].items():
-        if index not in params and (known is None or isinstance(index, str)):
+    for index, state in saved["state"].items() if known is not None else ():
+        if index not in params and isinstance(index, str):
             continue  # what an optimizer keeps for all parameters: torch loads it under this name
         if index not in params:
             raise refused(f"state[{index!r}] belongs to none of its param_groups")
-        if not isinstance(state, Mapping):
-            raise refused(f"state[{index!r}] is a {type(state).__name__} and not a mapping of names to values")
-        if known is not None:
-            called = None if index in plain else records[index]
-            _check_state(params[index], f"state[{index!r}]", state, bookkeeping(optimizer), known, called)
-    _check_complete(optimizer, saved["state"], params, records)
-    return {i: {name for name, fmt in of.items() if fmt == format_record.AS_MADE} for i, of in records.items()}
+        _check_state(params[index], index, state, bookkeeping(optimizer), known or set())
+    _check_complete(optimizer, saved["state"], params, recorded)
 
 
 def _check_complete(
-    optimizer: Optimizer, states: Saved, params: Mapping[Any, torch.Tensor], records: Mapping[Any, Record]
+    optimizer: Optimizer, states: Saved, params: Mapping[Any, torch.Tensor], recorded: Mapping[Any, str | None]
 ) -> None:
     """Raises for a parameter without a state if the record has a format with further words for it.
 
@@ -94,16 +82,16 @@ def _check_complete(
     # torch.distributed.checkpoint leaves out frozen parameters, and shards may be empty.
     missing = {index: p for index, p in missing.items() if p.requires_grad and p.numel()}
     for index in missing:
-        words = FORMATS[records[index].get("param", "bf16")].keys("param")[1:]
+        words = FORMATS[recorded[index] or "bf16"].keys("param")[1:]
         if words:
             raise refused(
                 f"it has no state[{index!r}], and its param_groups say that this parameter has low words "
-                f"({records[index]['param']}): is it truncated, or were states filtered out? A state that is to begin "
-                f"anew keeps its {words[0]!r} alone"
+                f"({recorded[index]}): is it truncated, or were states filtered out? A state that is to begin anew "
+                f"keeps its {words[0]!r} alone"
             )
     has_words = any(words_of(state) for state in states.values() if isinstance(state, Mapping))
     held = split_params(optimizer.state) if missing and has_words else set()
-    lost = [index for index, p in missing.items() if p in held and "param" not in records[index]]
+    lost = [index for index, p in missing.items() if p in held and recorded[index] is None]
     if lost:
         warn_user(
             f"the checkpoint has no state[{lost[0]!r}]{f' nor {len(lost) - 1} others' if lost[1:] else ''}, and low "
@@ -114,47 +102,38 @@ def _check_complete(
         )
 
 
-def _check_state(
-    p: torch.Tensor, where: str, state: Saved, ours: Bookkeeping, known: set[str], record: Record | None
-) -> None:
-    """Raises for a state that cannot be that of `p`; without a record it is one of plain torch, and has no words.
-
-    Words, and the states that the next step's updates have, are of its shape. Others may be anything.
-    """
-    own = state if record is None else record
+def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping, known: set[str]) -> None:
+    """Raises for a state that cannot be that of `p`."""
+    where = f"state[{index!r}]"
+    if not isinstance(state, Mapping):
+        raise refused(f"{where} is a {type(state).__name__} and not a mapping of names to values")
+    # One that a later step makes may be anything. What is of another model has no tensor of this shape.
+    is_of_shape = any(isinstance(value, torch.Tensor) and value.shape == p.shape for value in state.values())
     for key, value in state.items():
-        name = name_of(key, state)
-        if record is not None and record.get(name) == format_record.AS_MADE:
-            continue
-        stem = next((str(key).removesuffix(s) for s in suffixes() if str(key).endswith(s)), None)
-        if name in known or name == "param":
-            if isinstance(value, str | bytes):
-                raise refused(f"{where}[{key!r}] is a {type(value).__name__}, and the optimizer's is a tensor")
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                _check_value(p, where, key, value, name, ours, key != name)
-        # A number may be called so (`lr_scale`): words are tensors of elements, or of blocks.
-        elif stem is not None and key == name not in own and not is_host_scalar(value, p):
-            raise refused(f"{where} has {key!r} and not {stem!r}, which it is the second word of")
-
-
-def _check_value(
-    p: torch.Tensor, where: str, key: str, x: torch.Tensor, name: str, ours: Bookkeeping, is_further: bool
-) -> None:
-    """Raises for a word, or for the value of a state that has words, which cannot be that of `p`."""
-    if x.shape != p.shape and not reduced_states.may_be_state(name, x, p, ours):
-        raise refused(
-            f"{where}[{key!r}] has shape {list(x.shape)} and the parameter {list(p.shape)}: is it the "
-            "checkpoint of another model, or are the parameters in another order?"
-        )
-    if is_sharded(x) != is_sharded(p):
-        raise refused(
-            f"{where}[{key!r}] is {'' if is_sharded(x) else 'not '}sharded and the parameter is "
-            f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
-            "torch.distributed.checkpoint.state_dict"
-        )
-    codes = {c.type.dtype for f in FORMATS.values() for c in f.components[1:] if is_further and key.endswith(c.suffix)}
-    if not x.is_floating_point() and x.dtype not in codes:
-        raise refused(f"{where}[{key!r}] is {x.dtype}; states are floating-point")
+        is_late = is_of_shape and name_of(key, state) not in known
+        unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape
+        if unlike and not is_late and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
+            raise refused(
+                f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
+                "checkpoint of another model, or are the parameters in another order?"
+            )
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and is_sharded(value) != is_sharded(p):
+            raise refused(
+                f"{where}[{key!r}] is {'' if is_sharded(value) else 'not '}sharded and the parameter is "
+                f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict"
+            )
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim() > 0
+            and not may_be_word(key, value, key in known or is_component(key, state))
+        ):
+            raise refused(f"{where}[{key!r}] is {value.dtype}; states are floating-point")
+        is_number = is_host_scalar(value, p)  # `lr_scale` may be one: words are tensors of elements, or of blocks
+        for suffix in suffixes() if not is_number else ():
+            name = str(key).removesuffix(suffix)
+            if str(key).endswith(suffix) and name != "param" and name not in state:
+                raise refused(f"{where} has {key!r} and not {name!r}, which it is the second word of")
 
 
 def refuse_missing(base: type[Optimizer], key: Any, saved: Saved, own: list[dict[str, Any]]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
-from numbers import Number
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import formats_of_shape, param_format
 from collage_neuron.optimizer.load_checks import (
-    AsMade,
     Saved,
     begin_anew,
     check_saved,
@@ -54,31 +52,36 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
     ours = bookkeeping(optimizer)
-    formats, as_made, why = dict(ours.formats), ours.as_made, ours.as_written
-    seen: list[tuple[Saved, AsMade]] = []  # the state after the user's own load hooks, since ours runs last
+    formats, why = dict(ours.formats), ours.as_written
+    seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
-        seen.append((saved, check_saved(optimizer, saved, partial(_known_states, base, optimizer, saved))))
+        check_saved(optimizer, saved, partial(_known_states, base, optimizer, saved))
+        seen.append(saved)
 
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         of_torch(dict(state_dict))
-        plain = settle_settings(optimizer, before[1])
-        ours.as_made = _put_back(optimizer, *seen[0], plain)
+        as_written = bool(bookkeeping(optimizer).as_written)
         drop_placeholders(optimizer.state.values())
+        plain = settle_settings(optimizer, before[1])
+        if as_written:
+            _put_back_as_saved(optimizer, seen[0], plain)
+        else:
+            _put_back(optimizer, seen[0])
         reduced_states.widen_counts(optimizer)
         kept, read = _keep_low_words(optimizer, before[0], plain)
         format_record.load(optimizer, kept | read)
         split = split_words(optimizer.state)
         joined = {p: (w, dict(record_of(optimizer, p))) for p, w in split.items() if p.dtype == torch.float32}
-        if not ours.as_written:  # its next step reads everything as it is, and stores it in its formats
+        if not as_written:  # its next step reads everything as it is, and stores it in its formats
             _settle_formats(base, optimizer, plain)
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
         format_record.put_back(optimizer, formats)
-        ours.as_made, ours.as_written = as_made, why
+        ours.as_written = why
         if isinstance(error, KeyError) and seen:
-            refuse_missing(base, error.args[0], seen[0][0], before[1])
+            refuse_missing(base, error.args[0], seen[0], before[1])
         raise
     finally:
         handle.remove()
@@ -89,45 +92,29 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
 # --- after torch has put it in place ------------------------------------------------------------------------------
 
 
-def _put_back(
-    optimizer: Optimizer, saved: Saved, as_made: AsMade, plain: Sequence[bool]
-) -> dict[torch.Tensor, set[str]]:
-    """Restores what torch has cast to the type of its parameter; returns the states that are `as_made`.
+def _put_back(optimizer: Optimizer, saved: Saved) -> None:
+    """States as torch does not load them: wider ones in fp32, integers as they are, sharded as the parameter is.
 
-    Words, whole numbers and these are as they were saved; so is all that steps as written have made. One tensor that is
-    the state of several parameters is one afterwards.
+    One that several parameters have is one afterwards.
     """
-    params, made, of_plain = numbered(optimizer, saved), Made(), set[torch.Tensor]()
-    for group in compress(optimizer.param_groups, plain):
-        of_plain.update(group["params"])
-    for index, state in saved["state"].items():
-        p = params.get(index)
-        if p is None:
-            optimizer.state[index] = copy.deepcopy(state)
-            continue
-        own = state.keys() if bookkeeping(optimizer).as_written else as_made.get(index, ())
-        for name, x in state.items():
-            dtype = None if name in own and p not in of_plain else _dtype(optimizer, p, state, name, p in of_plain)
-            if isinstance(x, torch.Tensor) and dtype is not None:
-                optimizer.state[p][name] = like(_copy(x, p.device, dtype, made), p)
-            elif not isinstance(x, Number):  # which torch's classes may have made tensors
-                optimizer.state[p][name] = _own(x, p, made)
-    return {params[index]: set(names) for index, names in as_made.items() if names}
-
-
-def _dtype(
-    optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any], name: str, is_plain: bool
-) -> torch.dtype | None:
-    """The type that a loaded state gets if it is floating-point and has values of elements; None: it keeps its own.
-
-    One in bf16 is a word; or, in a group of plain torch and in another shape than its parameter, because that was bf16.
-    """
-    x, is_small = state[name], name in bookkeeping(optimizer).small and p.dim() > 0
-    is_number = is_host_scalar(x, p) and not (is_small or is_component(name, state))
-    if not isinstance(x, torch.Tensor) or is_number or not x.is_floating_point():
-        return None
-    is_word = x.dtype == torch.bfloat16 and not is_small and (not is_plain or x.shape == p.shape)
-    return p.dtype if is_word else torch.float32
+    made: Made = {}
+    for index, p in numbered(optimizer, saved).items():
+        for key, word in words_of(optimizer.state.get(p, {})).items():  # weights share no memory with what was loaded,
+            optimizer.state[p][key] = word.clone()  # as torch's do not, and states of the same type do
+        for name, value in saved["state"].get(index, {}).items():
+            if isinstance(value, (list, tuple, dict)):  # torch has cast the tensors in it
+                optimizer.state[p][name] = _own(value, p, made)
+            if not isinstance(value, torch.Tensor):
+                continue
+            is_small = name in bookkeeping(optimizer).small and p.dim() > 0
+            scalar = is_host_scalar(value, p) and not (is_small or is_component(name, saved["state"][index]))
+            if value.is_floating_point() and (value.dtype != torch.bfloat16 or is_small):
+                device, dtype = (value.device, value.dtype) if scalar else (p.device, torch.float32)
+                optimizer.state[p][name] = _copy(value, device, dtype, made)
+            elif not value.is_floating_point() and not scalar:
+                optimizer.state[p][name] = value.detach().to(p.device, copy=True)
+            if not scalar:
+                optimizer.state[p][name] = like(optimizer.state[p][name], p)
 
 
 def _keep_low_words(
@@ -164,34 +151,16 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
             check_words(optimizer.state[p], param, names[p])
         if group["params"] and not stepped:
             _formats(optimizer, group, group["params"][0], records)  # the settings may be those of another optimizer
-        for params in _buckets(optimizer, stepped):
+        for params in buckets(optimizer, stepped):
             of_bucket = _formats(optimizer, group, params[0], records)
             for p in params:
                 state, formats = optimizer.state[p], formats_of_shape(of_bucket, p.dim())
-                others = {name for name, x in state.items() if not isinstance(x, torch.Tensor | None)}
-                others |= bookkeeping(optimizer).as_made.get(p, set())
-                formats = {name: fmt for name, fmt in formats.items() if name not in others}
                 if not of_torch:
                     check_words(state, formats, names[p])
                 settle(p, state)
-                record = record_of(optimizer, p)
                 for name, fmt in formats.items():
-                    if _is_value(state, name, fmt, of_torch, record) or (name == "param" and not of_torch):
-                        ensure_stored(p, state, name, fmt, record)
-
-
-def _is_value(state: Mapping[str, Any], name: str, fmt: Format, of_torch: bool, record: Mapping[str, str]) -> bool:
-    """Returns True for a state that is to be stored in words: others are in those that the run had."""
-    if of_torch or name not in state or state[name] is None:
-        return of_torch and name in state
-    return fmt.is_coded and name not in record and state[name].dtype == torch.float32
-
-
-def _buckets(optimizer: Optimizer, params: list[Any]) -> list[list[Any]]:
-    """Parameters that share an update; none if they have states of which updates are not made."""
-    with suppress(UnsupportedUpdate):  # the next step runs as written, and reads everything as it is
-        return buckets(optimizer, params)
-    return []
+                    if name in state or (name == "param" and not of_torch):
+                        ensure_stored(p, state, name, fmt, record_of(optimizer, p))
 
 
 def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
@@ -201,7 +170,7 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
     records = dry_run.foreseen(base, optimizer)
     for group in optimizer.param_groups:
         filled = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
-        for params in _buckets(optimizer, filled):
+        for params in buckets(optimizer, filled):
             formats: Mapping[str, Format] = {}
             with suppress(KeyError):  # its step needs what is not there yet
                 formats = _formats(optimizer, group, params[0], records)
@@ -235,7 +204,7 @@ def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Recor
 
 
 def _known_states(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> set[str] | None:
-    """The names of states that its updates have; None if its steps run as written, or will with these settings.
+    """The states of its steps, by name; None if these run as written, or will with the settings of a checkpoint.
 
     Before its first step, an optimizer may not have said so. Then the names of its states in other shapes than their
     parameter are not known either, and are learned here.
@@ -249,7 +218,9 @@ def _known_states(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> 
     except ValueError:  # which is said of the group when it is loaded
         settings = own
     alike = list(map(_deciding, own)) == list(map(_deciding, settings))
-    names = {name for record in ours.formats.values() for name in record}
+    names = {name for state in optimizer.state.values() for name in state}
+    if known is None:  # it is recorded: classes of torch have no other states in later steps
+        names.update(name for state in saved["state"].values() if isinstance(state, Mapping) for name in state)
     if alike and (ours.as_written or (ours.steps and known is None)):
         return None if ours.as_written else names
     ours.as_written = ""
@@ -266,12 +237,44 @@ def _known_states(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> 
             # One that has modes may have raised an error of its own because it is in evaluation mode.
             if refusal.__cause__ is None or not hasattr(optimizer, "train"):
                 note(base, optimizer, refusal)
+    ours.as_written = ours.as_written or _no_update_keeps(saved, names)
     return None if ours.as_written else names
+
+
+def _no_update_keeps(saved: Saved, known: set[str]) -> str:
+    """What a checkpoint has that only a step as written can have made: truth values, or counts of elements."""
+    for state in saved["state"].values():
+        for name, x in state.items() if isinstance(state, Mapping) else ():
+            is_plain = isinstance(x, torch.Tensor) and x.dim() > 0 and x.dtype in (torch.bool, torch.int32, torch.int64)
+            if is_plain and name not in known and not is_component(name, state):
+                return f"the checkpoint has a state {name!r} in {x.dtype}"
+    return ""
 
 
 def _deciding(settings: Settings) -> tuple[object, ...]:
     """The settings that decide whether steps run as written."""
     return settings.strategy, settings.arithmetic, settings.backend
+
+
+def _put_back_as_saved(optimizer: Optimizer, saved: Mapping[str, Any], plain: Sequence[bool]) -> None:
+    """Restores the states in their own types: torch casts all floating tensors to the type of the parameter.
+
+    In groups that are of `plain` torch a state in bf16 is so because its parameter was, and is one in fp32 now.
+    """
+    params, made = numbered(optimizer, saved), Made()
+    for index, state in saved["state"].items():
+        p = params.get(index)
+        if p is None:
+            optimizer.state[index] = copy.deepcopy(state)
+        else:
+            optimizer.state[p].update({k: _own(v, p, made) for k, v in state.items()})
+    for group in compress(optimizer.param_groups, plain):
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            tensors = {k: x for k, x in state.items() if isinstance(x, torch.Tensor)}
+            narrow = {k: x for k, x in tensors.items() if x.dtype == torch.bfloat16 and x.shape != p.shape}
+            state.update({k: x.float() for k, x in narrow.items()})
+    drop_placeholders([optimizer.state[p] for p in params.values() if p in optimizer.state])
 
 
 Made = dict[tuple[int, torch.device, torch.dtype], torch.Tensor]

@@ -74,20 +74,21 @@ def factory_of(states: Mapping[Any, Any]) -> Any:
     return states.theirs if isinstance(states, States) else getattr(states, "default_factory", None)
 
 
-NOT_STEPPED = -1
-"""What a checkpoint shows as the numbers of a parameter before its first step (`format_record.show_values`)."""
+def may_be_word(key: str, value: torch.Tensor, is_known: bool) -> bool:
+    """Returns True if a state `key` may be a tensor like `value`: no code of a format, unless its name says so.
+
+    One that is known is floating-point.
+    """
+    further = [c for f in FORMATS.values() for c in f.components[1:]]
+    codes = {c.type.dtype for f in FORMATS.values() for c in f.components if not c.type.dtype.is_floating_point}
+    if value.dtype.is_floating_point or (value.dtype not in codes and not is_known):
+        return True
+    return any(key.endswith(c.suffix) and c.type.dtype == value.dtype for c in further)
 
 
 def is_idle(state: Mapping[str, Any]) -> bool:
     """Returns True for a parameter before its first step: its state is empty, or has only its low word."""
-    own = [value for key, value in state.items() if not is_component(key, state)]
-    has_numbers = len(own) < len(state) and all(map(is_number, own))
-    return not own or (has_numbers and all(value == NOT_STEPPED for value in own))
-
-
-def is_number(value: object) -> bool:
-    """Returns True for a number, or a tensor of no dimensions."""
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim())
+    return all(is_component(key, state) for key in state)
 
 
 def is_host_scalar(value: object, p: torch.Tensor) -> bool:

@@ -65,7 +65,6 @@ TRUNCATED: dict[str, tuple[Change, str]] = {
         put(4, exp_avg_sq=torch.ones(16, 1)),
         r"state\[4\]\['exp_avg_sq'\] has shape \[16, 1\] and the parameter",
     ),
-    "text": (put(1, exp_avg="x"), r"state\[1\]\['exp_avg'\] is a str, and the optimizer's is a tensor"),
     "integers": (put(1, exp_avg=torch.ones(16, dtype=torch.int32)), r"state\[1\]\['exp_avg'\] is torch.int32; states"),
 }
 

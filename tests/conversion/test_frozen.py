@@ -193,25 +193,3 @@ def test_an_optimizer_whose_steps_look_at_shapes_is_described(frozen: str) -> No
     optimizer.step()
     assert "split433" in collage_neuron.explain(optimizer)
     assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx(6 + 4 * 16 / 63 if frozen == "bias" else 9.0)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "NAdam", "ASGD", "Adafactor"])
-def test_a_checkpoint_with_a_frozen_parameter_is_loaded_before_the_line(name: str) -> None:
-    """Code of torch's classes looks for numbers in all states that there are, as an ordinary optimizer loads them."""
-
-    def built() -> tuple[nn.Linear, Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Linear(8, 8)
-        model.weight.requires_grad_(False)
-        return model, getattr(torch.optim, name)(model.parameters())
-
-    model, optimizer = collage_neuron.compile(*built(), verbose=False)
-    model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
-    optimizer.step()
-    other, its = built()
-    other.load_state_dict(copy.deepcopy(model.state_dict()))
-    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    other, its = collage_neuron.compile(other, its, verbose=False)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(collage_neuron.exact_value(its, q), collage_neuron.exact_value(optimizer, p))
-    assert its.state[other.weight].keys() == {"param_lo"}
