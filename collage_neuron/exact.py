@@ -15,7 +15,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes, low_words, replaced_params
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.format_record import record_of
-from collage_neuron.states.sharding import is_sharded, local
+from collage_neuron.states.sharding import is_sharded, local, redistributed
 from collage_neuron.states.state_keys import split_params
 from collage_neuron.states.store import Record, read_exact
 
@@ -45,7 +45,7 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
         raise ValueError(
             f"the parameter is {sharded_or_not(p)} and the value {sharded_or_not(value)}; nothing was written"
         )
-    fmt = format_of_param(group, p)
+    value, fmt = redistributed(value, p), format_of_param(group, p)
     check_range(fmt, p, value)
     with torch.no_grad():
         external_writes.put(optimizer, p, fmt, value.detach().float())

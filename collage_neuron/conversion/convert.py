@@ -275,10 +275,11 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
     if state:
         if not compiled:
             settle(p, state)
-        loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
-        for name in [*(name for name in formats if name in state), "param"]:
+        has_words = compiled or bool(split_params({p: state}))  # else those of another optimizer may count
+        for name in [*(name for name in formats if name in state), *(["param"] if has_words else [])]:
             ensure_stored(p, state, name, formats[name], record_of(optimizer, p))
-        external_writes.remember(optimizer, p, external_writes.LOADED if loaded else "")
+        if has_words:  # low words from a file belong to weights from who knows where
+            external_writes.remember(optimizer, p, "" if compiled else external_writes.LOADED)
 
 
 # --- a compiled run's checkpoint that torch has loaded into an ordinary optimizer -------------------------------------

@@ -13,7 +13,7 @@ from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, reduced_states
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
-from collage_neuron.states.sharding import is_sharded, local
+from collage_neuron.states.sharding import check_placements, is_sharded, local
 from collage_neuron.states.state_keys import (
     is_component,
     name_of,
@@ -123,6 +123,7 @@ def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping, kno
                 f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict"
             )
+        check_placements(p, value, f"{where}[{key!r}]")
         if (
             isinstance(value, torch.Tensor)
             and value.dim() > 0

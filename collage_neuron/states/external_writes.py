@@ -80,7 +80,7 @@ def continue_from_others(optimizer: Optimizer) -> None:
     """Gives parameters of `optimizer` the words that other compiled optimizers have of them: training goes on there."""
     if bookkeeping(optimizer).presented is not None:
         return  # within a method or a step its words are not in the states: what comes after that looks for others
-    for p in low_words.restore(optimizer):
+    for p in low_words.restore(optimizer, are_to_stay=True):
         if low_words.low_words_of(optimizer, p).is_of(p):
             remember(optimizer, p)
 
@@ -170,7 +170,7 @@ def drop_stale(optimizer: Optimizer) -> None:
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.states):
         return  # states are not cleared either: the low words are where the last step left them
-    low_words.restore(optimizer)
+    low_words.restore(optimizer, are_to_stay=True)
     state_writes.drop_stale(optimizer)
     written = {p: low for p, low in book.marks.params.items() if not low.is_of(p)}
     if not written:

@@ -51,12 +51,12 @@ def low_words_of(optimizer: Optimizer, p: torch.Tensor) -> LowWords:
     return bookkeeping(optimizer).marks.params.get(p) or LowWords(LOADED, None, {})
 
 
-def restore(optimizer: Optimizer) -> list[torch.Tensor]:
+def restore(optimizer: Optimizer, are_to_stay: bool = False) -> list[torch.Tensor]:
     """Sees to it that the states have the low words that belong to the parameters of the optimizer.
 
     Words that were cleared away with a state are put back; with parameters that have also left the groups, they stay,
     for another optimizer. A state that was moved here from another one has words of its own, in formats that this one
-    has not chosen.
+    has not chosen. `are_to_stay`: the weights that are there are those of a step, and not of a moment.
 
     Returns:
         The parameters that have got words which other optimizers have stored, or left.
@@ -76,7 +76,7 @@ def restore(optimizer: Optimizer) -> list[torch.Tensor]:
                 optimizer.state.setdefault(p, {}).update(low.words)
             else:
                 leave(p, low, record_of(optimizer, p))
-    return _take_newer(optimizer)
+    return _take_newer(optimizer, are_to_stay)
 
 
 def _take_over(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
@@ -123,8 +123,11 @@ def drop_idle(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def _take_newer(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Gives the parameters the words that other compiled optimizers have stored later, or left with them."""
+def _take_newer(optimizer: Optimizer, are_to_stay: bool) -> list[torch.Tensor]:
+    """Gives the parameters the words that other compiled optimizers have stored later, or left with them.
+
+    Words of another format become those of this one by the first word: not by one that is there for a moment.
+    """
     known, taken = bookkeeping(optimizer).marks.params, list[torch.Tensor]()
     wanted = [p for p in params_of(optimizer) if p.dtype == torch.bfloat16]
     wanted = [p for p in wanted if p not in known or not known[p].is_of(p)]
@@ -136,7 +139,9 @@ def _take_newer(optimizer: Optimizer) -> list[torch.Tensor]:
         low, record = _newest(p, known.get(p), others)
         if low is not None and all(optimizer.state[p].get(key) is word for key, word in low.words.items()):
             note_as(optimizer, p, low, record)  # a state that was moved
-        elif low is not None and (low.mark == mark_of(p) or is_stored(p, low.words, "param", fmt, record)):
+        elif low is not None and (
+            are_to_stay or low.mark == mark_of(p) or is_stored(p, low.words, "param", fmt, record)
+        ):
             _give_words(optimizer, p, fmt, low.words, record)
             known[p] = low.with_words(words_of(optimizer.state[p]))
             taken.append(p)

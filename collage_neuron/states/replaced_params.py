@@ -21,7 +21,7 @@ from collage_neuron.states import external_writes, fitting_words, low_words, red
 from collage_neuron.states.bookkeeping import bookkeeping, noted_words, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner_optimizers import inner_of
-from collage_neuron.states.sharding import local
+from collage_neuron.states.sharding import check_placements, local
 from collage_neuron.states.state_keys import (
     is_component,
     is_shared_word,
@@ -161,6 +161,7 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
         for key, value in state.items():
             unlike = isinstance(value, torch.Tensor) and value.shape != p.shape and value.dim() > 0
             unlike = unlike and not is_shared_word(key, state)
+            check_placements(p, value, f"{key!r} of {where}")
             if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, book):
                 raise _of_another_shape(where, key, value)
     same.update(map(id, params))

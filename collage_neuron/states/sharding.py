@@ -39,6 +39,21 @@ def is_sharded_like(x: Any, p: Any) -> bool:
     return bool(x.placements == p.placements and x.device_mesh == p.device_mesh)
 
 
+def redistributed(x: Any, p: Any) -> torch.Tensor:
+    """`x` with the placements of `p`, of which it has the shape."""
+    found: torch.Tensor = x if is_sharded_like(x, p) else x.redistribute(x.device_mesh, p.placements)
+    return found
+
+
+def check_placements(p: Any, x: Any, what: str) -> None:
+    """Raises ValueError for a state `x` of a DTensor `p` of which this process has another part than of `p`."""
+    if is_sharded(p) and is_sharded(x) and x.shape == p.shape and not is_sharded_like(x, p):
+        raise ValueError(
+            f"{what} has the placements {x.placements}, and its parameter {p.placements}; nothing was updated: "
+            "redistribute() it as its parameter is"
+        )
+
+
 def is_distributed() -> bool:
     """Returns True if this process belongs to a process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -85,7 +85,7 @@ def test_tied_weights_and_an_optimizer_without_states_or_with_all_go_on(
 @pytest.mark.parametrize("options", OPTIONS)
 def test_low_words_of_a_frozen_layer_go_on(options: str, tmp_path: Path) -> None:
     """torch reads into them, and gives the optimizer no states of parameters that need no gradient."""
-    runs = [start(DEFAULT, seed) for seed in (0, 1)]
+    runs: list[tuple[Any, Optimizer]] = [start(DEFAULT, seed) for seed in (0, 1)]
     for model, _ in runs:
         model[0].requires_grad_(False)
     trained(runs[0], tmp_path, OPTIONS[options])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
 import collage_neuron
 from collage_neuron import RoundedWeights, exact_value
@@ -317,3 +317,33 @@ def test_on_xla_a_value_that_one_optimizer_sets_is_that_of_another(xla: torch.de
     collage_neuron.set_exact_value(first, model.weight, value.to(xla))
     for optimizer in (first, second):
         assert (exact_value(optimizer, model.weight).cpu() - value).abs().max() < 2.0**-22
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+@pytest.mark.parametrize("strategy", ["split433", "fp32"])
+def test_a_second_optimizer_that_has_states_already_takes_the_words_of_the_first(strategy: str, is_gone: bool) -> None:
+    """Adagrad makes its states in the constructor."""
+    model: Any = linear()
+    first = compiled("optimizer", model)
+    steps(model, first)
+    value = exact_value(first, model.weight)
+    if is_gone:
+        del first
+    second = collage_neuron.compile(Adagrad(model.parameters(), lr=0.0), strategy=strategy, verbose=False)
+    assert torch.equal(exact_value(second, model.weight), value)
+    steps(model, second, count=1)
+    assert torch.equal(exact_value(second, model.weight), value)
+
+
+@pytest.mark.parametrize("strategies", [("split433", "fp32"), ("fp32", "split433"), ("plus", "split433")])
+def test_words_of_weights_that_were_written_with_what_they_are_count_in_another_format(
+    strategies: tuple[str, str],
+) -> None:
+    model: Any = linear()
+    first = collage_neuron.compile(AdamW(model.parameters(), lr=1e-5), strategy=strategies[0], verbose=False)
+    steps(model, first)
+    value = exact_value(first, model.weight)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    second = collage_neuron.compile(SGD(model.parameters(), lr=0.0), strategy=strategies[1], verbose=False)
+    steps(model, second, count=1)
+    torch.testing.assert_close(exact_value(second, model.weight), value, rtol=2.0**-16, atol=0.0)

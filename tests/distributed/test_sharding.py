@@ -45,6 +45,7 @@ OF_TWO: dict[str, tuple[Any, ...]] = {
     "written": (runs.written, "split433"),
     "moved": (runs.moved, "split433"),
     "steady": (runs.steady, "split433"),
+    "placed": (runs.placed, "plus"),
     "after a forward": (runs.after_a_forward,),
     "unsharded values": (runs.unsharded_values,),
 }
@@ -109,7 +110,7 @@ def test_fp32_shards_are_split_and_not_rounded(found: Found) -> None:
 
 
 def test_weights_that_are_written_are_those_that_were_written(found: Found) -> None:
-    assert [own["written"] + own["moved"] for own in found[2]] == [[]] * 2
+    assert [own["written"] + own["moved"] + own["placed"] for own in found[2]] == [[]] * 2
 
 
 def test_a_step_that_finds_what_the_last_one_found_plans_nothing(found: Found) -> None:

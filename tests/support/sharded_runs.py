@@ -389,6 +389,40 @@ def steady(strategy: str) -> list[str]:
     return wrong if said == [True, False, False, False] else [*wrong, f"guard: {said}"]
 
 
+class Product(Optimizer):
+    """Its steps run as written."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad @ (p.grad.T @ p.grad), alpha=0.01)
+
+
+def placed(strategy: str) -> list[str]:
+    """What is off if values and states have other placements, and if a step as written has stored shards."""
+    _, first = fsdp(model_of(0, bias=False), strategy)
+    params: list[Any] = parameters_of(first)
+    second = collage_neuron.compile(Product(params, {}), strategy=strategy, verbose=False)
+    for optimizer in (first, second):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    p, wrong = params[0], list[str]()
+    one, other = (full(collage_neuron.exact_value(x, p)) for x in (first, second))
+    if not torch.equal(one, other):
+        wrong.append("as written")
+    value = torch.linspace(1, 2, p.numel()).view(p.shape)
+    set_exact_value(first, p, distribute_tensor(value, p.device_mesh, [Replicate()]))
+    if (full(collage_neuron.exact_value(first, p)) - value).abs().max() > 2**-16:
+        wrong.append("set")
+    first.state[p]["exp_avg"] = first.state[p]["exp_avg"].redistribute(p.device_mesh, [Replicate()])
+    try:
+        first.step()
+    except ValueError as error:
+        return wrong if "has the placements" in str(error) else [*wrong, str(error)]
+    return [*wrong, "a state of another placement"]
+
+
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
 
 
