@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Number
 from typing import Any
 
 from torch import Tensor
@@ -75,7 +76,9 @@ def recording_of(copied: Copied, stepped: Stepped) -> Recording:
     if len(stepped.kind.planned) != 1 or stepped.kind.reads:
         raise UnsupportedUpdate("step() does nothing to a parameter")
     (planned,) = stepped.kind.planned
-    scalars = {k: _copy(v) for k, v in state_of(copied).items() if not waits(v)}
+    # Lists and objects that other code keeps there are not the step's: they stay what they are.
+    own = ((k, v) for k, v in state_of(copied).items() if isinstance(v, Tensor | Number | str | None))
+    scalars = {k: _copy(v) for k, v in own if not waits(v)}
     return replace(planned.recording, scalars=scalars, kind=stepped.kind, numbers=list(stepped.numbers))
 
 

@@ -374,6 +374,8 @@ class TracedStep:
         measured = None
         if mode.failed is not None:
             raise repeated(mode.failed) from mode.failed
+        if mode.is_filled:  # first: a state whose value is put off would be taken for what stands for another one
+            mode.settle()
         if mode.has_met:
             mode.put_originals(filter(None, (dict.get(self.optimizer.state, p) for p in self._began.params)))
         if not mode.is_filled:

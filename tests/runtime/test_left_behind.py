@@ -416,3 +416,20 @@ def test_a_parameter_keeps_its_value_whatever_becomes_of_lists_and_states(edits:
         ends.append([exact_value(own[p], p) if is_compiled else p.detach() for p in params])
     for plain, ours in zip(*ends, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0.0, atol=2.0**-18)  # bf16 alone is off by 2 ** -9
+
+
+@pytest.mark.parametrize("make", [AdamW, torch.optim.SGD])
+def test_what_other_code_keeps_in_a_state_stays(make: Any) -> None:
+    """A log in a list, an object, another tensor than the parameter's: the step of a class of torch's has none."""
+    p = Parameter(torch.linspace(0.1, 1, 4096 * 2))
+    optimizer = collage_neuron.compile(make([p], lr=1e-3), verbose=False)
+    log, thing = list[Any](), SimpleNamespace()
+    for step in range(5):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.state[p].update(log=log, thing=thing)
+        log.append(p.detach().clone() if step == 1 else step)
+    assert optimizer.state[p]["log"] is log
+    assert optimizer.state[p]["thing"] is thing
+    assert len(optimizer.state_dict()["state"][0]["log"]) == 5
+    assert log[1].sum() > 0

@@ -416,3 +416,13 @@ def what_is_made_is_kept_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, 
     p.sub_(s.setdefault("m", torch.zeros_like(p)).add_(g), alpha=lr)
     for x in o.kept.get(p, ()):
         p.sub_(x.add_(g), alpha=lr)
+
+
+@computed
+def a_buffer_in_a_list_that_some_parameters_refresh(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"], s["l"] = torch.zeros_like(p), [torch.ones_like(p)]
+    (v,) = s["l"]
+    if t % 3 == 0 and place(o, p):
+        v.add_(p, alpha=0.1)
+    p.sub_(s["m"].mul_(0.7).add_(v, alpha=0.2).add_(g), alpha=lr)
