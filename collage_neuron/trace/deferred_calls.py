@@ -381,7 +381,8 @@ class DeferredCalls:
         return made if call.rule.is_list else made[0]
 
     def _add(self, call: Call, makes: Sequence[Geometry], args: tuple[Any, ...]) -> None:
-        device = _device(args)
+        given = chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in args)
+        device = next((x.device for x in given if waits(x)), self.tensors[0].device)  # none, if only an `out` waits
         self._put(call, [placeholder(each.shape, each.stride, each.dtype, device, each.offset) for each in makes])
 
     def _put(self, call: Call, made: Sequence[torch.Tensor]) -> None:
@@ -577,13 +578,6 @@ def _unobserved() -> Iterator[None]:
         return
     with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _device(args: Iterable[Any]) -> torch.device:
-    """The device of the placeholders among arguments."""
-    given = chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in args)
-    device: torch.device = next(filter(waits, given)).device
-    return device
 
 
 def _writes(func: Any) -> bool:
