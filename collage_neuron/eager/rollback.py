@@ -90,7 +90,9 @@ class Held:
             (x.extend if isinstance(x, (list, deque)) else x.update)(before)
         for t, value in ((t, x) for copies in self._small for t, x in zip(copies[0], _apart(*copies), strict=True)):
             own, before = torch_privates.part(t), torch_privates.part(value)
-            if own.shape == before.shape and not torch.equal(bits(own), bits(before)):
+            if own.shape != before.shape or own.dtype != before.dtype:
+                own.data = before.clone()
+            elif not torch.equal(bits(own), bits(before)):
                 own.copy_(before)
 
 

@@ -91,7 +91,8 @@ class Copies:
         return made
 
     def _tensor(self, x: Tensor) -> Tensor:
-        if x.numel() > SMALL or type(x) not in ORDINARY or x.is_meta or is_given_back(x):
+        is_usual = type(x) in ORDINARY and x.layout is torch.strided and not x.is_meta
+        if x.numel() > SMALL or not is_usual or is_given_back(x):
             return without_value(x)
         made = x.detach().clone()
         self._owns(made)

@@ -110,6 +110,31 @@ def test_a_step_that_raises_half_way_leaves_no_trace(make: type[Written], monkey
     assert everything(optimizer) == everything(other)
 
 
+@pytest.mark.parametrize("resize", [True, False])
+def test_a_step_that_raises_leaves_the_shapes_of_what_it_holds(resize: bool) -> None:
+    """A history in a list, beside which there may be a tensor that has no memory of its own (a sparse one)."""
+
+    class History(Written):
+        fails = False
+
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            (x, _) = state.setdefault("l", [torch.zeros(1, *p.shape), torch.eye(3).to_sparse()])
+            if resize:
+                x.resize_(len(x) + 1, *p.shape)[-1] = g
+            else:
+                x.data = torch.cat([x, g[None]])
+            p.sub_(x.mean(0), alpha=group["lr"])
+            if self.fails:
+                raise ZeroDivisionError
+
+    optimizer, params = compiled(History, "plus")
+    run(optimizer, 2)
+    before, optimizer.fails = [optimizer.state[p]["l"][0].clone() for p in params], True
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert all(torch.equal(optimizer.state[p]["l"][0], x) for p, x in zip(params, before, strict=True))
+
+
 def test_what_cannot_be_undone_needs_a_checkpoint() -> None:
     class Large(Written):
         fails = False
