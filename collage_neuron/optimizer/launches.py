@@ -54,7 +54,8 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
     for key in update.of_states:
         columns[key] = list(map(itemgetter(key), states))  # no frame of Python's for each
-    columns = {key: locals_of(tensors) for key, tensors in columns.items()}
+    if locals_of(job.params) is not job.params:
+        columns = {key: locals_of(tensors) for key, tensors in columns.items()}
     if update.seen_as is not None and not job.backend.reshapes:
         columns = {key: [_seen(t, key, update) for t in tensors] for key, tensors in columns.items()}
     reads, writes = _rows(columns, update.inputs, len(states)), _rows(columns, update.outputs, len(states))

@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.states.sharding import ORDINARY, local, locals_of, version, versions
 
 Mark = tuple[int, int, int]
@@ -111,13 +112,16 @@ class _Columns(NamedTuple):
 
 def _columns(split: Split, states: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, str]] = ()) -> _Columns:
     """The marks as they are now, and the further words in these places."""
-    params, highs = split.params, _values(states, split.highs)
+    params, highs, further = split.params, _values(states, split.highs), _values(states, words)
+    if ORDINARY.issuperset(map(type, chain(params, highs, further))):  # one call for all
+        own = torch_privates.version
+        marks = [*zip(map(own, params), map(torch.Tensor.data_ptr, params), map(id, params), strict=True)]
+        return _Columns(split, marks, highs, [*map(own, highs)], further, [*map(own, further)], next(ORDER))
     shards = locals_of(params)
     if ORDINARY.issuperset(map(type, shards)):  # a few calls for all
         marks = [*zip(versions(params), map(torch.Tensor.data_ptr, shards), map(id, shards), strict=True)]
     else:
         marks = [*map(mark_of, params)]
-    further = _values(states, words)
     return _Columns(split, marks, highs, versions(highs), further, versions(further), next(ORDER))
 
 

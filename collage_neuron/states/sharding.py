@@ -8,7 +8,7 @@ States get the placement of their parameter, so that code that saves or reshards
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -95,13 +95,13 @@ class Guard:
         self._is_alike = torch_privates.guard([*tensors, *torch_privates.parts(sharded)])
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Guard | None:
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         """That of `tensors`; None if one is neither an ordinary tensor nor a DTensor with one in it."""
+        if ORDINARY.issuperset(map(type, tensors)):
+            return torch_privates.guard(tensors)  # without a call of Python's
         return cls(tensors) if ORDINARY.issuperset(map(type, locals_of(tensors))) else None
 
     def __call__(self, *tensors: torch.Tensor) -> bool:
-        if not self._layouts:
-            return self._is_alike(*tensors)
         sharded = list(compress(tensors, self._sharded))
         is_same = torch_privates.layouts(sharded) == self._layouts  # mostly the same objects
         return is_same and self._is_alike(*tensors, *torch_privates.parts(sharded))
