@@ -426,3 +426,10 @@ def a_buffer_in_a_list_that_some_parameters_refresh(o: Any, p: Any, g: Any, s: A
     if t % 3 == 0 and place(o, p):
         v.add_(p, alpha=0.1)
     p.sub_(s["m"].mul_(0.7).add_(v, alpha=0.2).add_(g), alpha=lr)
+
+
+@launched
+def an_out_that_alone_waits(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    x = g.sum()
+    torch.mul(torch.tensor(0.9), 2.0, out=x)
+    p.sub_(s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g) * x, alpha=lr)
