@@ -146,6 +146,8 @@ class Presentation:
     """True if an object is two states, or a state and a gradient: what a step gives to one of them the other keeps."""
     _waiting: MakesPlaceholders | None = None
     _copies: Copies | None = None
+    _asked: tuple[list[Value], list[Alike]] = field(default_factory=lambda: ([], []))
+    """The values of which copies were made together last, and which of them are alike."""
     presented: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What was exchanged when values that wait were presented."""
     _sources: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -330,18 +332,33 @@ class Presentation:
             return local(source).to(torch.float32, copy=True)
         return self._copies.take(owner, self._decoded)
 
+    def copy_into(self, asked: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The same of several objects, none of which is a DTensor, into fp32 tensors."""
+        sources, values = self.gradients.sources(), {id(v.owner): v for v in self.values}
+        grads = [(into, sources[id(x)]) for x, into in asked if id(x) in sources]
+        torch_privates.copy_each([into for into, _ in grads], [grad for _, grad in grads])
+        self._decode({id(x): into for x, into in asked if id(x) not in sources}, values)
+
     def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
-        # Copies of values that wait, whose objects have placeholders inside: the first word is in the shell.
-        asked, filling = list(values), Conversions(pool(self.optimizer).laid_out)
+        asked = {id(v.owner): v for v in values}
         part = torch_privates.part
-        found = {id(v.owner): torch.empty_like(part(v.shell), dtype=torch.float32) for v in asked}
-        for each in self._found_alike(asked):
-            words, into = [(v.shell, *v.further) for v in each.values], [(found[id(v.owner)],) for v in each.values]
+        found = {key: torch.empty_like(part(v.shell), dtype=torch.float32) for key, v in asked.items()}
+        self._decode(found, asked)
+        return found
+
+    def _decode(self, into: Mapping[int, torch.Tensor], values: Mapping[int, Value]) -> None:
+        # Copies of values that wait, whose objects have placeholders inside: the first word is in the shell.
+        asked, filling = [values[key] for key in into], Conversions(pool(self.optimizer).laid_out)
+        part, (before, alike), lookup = torch_privates.part, self._asked, Lookup()
+        if not step_inventory.are_same(before, asked):
+            self._asked = asked, alike = asked, self._found_alike(asked)
+        for each in alike:
+            backend = lookup.of(self.groups[id(each.values[0].p)][1], each.values[0].p)[1]
+            words, given = [(v.shell, *v.further) for v in each.values], [(into[id(v.owner)],) for v in each.values]
             if self.has_shards:
                 words = [(*map(part, own),) for own in words]
-            filling.add(each.backend, decoding(each.format, each.role), (), words, into)
+            filling.add(backend, decoding(each.format, each.role), (), words, given)
         filling.run()
-        return found
 
     def can_wait(self) -> bool:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""

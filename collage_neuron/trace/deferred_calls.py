@@ -61,6 +61,7 @@ from collage_neuron.trace.placeholders import (
     valued,
     waits,
 )
+from collage_neuron.trace.read_ahead import Beginning
 from collage_neuron.trace.source_location import here
 from collage_neuron.trace.structure_guard import CallSequence
 
@@ -85,6 +86,9 @@ class DeferredCalls:
     objects, by their ids. `spare` are the placeholders that the first of the earlier steps has made, which nobody holds
     any more: they are made once more, and `steady` is for it.
     """
+
+    copy_into: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None] | None = None
+    """Copies first values into tensors, if those that will be read may be computed ahead."""
 
     def __init__(
         self,
@@ -305,7 +309,17 @@ class DeferredCalls:
     def _value(self, place: int, before: int | None = None) -> torch.Tensor:
         self.decide()
         before = self._course.at if before is None else before
-        return self._values.value(self._cones, place, before, self.numbers, self._copied)
+        began = Beginning(self._copied, self._copied_into if self.copy_into else None, self._like)
+        return self._values.value(self._cones, place, before, self.numbers, began)
+
+    def _like(self, place: int) -> torch.Tensor | None:
+        return self.tensors[place] if place < self._first else None
+
+    def _copied_into(self, copies: Mapping[int, torch.Tensor]) -> None:
+        assert self.copy_into is not None
+        if any(torch_privates.inside(self.tensors[i]) != self._inside[i] for i in copies):
+            raise Exchanged(EXCHANGED)
+        self.copy_into([(self.tensors[i], into) for i, into in copies.items()])
 
     def value(self, place: int) -> torch.Tensor:
         """A copy of the value that a tensor has now."""

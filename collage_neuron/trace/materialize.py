@@ -10,6 +10,7 @@ needs them.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,15 +18,10 @@ import torch
 
 from collage_neuron.trace.calls import MEETS, Call, HostNumber, Uncompiled, arguments, is_number, written_by
 from collage_neuron.trace.placeholders import set_data
-
-Read = Callable[[int], torch.Tensor]
-"""A copy of the value of a tensor that a step begins with, by its place."""
+from collage_neuron.trace.read_ahead import SMALL, Ahead, Beginning, Schedule, look
 
 MOST = 4
 """So many times as many calls as a step has made may be in the cones of its values: then all is computed."""
-
-SMALL = 4096
-"""Of up to so many elements what was computed stays."""
 
 
 class Run(NamedTuple):
@@ -73,6 +69,12 @@ class Cones:
         """Those of the values that were asked for in the first step, in their order."""
         self.prepared: list[Prepared] = []
         """The calls that were looked at."""
+        self.numbers: list[float] = []
+        """Those of the last step in which values were asked for."""
+        self.schedule: Schedule | None = None
+        """What the next one computes ahead."""
+        self.wrong = Counter[int]()
+        """How often numbers were guessed wrongly, by their positions."""
         self._memories: dict[int, int] = {}
         """Of views."""
         self._views: dict[int, list[int]] = {}
@@ -156,44 +158,64 @@ class Values:
         self._asked = self._ran = 0
         self._is_known = True
         """True as long as the values are those of the first step that has made these calls."""
+        self._ahead: Ahead | None = None
 
-    def value(self, cones: Cones, place: int, before: int, numbers: Sequence[float], read: Read) -> torch.Tensor:
+    def value(self, cones: Cones, place: int, before: int, numbers: list[float], began: Beginning) -> torch.Tensor:
         """What is at a place after so many calls, for reading. The calls of before are the first ones of these.
-
-        `read` gives what the step begins with.
 
         Raises:
             Uncompiled: too many calls would run once more.
         """
         cones.grow(before)
-        cone = self._cone(cones, place, before)
+        k, cone = self._asked, self._cone(cones, (place, before), numbers, began)
         self._ran += len(cone.runs)
         if self._ran > MOST * (before + 64):
             raise Uncompiled("values are read that depend on most of the step")
-        there = _There() if cone.is_anew else self._there
+        if self._ahead is not None and k in self._ahead.values:
+            return self._ahead.values[k]
+        return self._computed(cones, cone, numbers, began)
+
+    def _computed(self, cones: Cones, cone: Cone, numbers: Sequence[float], began: Beginning) -> torch.Tensor:
+        there, (place, _) = _There() if cone.is_anew else self._there, cone.of
+        done = () if self._ahead is None else self._ahead.schedule.calls
         for i, lets_go in cone.runs:
-            _run(cones.prepared[i], i, there, numbers, read)
+            if i not in done:
+                _run(cones.prepared[i], i, there, numbers, began.copy)
             if lets_go and there.has_large:
                 there.let_go(cones, lets_go)
         found = there.tensors.get(place)
         if found is None:
-            found = there.put(place, read(place))
+            found = there.put(place, began.copy(place))
         if found.numel() > SMALL:
             there.let_go(cones, [cones.memory(place)])
         return found
 
-    def _cone(self, cones: Cones, place: int, before: int) -> Cone:
-        self._cones = self._cones or cones
-        self._is_known = self._is_known and cones is self._cones
+    def _cone(self, cones: Cones, of: tuple[int, int], numbers: list[float], began: Beginning) -> Cone:
         known, k = cones.known, self._asked
         self._asked += 1
-        if self._is_known and k < len(known) and known[k].of == (place, before):
+        if self._cones is None:
+            self._cones, self._ahead = cones, look(cones, of, numbers, began)
+            if self._ahead is not None:
+                self._there.tensors, self._there.done = self._ahead.tensors, dict(self._ahead.schedule.done)
+        is_other = cones is not self._cones or (k < len(known) and known[k].of != of)
+        if self._is_known and (is_other or not self._is_guessed(k, numbers)):
+            self._is_known = False
+            if self._ahead is not None:  # calls have run ahead that the step does not make so
+                self._there, self._ahead = _There(), None
+        if self._is_known and k < len(known):
             return known[k]
-        found = cones.cone(place, before, self._there.done)
-        self._is_known = self._is_known and k == len(known)
+        found = cones.cone(*of, self._there.done)
         if self._is_known:
             known.append(found)
         return found
+
+    def _is_guessed(self, k: int, numbers: Sequence[float]) -> bool:
+        """Returns True if a value was computed ahead, if it was, with its own numbers."""
+        if self._cones is None or self._ahead is None or not (wrong := self._ahead.wrong(k, numbers)):
+            return True
+        self._cones.wrong.update(wrong)
+        self._cones.schedule = None
+        return False
 
 
 class _There:
@@ -220,7 +242,9 @@ class _There:
                 self.done.pop(memory, None)
 
 
-def _run(prepared: Prepared, number: int, there: _There, numbers: Sequence[float], read: Read) -> None:
+def _run(
+    prepared: Prepared, number: int, there: _There, numbers: Sequence[float], read: Callable[[int], torch.Tensor]
+) -> None:
     call, tensors = prepared.call, there.tensors
     if call.rule is MEETS:
         there.put(call.first, read(call.first))

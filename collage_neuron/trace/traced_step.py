@@ -187,11 +187,13 @@ class TracedStep:
         self._mode = DeferredCalls(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
         self._mode.decide = self.decide
         self._mode.may_send = presentation.has_shards
+        on_host = all(map(_is_cpu, params))
         if presentation.has_shards:
             self._mode.reading = self._reading
+        elif on_host and self._of_part is None:
+            self._mode.copy_into = presentation.copy_into
         if not presentation.has_shards and (not is_steady or kinds[0].fills):
             self._mode.see_made()
-        on_host = all(map(_is_cpu, params))
         for p in params if not (on_host and kinds) else ():
             self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE), only_narrow=on_host)
         return self._mode

@@ -1,0 +1,300 @@
+"""The values that a step will read, computed together: those of all parameters, when the first of them is asked for.
+
+Code that reads a number of each parameter (`p.norm().item()`) reads the same in most steps. So what it is going to read
+is known from the last step: the cones of these values, which run call by call, each over all parameters. Numbers of
+calls that the code has not made yet are guessed: they are what they were in the last step, or one that is known already
+and was the same there. Who asks for a value compares the numbers of its cone with what was guessed; if one of them is
+another, all that was computed ahead is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from math import copysign, prod
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from collage_neuron.trace.calls import MEETS
+from collage_neuron.trace.placeholders import set_data
+
+if TYPE_CHECKING:
+    from collage_neuron.trace.materialize import Cones, Prepared
+
+SMALL = 4096
+"""Of up to so many elements what was computed stays, and may be computed ahead."""
+
+FEWEST = 4
+"""Values for which it pays."""
+
+WRONG = 2
+"""A number that was guessed wrongly so often is not guessed any more."""
+
+ELEMENTWISE = frozenset(
+    name + suffix
+    for name in (
+        "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "copy", "div", "eq", "ge", "gt", "le",
+        "lerp", "lt", "maximum", "minimum", "mul", "ne", "neg", "reciprocal", "rsqrt", "rsub", "sign", "sqrt", "square",
+        "sub", "where",
+    )
+    for suffix in ("", "_")
+)  # fmt: skip
+"""Operations that give each element the same bits wherever it lies; `exp` and `pow` do not, at the end of a tensor."""
+
+Places = tuple[int, ...]
+Column = tuple[type | None, tuple[Any, ...]]
+"""An argument of several calls: places of tensors (int), positions of numbers (float), or a constant (None)."""
+
+_EACH: Any = object()
+"""Instead of an argument that is not one for all calls."""
+
+
+class Beginning(NamedTuple):
+    """What a step begins with."""
+
+    copy: Callable[[int], torch.Tensor]
+    """A copy of the value at a place."""
+    copy_into: Callable[[dict[int, torch.Tensor]], None] | None
+    """Copies values into tensors, by their places; None if they are not to be read ahead."""
+    like: Callable[[int], torch.Tensor | None]
+    """What lies as the value at a place does; None if a call makes it."""
+
+
+class There:
+    """Values that were computed, by their places; those of parameters that are alike lie in one tensor, too."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._stacks: dict[Places, torch.Tensor] = {}
+
+    def put(self, places: Places, stack: torch.Tensor) -> None:
+        """The rows of a tensor are at places."""
+        self._stacks[places] = stack
+        self.tensors.update(zip(places, stack.unbind(), strict=True))
+
+    def one(self, column: Column, numbers: Sequence[float]) -> Any:
+        """The argument of all calls at once, if there is one: a tensor with those of all, or the same number."""
+        kind, values = column
+        if kind is int:
+            return self._stacks.get(values, _EACH)
+        if kind is None:
+            return values[0]
+        found = {numbers[at] for at in values}
+        return found.pop() if len(found) == 1 and 0.0 not in found else _EACH  # 0.0 equals -0.0
+
+    def each(self, column: Column, numbers: Sequence[float]) -> Sequence[Any]:
+        """Those of each."""
+        kind, values = column
+        return values if kind is None else [*map((self.tensors if kind is int else numbers).__getitem__, values)]
+
+
+class Batch:
+    """One operation of several parameters of one shape, none of which needs what another one gives."""
+
+    def __init__(self, calls: Sequence[Prepared], is_elementwise: bool) -> None:
+        first, rows = calls[0].call, [each.plain or [] for each in calls]
+        columns: list[Column] = [(column[0][0], tuple(x for _, x in column)) for column in zip(*rows, strict=True)]
+        self.columns, self._names, self._count = columns, [*first.kwargs], len(first.args)
+        self._function, self._is_elementwise = calls[0].function, is_elementwise
+        self._returns = tuple(i for each in calls for i in each.returns)
+
+    def run(self, there: There, numbers: Sequence[float]) -> None:
+        """Runs it: once for all of them, if that gives the same bits."""
+        given = [there.one(column, numbers) for column in self.columns]
+        if self._is_elementwise and not any(x is _EACH for x in given):
+            out = self._function(*given[: self._count], **dict(zip(self._names, given[self._count :], strict=True)))
+            if self._returns:
+                there.put(self._returns, out)
+            return
+        made = self._each(given, there, numbers)
+        if self._returns:
+            there.tensors.update(zip(self._returns, made, strict=True))
+
+    def _each(self, given: Sequence[Any], there: There, numbers: Sequence[float]) -> list[torch.Tensor]:
+        rows = [there.each(column, numbers) for column in self.columns[: self._count]]
+        named = dict(zip(self._names, given[self._count :], strict=True))
+        if not any(x is _EACH for x in named.values()):
+            made = [*map(partial(self._function, **named), *rows)]
+        else:
+            more = zip(*(there.each(column, numbers) for column in self.columns[self._count :]), strict=True)
+            own = zip(zip(*rows, strict=True), more, strict=True)
+            made = [self._function(*args, **dict(zip(self._names, x, strict=True))) for args, x in own]
+        # It may return its argument itself: two places, two objects.
+        return [x.detach() for x in made] if self._returns and any(map(is_, made, rows[0])) else made
+
+
+class Level(NamedTuple):
+    """Calls that need nothing of one another, and what is there after them."""
+
+    calls: dict[Hashable, list[Prepared]]
+    """By what they do."""
+    values: list[tuple[int, int]]
+    """Which of the values that are read, and their places."""
+
+
+class Schedule:
+    """What is computed ahead in steps that read what the last one did."""
+
+    def __init__(self, cones: Cones, began: Beginning, first: int, last: Sequence[float]) -> None:
+        """Numbers are known up to the position `first`, and those of the `last` step."""
+        self._cones = cones
+        self.calls: dict[int, Prepared] = {}
+        """Those that run, by their numbers."""
+        self.done: dict[int, int] = {}
+        """After how many calls the memory is that they make and write."""
+        self.positions: list[list[int]] = []
+        """For each value, where the numbers of its calls are."""
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        """By places."""
+        self._initial: dict[int, tuple[int, ...]] = {}
+        """Those of what the step begins with."""
+        self._read, self._written = Counter[int](), Counter[int]()
+        """The last level that reads and writes memory."""
+        self._late_read, self._late_written = set[int](), set[int]()
+        """The memory that calls read and write which run when they are asked for."""
+        self._values: dict[int, list[int]] = {}
+        """Those that are in a memory."""
+        self._overwritten: set[int] = set()
+        """Those that later calls write to."""
+        self._levels: dict[int, Level] = {}
+        for k in range(len(cones.known)):
+            self._add_value(k, began)
+        self._batches = [
+            ([Batch(calls, self._is_elementwise(calls[0])) for calls in own.calls.values()], own.values)
+            for _, own in sorted(self._levels.items())
+        ]
+        self._stacks = dict(self._found_stacks())
+        self.count = 1 + max(chain.from_iterable(self.positions), default=-1)
+        """How many numbers there are in a whole step, at least."""
+        self._alike = dict(_alike(last, first, {at for own in self.positions for at in own}))
+        """Numbers that were like one that is known, and which that is."""
+
+    def _add_value(self, k: int, began: Beginning) -> None:
+        (place, _), runs, _ = self._cones.known[k]
+        own = [i for j, (i, _) in enumerate(runs) if self._add_call(i, j, began)]
+        self.positions.append([at for i in own for at in _positions(self._cones.prepared[i])])
+        memory = self._cones.memory(place)
+        if not own or memory in self._late_written:
+            self._late_read.add(memory)
+            return
+        self._values.setdefault(memory, []).append(k)
+        self._level(self._written[memory]).values.append((k, place))
+
+    def _add_call(self, i: int, j: int, began: Beginning) -> bool:
+        """Adds the call `j` of a value to the first level in which it can run; False if it runs when it is asked for."""
+        call = self._cones.prepared[i]
+        read, written = set(map(self._cones.memory, call.needs)), set(call.written)
+        if not self._may_run(call, read, written, began):
+            self._late_read |= read
+            self._late_written |= written
+            return False
+        level = 1 + max(0, 0, *map(self._written.__getitem__, read | written), *map(self._read.__getitem__, written))
+        self._read.update({m: max(0, level - self._read[m]) for m in read})
+        self._written.update({m: level - self._written[m] for m in written})
+        self._overwritten.update(k for m in written for k in self._values.get(m, ()))
+        self._level(level).calls.setdefault((j, self._kind(call)), []).append(call)
+        self.calls[i] = call
+        self.done.update(dict.fromkeys(written, i + 1))
+        return True
+
+    def _may_run(self, call: Prepared, read: set[int], written: set[int], began: Beginning) -> bool:
+        if not (read | written).isdisjoint(self._late_written) or not written.isdisjoint(self._late_read):
+            return False
+        if call.plain is None or call.call.rule is MEETS or len(call.returns) > 1:
+            return False
+        for place in call.needs:
+            if place not in self._shapes:
+                like = began.like(place)
+                if like is None or not like.is_contiguous():
+                    return False
+                self._shapes[place] = self._initial[place] = tuple(like.shape)
+        self._shapes.update(zip(call.returns, (x.shape for x in call.call.makes or ()), strict=True))
+        is_small = all(prod(self._shapes[place]) <= SMALL for place in (*call.needs, *call.returns))
+        return is_small and all(self._cones.wrong[at] < WRONG for at in _positions(call))
+
+    def _level(self, number: int) -> Level:
+        return self._levels.setdefault(number, Level({}, []))
+
+    def _kind(self, call: Prepared) -> Hashable:
+        """What calls have in common that run together: a place or a number may be another one for each."""
+        args = [(kind, self._shapes[x] if kind is int else kind is None and repr(x)) for kind, x in call.plain or ()]
+        return call.function, tuple(args), tuple(call.call.kwargs), len(call.returns)
+
+    def _is_elementwise(self, call: Prepared) -> bool:
+        name = str(getattr(call.call.func, "__name__", "")).partition(".")[0]
+        return name in ELEMENTWISE and len({self._shapes[place] for place in (*call.needs, *call.returns)}) == 1
+
+    def _found_stacks(self) -> Iterator[tuple[Places, tuple[int, ...]]]:
+        """The tensors, with their shapes, in which what the step begins with lies: as the first calls have it."""
+        left = dict(self._initial)
+        for batch in chain.from_iterable(batches for batches, _ in self._batches):
+            for places in (places for kind, places in batch.columns if kind is int):
+                if all(place in left for place in places) and len({*places}) == len(places):
+                    yield places, left[places[0]]
+                    for place in places:
+                        del left[place]
+        for place, shape in left.items():
+            yield (place,), shape
+
+    def run(self, numbers: Sequence[float], last: Sequence[float], copy_into: Any) -> Ahead:
+        """Computes all, with the `numbers` that are known and those of the `last` step."""
+        guess = [*numbers, *last[len(numbers) :]]
+        for at, like in self._alike.items():
+            guess[at] = numbers[like]
+        there, values = There(), dict[int, torch.Tensor]()
+        for places, shape in self._stacks.items():
+            there.put(places, torch.empty((len(places), *shape), dtype=torch.float32, device="cpu"))
+        copy_into(there.tensors)
+        for batches, taken in self._batches:
+            for batch in batches:
+                batch.run(there, guess)
+            own = there.tensors
+            values.update((k, own[at].clone() if k in self._overwritten else own[at]) for k, at in taken)
+        return Ahead(self, guess, there.tensors, values)
+
+
+def look(cones: Cones, of: tuple[int, int], numbers: list[float], began: Beginning) -> Ahead | None:
+    """Computes the values of a step that has asked for its first one, if the last step began with that too."""
+    last, cones.numbers = cones.numbers, numbers
+    if began.copy_into is None or len(cones.known) < FEWEST or cones.known[0].of != of:
+        return None
+    if cones.schedule is None:
+        if any(cone.is_anew for cone in cones.known) or any(call.func is set_data for call in cones.calls):
+            return None
+        cones.schedule = Schedule(cones, began, len(numbers), last)
+    if not cones.schedule.calls or cones.schedule.count > len(last):  # the last step has raised
+        return None
+    return cones.schedule.run(numbers, last, began.copy_into)
+
+
+class Ahead(NamedTuple):
+    """What was computed ahead in a step."""
+
+    schedule: Schedule
+    guess: list[float]
+    tensors: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
+
+    def wrong(self, k: int, numbers: Sequence[float]) -> list[int]:
+        """The positions of numbers of a value that were guessed wrongly."""
+        return [at for at in self.schedule.positions[k] if not _is_same(numbers[at], self.guess[at])]
+
+
+def _is_same(x: float, y: float) -> bool:
+    return x is y or (x == y and type(x) is type(y) and (x != 0.0 or copysign(1.0, x) == copysign(1.0, y)))
+
+
+def _positions(call: Prepared) -> range:
+    return range(call.numbers.start, call.numbers.stop)
+
+
+def _alike(last: Sequence[float], first: int, asked: Collection[int]) -> Iterator[tuple[int, int]]:
+    """The positions of numbers that were like one before `first`, and that one's."""
+    known = {(type(x), x): at for at, x in reversed([*enumerate(last[:first])])}
+    for at in asked:
+        if at >= first and (like := known.get((type(last[at]), last[at]))) is not None:
+            yield at, like
