@@ -151,6 +151,20 @@ class Presentation:
     presented: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What was exchanged when values that wait were presented."""
     _sources: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_as_before: bool = False
+    """True if the step has found the objects of the last one."""
+    _found: list[int] = field(default_factory=list)
+    """The ids of the tensors in states, of a step that had a plan already: those of values are alive."""
+    _known: frozenset[int] = frozenset()
+    """The ids of objects and words."""
+    _names: int = 0
+    """How many there are: more, if one has two names."""
+    inside: Sequence[int] = ()
+    """What was inside the tensors that a step began with whose values have waited."""
+    _flags: list[bool] = field(default_factory=list)
+    """Which objects require gradients."""
+    _words: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """The further words of each parameter, and of its states, by their keys."""
 
     def __post_init__(self) -> None:
         """Makes what presents the gradients."""
@@ -168,13 +182,14 @@ class Presentation:
         The step has `seen` the states, if they are usual. With `waiting`, the fp32 tensors are its placeholders, which
         are filled when somebody asks for that (`compute`).
         """
-        self.values, self._aliases, self._waiting = [], [], waiting
+        self.values, self._aliases, self._waiting, self.is_as_before = [], [], waiting, False
         self.has_two_names, self._copies = False, None
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params(), seen), strict=True))
         self.dtypes = {key: p.dtype for key, (p, _) in self.groups.items()}
         self.has_shards = any(map(is_sharded, self.params()))
         known = {id(p.grad) for p in self.params() if p.grad is not None}
+        self._words, self._found = {}, []
         for key, (p, _) in self.groups.items():
             self._plan(p, self.outlines[key], known)
         if waiting is None:
@@ -196,6 +211,7 @@ class Presentation:
                 self.has_two_names = True
             else:
                 self.values.append(Value(p, name, owner, fmt, further, self._shell(owner), keys))
+                self._words.setdefault(id(p), {}).update(zip(keys, further, strict=True))
                 known.add(id(owner))
                 known.update(map(id, further))
 
@@ -292,10 +308,12 @@ class Presentation:
                 state = states[key]
                 for name in outline.aside:
                     state.pop(name, None)  # two parameters may have one state
-        # Compared as a whole first: in most steps no flag has to be set.
-        if list(map(_requires_grad, self.values)) != list(map(_shell_requires_grad, self.values)):
-            for v in self.values:
-                v.shell.requires_grad_(v.owner.requires_grad)
+        # Compared as a whole first: in most steps no flag has to be set. Those of the same objects are the same.
+        if not self.is_as_before:
+            self._flags = list(map(_requires_grad, self.values))
+        if list(map(_shell_requires_grad, self.values)) != self._flags:
+            for v, flag in zip(self.values, self._flags, strict=True):
+                v.shell.requires_grad_(flag)
         self._exchange()
         self.is_on = True
         self.gradients.present(self.params())
@@ -382,23 +400,23 @@ class Presentation:
     def put_words(self) -> None:
         """States have the further words again."""
         states = self.states()
-        for v in self.values:
-            if v.keys:
-                state = states.get(id(v.p))
-                if state is None:  # the step has removed it
-                    state = states[id(v.p)] = self.optimizer.state[v.p]
-                state.update(zip(v.keys, v.further, strict=True))
+        for key, words in self._words.items():
+            if words:
+                # The step may have removed it.
+                (states[key] if key in states else self.optimizer.state[self.groups[key][0]]).update(words)
 
     def states(self) -> dict[int, dict[Any, Any]]:
         """The states by the ids of parameters."""
         # Not by the parameters: a tensor is hashed in Python.
         return dict(zip(map(id, self.optimizer.state), self.optimizer.state.values(), strict=True))
 
-    def let_go(self) -> None:
-        """Keeps what was planned for a step with the same structure, and no state."""
-        for v in self.values:
-            v.owner, v.further = v.p, []
-        self.owners.clear()
+    def let_go(self, states: bool = True) -> None:
+        """Keeps what was planned for a step with the same structure; `states` too, if it is to, as they are."""
+        if not states:
+            for v in self.values:
+                v.owner, v.further = v.p, []
+            self.owners.clear()
+            self._words, self._found = {}, []
         self._shells.clear()
         self._copies, self._sources = None, {}
         self.gradients.let_go()
@@ -412,11 +430,23 @@ class Presentation:
                     found.setdefault(id(p), (p, group))
         return found
 
-    def again(self, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
-        """What `plan` does, for the `states` of a step with the same structure, by the ids of parameters."""
+    def again(self, optimizer: Optimizer, seen: step_inventory.Seen) -> set[int]:
+        """What `plan` does, for a step that has `seen` the same structure."""
         self.optimizer = self.gradients.optimizer = optimizer
         self._aliases, self._copies, self.groups = [], None, self._found_groups()
+        self.is_as_before = seen.ids == self._found
+        if not self.is_as_before:
+            self._find(dict(zip(map(id, self.params()), seen.state_of(self.params()), strict=True)))
+            self._found = seen.ids
+        grads = [id(p.grad) for p in self.params() if p.grad is not None]
+        known = self._known.union(grads)
+        self.has_two_names = len(known) < self._names + len(grads)
+        return known
+
+    def _find(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Finds the objects, and the further words, in `states`, by the ids of parameters."""
         owners: list[torch.Tensor] = []
+        self._words = {}
         for v in self.values:  # those of a parameter follow one another, itself first
             if v.name == "param":
                 state, owners = states[id(v.p)], [v.p]
@@ -425,14 +455,10 @@ class Presentation:
                 assert owners[0] is v.p
                 v.owner = state[v.name]
                 owners.append(v.owner)
-            if v.keys:
-                v.further = [state[key] for key in v.keys]
-        grads = (p.grad for p in self.params() if p.grad is not None)
-        words = chain.from_iterable(v.further for v in self.values)
-        objects = [*grads, *(v.owner for v in self.values), *words]
-        known = set(map(id, objects))
-        self.has_two_names = len(known) < len(objects)
-        return known
+            v.further = [state[key] for key in v.keys]
+            self._words.setdefault(id(v.p), {}).update(zip(v.keys, v.further, strict=True))
+        objects = [*(v.owner for v in self.values), *chain.from_iterable(v.further for v in self.values)]
+        self._known, self._names = frozenset(map(id, objects)), len(objects)
 
     def _exchange(self) -> None:
         self.gradients.enter(self._waiting)
@@ -501,8 +527,9 @@ class Presentation:
 
     def clear(self) -> None:
         """Lets go of all tensors."""
-        for each in (self.values, self.alike, self._shells, self._aliases, self.outlines, self.owners):
+        for each in (self.values, self.alike, self._shells, self._aliases, self.outlines, self.owners, self._words):
             each.clear()
+        self._asked = [], []
         self._copies, self._sources = None, {}
         self.gradients = Gradients(self.optimizer)
 

@@ -60,7 +60,7 @@ class Steady:
         shown, params = self.presentation, self.presentation.params()
         if not step_inventory.are_same(outlines(optimizer, params, seen), self.outlines):
             return None
-        known = shown.again(optimizer, dict(zip(map(id, params), seen.state_of(params), strict=True)))
+        known = shown.again(optimizer, seen)
         owners, shells = [v.owner for v in shown.values], [v.shell for v in shown.values]
         # Last, since it notes which memory is used in this step.
         if shown.has_two_names or _settings(shown) != self.settings or not pool(optimizer).are_those_of(owners, shells):

@@ -349,7 +349,7 @@ class Context:
             self._steady = Steady.of(self.presentation, self._structure)
         if self._steady is not None:
             pool(self.optimizer).steady, self.is_kept = self._steady, True
-            self.presentation.let_go()
+            self.presentation.let_go(states=False)
 
     @torch.no_grad()
     def end(self) -> None:

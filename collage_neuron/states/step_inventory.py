@@ -41,10 +41,9 @@ class Structure:
     """Says of parameters and of the tensors in states whether they are of the same types, dtypes, shapes, ..."""
     known: dict[Any, Any] = field(default_factory=dict)
 
-    def is_of(self, key: tuple[Any, ...], held: Sequence[object], params: list[Any], values: list[Any]) -> bool:
-        """Returns True for the same parameters, and states whose `values` differ in nothing but what is in tensors."""
-        is_same = self.key == key and are_same(self.held, held)
-        return is_same and self.guard(*params, *compress(values, self.are_tensors))
+    def is_of(self, key: tuple[Any, ...], held: Sequence[object], params: list[Any], tensors: list[Any]) -> bool:
+        """Returns True for the same parameters, and states whose `tensors` differ in nothing but what is in them."""
+        return self.key == key and are_same(self.held, held) and self.guard(*params, *tensors)
 
     def once(self, what: Any, make: Callable[[], T]) -> T:
         """The result called `what`, which must depend on nothing but the key; computed when it is first asked for."""
@@ -82,6 +81,8 @@ class Seen:
     """The keys of `optimizer.state`, in its order."""
     states: list[dict[str, Any]]
     """The states of the owners."""
+    ids: list[int]
+    """Those of the tensors in the states, one after the other."""
     structure: Structure
     backends: dict[Any, Any] = field(default_factory=dict)
     """The backends of this step, by settings and device."""
@@ -141,14 +142,16 @@ def look(optimizer: Optimizer) -> Seen | None:
         book.structure = None
         return None
     key, held = _key(optimizer, states, values, list(book.formats.values())), (*params, *owners, *book.formats)
-    if book.structure is None or not book.structure.is_of(key, held, params, values):
+    tensors = [] if book.structure is None else list(compress(values, book.structure.are_tensors))
+    if book.structure is None or not book.structure.is_of(key, held, params, tensors):
         are_tensors = tuple(isinstance(x, torch.Tensor) for x in values)
-        guard = Guard.of([*params, *compress(values, are_tensors)]) if _are_plain(owners, states) else None
+        tensors = list(compress(values, are_tensors))
+        guard = Guard.of([*params, *tensors]) if _are_plain(owners, states) else None
         if guard is None:
             book.structure = None
             return None
         book.structure = Structure(key, held, are_tensors, guard)
-    return Seen(optimizer, params, owners, states, book.structure)
+    return Seen(optimizer, params, owners, states, [*map(id, tensors)], book.structure)
 
 
 def _are_plain(owners: Sequence[Any], states: Sequence[Any]) -> bool:

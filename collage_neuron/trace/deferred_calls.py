@@ -84,7 +84,7 @@ class DeferredCalls:
 
     `values` are its first placeholders; `compute` gives them memory, and values. `same` are the places of further
     objects, by their ids. `spare` are the placeholders that the first of the earlier steps has made, which nobody holds
-    any more: they are made once more, and `steady` is for it.
+    any more: they are made once more, and `steady` is for it. `inside` says what is inside the first values, if known.
     """
 
     copy_into: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None] | None = None
@@ -100,6 +100,7 @@ class DeferredCalls:
         compute: Callable[[], None],
         state_of: Callable[[torch.Tensor], adopted_tensors.Name | None],
         copy_of: Callable[[torch.Tensor], torch.Tensor],
+        inside: Sequence[int] = (),
     ) -> None:
         self.tensors = [*values, *spare]
         """By their places."""
@@ -140,7 +141,7 @@ class DeferredCalls:
         self._values = Values()
         self._first = len(values)
         self._inside, self._users = (
-            list(map(torch_privates.inside, self.tensors)),
+            [*inside, *map(torch_privates.inside, self.tensors[len(inside) :])],
             list(map(torch_privates.users, values)),
         )
         self._set_places()
@@ -493,6 +494,10 @@ class DeferredCalls:
     def places_of(self, objects: Iterable[object]) -> list[int | None]:
         """The places of objects; None for what does not wait."""
         return list(map(self._place, map(id, objects)))
+
+    def inside(self) -> list[int]:
+        """What is inside the first values."""
+        return self._inside[: self._first]
 
     def let_go(self, first: int) -> list[torch.Tensor]:
         """The placeholders from a place on, which this has no more."""

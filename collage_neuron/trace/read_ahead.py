@@ -168,8 +168,6 @@ class Schedule:
             for _, own in sorted(self._levels.items())
         ]
         self._stacks = dict(self._found_stacks())
-        self.count = 1 + max(chain.from_iterable(self.positions), default=-1)
-        """How many numbers there are in a whole step, at least."""
         self._alike = dict(_alike(last, first, {at for own in self.positions for at in own}))
         """Numbers that were like one that is known, and which that is."""
 
@@ -185,7 +183,7 @@ class Schedule:
         self._level(self._written[memory]).values.append((k, place))
 
     def _add_call(self, i: int, j: int, began: Beginning) -> bool:
-        """Adds the call `j` of a value to the first level in which it can run; False if it runs when it is asked for."""
+        """Adds the call `j` of a value to the first level in which it can run; False if it runs when asked for."""
         call = self._cones.prepared[i]
         read, written = set(map(self._cones.memory, call.needs)), set(call.written)
         if not self._may_run(call, read, written, began):
@@ -262,13 +260,16 @@ def look(cones: Cones, of: tuple[int, int], numbers: list[float], began: Beginni
     last, cones.numbers = cones.numbers, numbers
     if began.copy_into is None or len(cones.known) < FEWEST or cones.known[0].of != of:
         return None
-    if cones.schedule is None:
+    most = max((run.number for cone in cones.known for run in cone.runs), default=-1)
+    if most < 0 or len(last) < max(
+        len(numbers), cones.prepared[most].numbers.stop
+    ):  # the last step has raised, or ended earlier
+        return None
+    if cones.schedule is None or len(cones.schedule.positions) < len(cones.known):
         if any(cone.is_anew for cone in cones.known) or any(call.func is set_data for call in cones.calls):
             return None
         cones.schedule = Schedule(cones, began, len(numbers), last)
-    if not cones.schedule.calls or cones.schedule.count > len(last):  # the last step has raised
-        return None
-    return cones.schedule.run(numbers, last, began.copy_into)
+    return cones.schedule.run(numbers, last, began.copy_into) if cones.schedule.calls else None
 
 
 class Ahead(NamedTuple):
@@ -281,7 +282,8 @@ class Ahead(NamedTuple):
 
     def wrong(self, k: int, numbers: Sequence[float]) -> list[int]:
         """The positions of numbers of a value that were guessed wrongly."""
-        return [at for at in self.schedule.positions[k] if not _is_same(numbers[at], self.guess[at])]
+        positions = self.schedule.positions[k : k + 1]  # none, if the last step has not asked for it
+        return [at for at in chain.from_iterable(positions) if not _is_same(numbers[at], self.guess[at])]
 
 
 def _is_same(x: float, y: float) -> bool:

@@ -154,9 +154,7 @@ class TracedStep:
         self._is_planned = not is_other
         if kept is None or is_other:
             return None
-        return kept, kept.again(
-            self.optimizer, dict(zip(map(id, kept.params()), seen.state_of(kept.params()), strict=True))
-        )
+        return kept, kept.again(self.optimizer, seen)
 
     # --- before the step --------------------------------------------------------------------------------------------
 
@@ -184,7 +182,10 @@ class TracedStep:
         cones, steady = [k.cones for k in earlier], kinds[0].quick if is_steady else ()
         self._names: dict[int, adopted_tensors.Name] | None = None
         self._inside = inside
-        self._mode = DeferredCalls(tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of)
+        inside = presentation.inside if presentation.is_as_before and presentation.gradients.are_as_before else ()
+        self._mode = DeferredCalls(
+            tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of, inside
+        )
         self._mode.decide = self.decide
         self._mode.may_send = presentation.has_shards
         on_host = all(map(_is_cpu, params))
@@ -444,6 +445,7 @@ class TracedStep:
         mode.exchange_states(adopted_tensors.exchange_back)
         left_objects.put_back(self._changed(kind), kind, self._began.references.objects or mode.tensors)
         jobs = self._checked_jobs(kind, mode, left)
+        presentation.inside = mode.inside()
         self._mode = None  # all is as it was between steps: what a backend raises does not come from placeholders
         measured = self._launching.take(self.optimizer, jobs, self._finite) if jobs else []
         self._keep_objects(kind, mode, {id(p): values for p, _, values in left})

@@ -1,0 +1,133 @@
+"""Values that are computed ahead, for all parameters at once: the bits of those that are computed when asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from traced_updates import Stepping, place, stepped_beside
+
+from collage_neuron.trace import materialize, read_ahead
+
+SHAPES = (4, 6), (3,), (4, 6), (), (70, 70), (3,), (4, 6), (), (1, 33), (4, 6)  # one is large: it is not computed ahead
+READ: list[float] = []
+
+
+def read(x: torch.Tensor) -> float:
+    READ.append(x.item())
+    return READ[-1]
+
+
+def adam(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> torch.Tensor:
+    """Adam's direction: two numbers of it are others in each step, and the same for all parameters."""
+    m, v = s.setdefault("m", torch.zeros_like(p)), s.setdefault("v", torch.zeros_like(p))
+    m.mul_(0.9).add_(g, alpha=0.1)
+    v.mul_(0.99).addcmul_(g, g, value=0.01)
+    found: torch.Tensor = (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
+    return found
+
+
+def with_trust(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = adam(o, p, g, s, lr, t)
+    weight, size = read(p.norm()), read(u.norm())
+    p.sub_(u, alpha=lr * (weight / size if weight > 0 and size > 0 else 1))
+
+
+def of_another_number_for_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = adam(o, p, g, s, lr, t) * (1 + place(o, p) * 0.1 * t)
+    p.sub_(u, alpha=lr / (1 + read(u.square().mean())))
+
+
+def of_what_was_read_before(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Such numbers cannot be guessed."""
+    u = adam(o, p, g, s, lr, t)
+    u.mul_(1 / (1 + read(u.abs().max())))
+    p.sub_(u, alpha=lr / (1 + read(u.norm())))
+
+
+def that_is_written_later(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    m = s.setdefault("m", torch.zeros_like(p))
+    first, total = read(m.norm()), m.sum()
+    before = read(total)
+    m.mul_(0.9).add_(g)
+    total.add_(m.sum())
+    p.sub_(m, alpha=lr / (1 + first + abs(before) + abs(read(total)) + read(m.norm()) + read(p.norm())))
+
+
+def that_is_read_twice(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    size = g.norm()
+    p.sub_(g, alpha=lr / (1 + read(size) + read(size)))
+    p.mul_(1 - lr * min(1.0, read(p.norm())))
+
+
+def in_some_steps(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """A step that asks for others than the last one."""
+    u = adam(o, p, g, s, lr, t)
+    if (place(o, p) + t // 3) % 3:
+        u = u / (1 + read(u.norm()))
+    p.sub_(u, alpha=lr / (1 + read(g.norm())))
+
+
+def by_numbers_that_are_alike_at_first(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Guesses go by the wrong one of two, and by signs of zeros."""
+    rate = 0.5 if t < 4 else 0.5 / t
+    u = g * 0.5 + p * rate
+    u = u.mul_(0.0 if t % 2 or place(o, p) % 2 else -0.0).add_(g)
+    p.sub_(u, alpha=lr / (1 + read(u.norm())) * (1 + read((u * 0.0 * (-1) ** t).sum().neg().reciprocal().sign())))
+
+
+def of_views(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    m = s.setdefault("m", torch.zeros_like(p))
+    flat = m.view(-1) if m.dim() else m
+    flat.mul_(0.9)
+    m.add_(g)
+    flat.clamp_(-1.0, 1.0 + t)
+    p.sub_(m, alpha=lr / (1 + read(flat.abs().sum()) + read(m.t().norm() if m.dim() == 2 else m.norm())))
+
+
+UPDATES = (
+    with_trust,
+    of_another_number_for_each,
+    of_what_was_read_before,
+    that_is_written_later,
+    that_is_read_twice,
+    in_some_steps,
+    by_numbers_that_are_alike_at_first,
+    of_views,
+)
+
+
+def run(update: Any, strategy: str, shapes: Any = SHAPES) -> tuple[Any, list[torch.Tensor], list[float]]:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if strategy else torch.float32
+    params = [Parameter(torch.randn(shape).bfloat16().to(dtype)) for shape in shapes]
+    READ.clear()
+    optimizer, found = stepped_beside(partial(Stepping, update=update), params, strategy, 11)
+    return optimizer, found, READ.copy()
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_numbers_are_those_that_are_computed_when_asked_for(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, found, ahead = run(update, "fp32")
+    monkeypatch.setattr("collage_neuron.trace.read_ahead.FEWEST", 10**6)
+    _, expected, asked = run(update, "fp32")
+    assert ahead == asked
+    assert all(map(torch.equal, found, expected))
+    for x, y in zip(found, run(update, "")[1], strict=True):
+        assert torch.allclose(x, y, rtol=1e-5, atol=1e-6)
+    traces = optimizer._collage_bookkeeping.traces
+    assert (traces.misses, traces.why) == (0, "")
+
+
+def test_a_steady_step_runs_each_operation_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But a norm, whose bits would be others: once for each."""
+    alone, together = list[int](), list[Any]()
+    run_alone, run_each = materialize._run, read_ahead.Batch._each
+    monkeypatch.setattr(materialize, "_run", lambda *args: (alone.append(len(READ)), run_alone(*args)))
+    monkeypatch.setattr(read_ahead.Batch, "_each", lambda *args: (together.append(args), run_each(*args))[1])
+    run(with_trust, "fp32", [(4, 6)] * 20)
+    assert max(alone) < 2 * 2 * 20  # in the first step, and in the second one, which has states
+    assert len(together) == 2 * 9  # the norms, in nine steps
