@@ -439,7 +439,7 @@ class Presentation:
             self._find(dict(zip(map(id, self.params()), seen.state_of(self.params()), strict=True)))
             self._found = seen.ids
         grads = [id(p.grad) for p in self.params() if p.grad is not None]
-        known = self._known.union(grads)
+        known = {*self._known, *grads}
         self.has_two_names = len(known) < self._names + len(grads)
         return known
 

@@ -182,9 +182,10 @@ class TracedStep:
         cones, steady = [k.cones for k in earlier], kinds[0].quick if is_steady else ()
         self._names: dict[int, adopted_tensors.Name] | None = None
         self._inside = inside
-        inside = presentation.inside if presentation.is_as_before and presentation.gradients.are_as_before else ()
+        are_same = presentation.is_as_before and presentation.gradients.are_as_before
+        known = presentation.inside if are_same else ()
         self._mode = DeferredCalls(
-            tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of, inside
+            tensors, same, cones, spare, steady, self._compute, self._state_of, self._copy_of, known
         )
         self._mode.decide = self.decide
         self._mode.may_send = presentation.has_shards

@@ -124,10 +124,15 @@ def test_numbers_are_those_that_are_computed_when_asked_for(update: Any, monkeyp
 
 def test_a_steady_step_runs_each_operation_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """But a norm, whose bits would be others: once for each."""
-    alone, together = list[int](), list[Any]()
+    alone, together = list[int](), list[int]()
     run_alone, run_each = materialize._run, read_ahead.Batch._each
-    monkeypatch.setattr(materialize, "_run", lambda *args: (alone.append(len(READ)), run_alone(*args)))
-    monkeypatch.setattr(read_ahead.Batch, "_each", lambda *args: (together.append(args), run_each(*args))[1])
+
+    def noted(found: list[Any], function: Any, *args: Any) -> Any:
+        found.append(len(READ))
+        return function(*args)
+
+    monkeypatch.setattr(materialize, "_run", partial(noted, alone, run_alone))
+    monkeypatch.setattr(read_ahead.Batch, "_each", lambda *args: noted(together, run_each, *args))
     run(with_trust, "fp32", [(4, 6)] * 20)
     assert max(alone) < 2 * 2 * 20  # in the first step, and in the second one, which has states
     assert len(together) == 2 * 9  # the norms, in nine steps
