@@ -122,8 +122,13 @@ def exchange(x: torch.Tensor, other: torch.Tensor) -> None:
 
 def copied(other: torch.Tensor) -> torch.Tensor:
     """A copy of what has the value of a tensor that waits."""
+    return value_in(other).to(torch.float32, copy=True)
+
+
+def value_in(other: torch.Tensor) -> torch.Tensor:
+    """What has that value, as a tensor of torch's own class."""
     other.__class__ = torch.Tensor
-    found = other.float() if other.dtype != torch.float32 else other.clone()
+    found = other.detach()
     other.__class__ = Returned
     return found
 

@@ -314,13 +314,24 @@ class DeferredCalls:
         return self._values.value(self._cones, place, before, self.numbers, began)
 
     def _like(self, place: int) -> torch.Tensor | None:
-        return self.tensors[place] if place < self._first else None
+        return self.tensors[place] if place < self._first or place in self.met else None
 
-    def _copied_into(self, copies: Mapping[int, torch.Tensor]) -> None:
-        assert self.copy_into is not None
+    def _copied_into(self, copies: Mapping[int, torch.Tensor]) -> bool:
+        if self.copy_into is None or any(i >= self._first and i not in self.met for i in copies):
+            return False
         if any(torch_privates.inside(self.tensors[i]) != self._inside[i] for i in copies):
             raise Exchanged(EXCHANGED)
-        self.copy_into([(self.tensors[i], into) for i, into in copies.items()])
+        met = [i for i in copies if i in self.met]
+        torch_privates.copy_each([copies[i] for i in met], [*map(adopted_tensors.value_in, map(self.met.get, met))])
+        self.copy_into([(self.tensors[i], into) for i, into in copies.items() if i not in self.met])
+        return True
+
+    def meet_again(self, states: Iterable[torch.Tensor]) -> None:
+        """Makes states wait that met values in the last step."""
+        for x in states:
+            if self._place(id(x)) is None:
+                with suppress(Uncompiled):
+                    self._meet(x)
 
     def value(self, place: int) -> torch.Tensor:
         """A copy of the value that a tensor has now."""

@@ -73,8 +73,12 @@ class Cones:
         """Those of the last step in which values were asked for."""
         self.schedule: Schedule | None = None
         """What the next one computes ahead."""
+        self.begins = 0
+        """Before which of the values that is."""
         self.wrong = Counter[int]()
         """How often numbers were guessed wrongly, by their positions."""
+        self.guesses = 0
+        """How often there were some."""
         self._memories: dict[int, int] = {}
         """Of views."""
         self._views: dict[int, list[int]] = {}
@@ -86,6 +90,14 @@ class Cones:
         """Looks at the calls, up to so many."""
         while len(self.prepared) < count:
             self._add(self.calls[len(self.prepared)])
+
+    def guess_again(self, k: int, wrong: Sequence[int]) -> None:
+        """Numbers of a value were guessed wrongly: some are known when it is asked for, and others then."""
+        self.schedule, self.guesses = None, self.guesses + 1
+        if k > self.begins:
+            self.begins = k
+        else:
+            self.wrong.update(wrong)
 
     def _add(self, call: Call) -> None:
         number, first = len(self.prepared), self._numbers
@@ -159,6 +171,8 @@ class Values:
         self._is_known = True
         """True as long as the values are those of the first step that has made these calls."""
         self._ahead: Ahead | None = None
+        self._last: list[float] = []
+        """The numbers of the last step."""
 
     def value(self, cones: Cones, place: int, before: int, numbers: list[float], began: Beginning) -> torch.Tensor:
         """What is at a place after so many calls, for reading. The calls of before are the first ones of these.
@@ -194,14 +208,18 @@ class Values:
         known, k = cones.known, self._asked
         self._asked += 1
         if self._cones is None:
-            self._cones, self._ahead = cones, look(cones, of, numbers, began)
-            if self._ahead is not None:
-                self._there.tensors, self._there.done = self._ahead.tensors, dict(self._ahead.schedule.done)
-        is_other = cones is not self._cones or (k < len(known) and known[k].of != of)
-        if self._is_known and (is_other or not self._is_guessed(k, numbers)):
-            self._is_known = False
-            if self._ahead is not None:  # calls have run ahead that the step does not make so
-                self._there, self._ahead = _There(), None
+            self._cones, self._last, cones.numbers = cones, cones.numbers, numbers
+        self._is_known = self._is_known and cones is self._cones and (k >= len(known) or known[k].of == of)
+        if not self._is_known:
+            self._forget()
+        elif self._ahead is None and k == cones.begins:
+            self._look_ahead(numbers, began)
+        elif self._ahead is not None and (wrong := self._ahead.wrong(k, numbers)):
+            cones.guess_again(k, wrong)
+            self._forget()
+            if k == cones.begins:  # by now more is known
+                self._look_ahead(numbers, began)
+            self._is_known = self._ahead is not None
         if self._is_known and k < len(known):
             return known[k]
         found = cones.cone(*of, self._there.done)
@@ -209,13 +227,17 @@ class Values:
             known.append(found)
         return found
 
-    def _is_guessed(self, k: int, numbers: Sequence[float]) -> bool:
-        """Returns True if a value was computed ahead, if it was, with its own numbers."""
-        if self._cones is None or self._ahead is None or not (wrong := self._ahead.wrong(k, numbers)):
-            return True
-        self._cones.wrong.update(wrong)
-        self._cones.schedule = None
-        return False
+    def _forget(self) -> None:
+        """Forgets what was computed ahead: calls that the step does not make so."""
+        if self._ahead is not None:
+            self._there, self._ahead = _There(), None
+
+    def _look_ahead(self, numbers: Sequence[float], began: Beginning) -> None:
+        assert self._cones is not None
+        self._ahead = look(self._cones, numbers, self._last, began)
+        if self._ahead is not None:
+            self._there = _There()
+            self._there.tensors, self._there.done = self._ahead.tensors, dict(self._ahead.schedule.done)
 
 
 class _There:
@@ -286,9 +308,11 @@ def _function(call: Call) -> Any:
 def _plain(call: Call, first: int) -> list[tuple[type | None, Any]] | None:
     found: list[tuple[type | None, Any]] = []
     for x in (*call.args, *call.kwargs.values()):
-        if type(x) is list or type(x) is HostNumber:
+        if type(x) is HostNumber or (type(x) is list and not {tuple}.issuperset(map(type, x))):
             return None
-        if type(x) is int:
+        if type(x) is list:  # of constants
+            found.append((None, [each for _, each in x]))
+        elif type(x) is int:
             found.append((int, x))
         elif is_number(x):
             found.append((float, first))

@@ -34,6 +34,9 @@ FEWEST = 4
 WRONG = 2
 """A number that was guessed wrongly so often is not guessed any more."""
 
+MOST_GUESSES = 16
+"""Steps in which a guess may be wrong; then values are computed when they are asked for."""
+
 ELEMENTWISE = frozenset(
     name + suffix
     for name in (
@@ -58,8 +61,8 @@ class Beginning(NamedTuple):
 
     copy: Callable[[int], torch.Tensor]
     """A copy of the value at a place."""
-    copy_into: Callable[[dict[int, torch.Tensor]], None] | None
-    """Copies values into tensors, by their places; None if they are not to be read ahead."""
+    copy_into: Callable[[dict[int, torch.Tensor]], bool] | None
+    """Copies values into tensors, by their places; None if they are not to be read ahead, False if one is missing."""
     like: Callable[[int], torch.Tensor | None]
     """What lies as the value at a place does; None if a call makes it."""
 
@@ -185,6 +188,9 @@ class Schedule:
     def _add_call(self, i: int, j: int, began: Beginning) -> bool:
         """Adds the call `j` of a value to the first level in which it can run; False if it runs when asked for."""
         call = self._cones.prepared[i]
+        if call.call.rule is MEETS and self._is_initial(call.call.first, began):
+            self.calls[i] = call
+            return True
         read, written = set(map(self._cones.memory, call.needs)), set(call.written)
         if not self._may_run(call, read, written, began):
             self._late_read |= read
@@ -204,15 +210,19 @@ class Schedule:
             return False
         if call.plain is None or call.call.rule is MEETS or len(call.returns) > 1:
             return False
-        for place in call.needs:
-            if place not in self._shapes:
-                like = began.like(place)
-                if like is None or not like.is_contiguous():
-                    return False
-                self._shapes[place] = self._initial[place] = tuple(like.shape)
+        if not all(place in self._shapes or self._is_initial(place, began) for place in call.needs):
+            return False
         self._shapes.update(zip(call.returns, (x.shape for x in call.call.makes or ()), strict=True))
         is_small = all(prod(self._shapes[place]) <= SMALL for place in (*call.needs, *call.returns))
         return is_small and all(self._cones.wrong[at] < WRONG for at in _positions(call))
+
+    def _is_initial(self, place: int, began: Beginning) -> bool:
+        """Returns True for what the step begins with, of which there will be a copy."""
+        like = began.like(place)
+        if like is None or not like.is_contiguous():
+            return False
+        self._shapes[place] = self._initial[place] = tuple(like.shape)
+        return True
 
     def _level(self, number: int) -> Level:
         return self._levels.setdefault(number, Level({}, []))
@@ -238,7 +248,7 @@ class Schedule:
         for place, shape in left.items():
             yield (place,), shape
 
-    def run(self, numbers: Sequence[float], last: Sequence[float], copy_into: Any) -> Ahead:
+    def run(self, numbers: Sequence[float], last: Sequence[float], copy_into: Callable[..., bool]) -> Ahead | None:
         """Computes all, with the `numbers` that are known and those of the `last` step."""
         guess = [*numbers, *last[len(numbers) :]]
         for at, like in self._alike.items():
@@ -246,7 +256,8 @@ class Schedule:
         there, values = There(), dict[int, torch.Tensor]()
         for places, shape in self._stacks.items():
             there.put(places, torch.empty((len(places), *shape), dtype=torch.float32, device="cpu"))
-        copy_into(there.tensors)
+        if not copy_into(there.tensors):
+            return None
         for batches, taken in self._batches:
             for batch in batches:
                 batch.run(there, guess)
@@ -255,18 +266,16 @@ class Schedule:
         return Ahead(self, guess, there.tensors, values)
 
 
-def look(cones: Cones, of: tuple[int, int], numbers: list[float], began: Beginning) -> Ahead | None:
-    """Computes the values of a step that has asked for its first one, if the last step began with that too."""
-    last, cones.numbers = cones.numbers, numbers
-    if began.copy_into is None or len(cones.known) < FEWEST or cones.known[0].of != of:
+def look(cones: Cones, numbers: Sequence[float], last: Sequence[float], began: Beginning) -> Ahead | None:
+    """Computes the values that a step will ask for, with the `numbers` that it has, and those of the `last` one."""
+    known = cones.known
+    if began.copy_into is None or len(known) < cones.begins + FEWEST or cones.guesses > MOST_GUESSES:
         return None
-    most = max((run.number for cone in cones.known for run in cone.runs), default=-1)
-    if most < 0 or len(last) < max(
-        len(numbers), cones.prepared[most].numbers.stop
-    ):  # the last step has raised, or ended earlier
+    most = max((run.number for cone in known for run in cone.runs), default=-1)
+    if most < 0 or len(last) < max(len(numbers), cones.prepared[most].numbers.stop):  # it has raised, or ended earlier
         return None
-    if cones.schedule is None or len(cones.schedule.positions) < len(cones.known):
-        if any(cone.is_anew for cone in cones.known) or any(call.func is set_data for call in cones.calls):
+    if cones.schedule is None or len(cones.schedule.positions) < len(known):
+        if any(cone.is_anew for cone in known) or any(call.func is set_data for call in cones.calls):
             return None
         cones.schedule = Schedule(cones, began, len(numbers), last)
     return cones.schedule.run(numbers, last, began.copy_into) if cones.schedule.calls else None

@@ -167,6 +167,11 @@ class StepKind:
         return any(call.func is torch.ops.aten.full.default for call in self.calls)
 
     @cached_property
+    def met(self) -> list[adopted_tensors.Name]:
+        """The states that are not in words, and met values that wait."""
+        return [call.args[0][1] for call in self.calls if call.func is adopted_tensors.state]
+
+    @cached_property
     def makes_nothing(self) -> bool:
         """Returns True if all calls are in place."""
         return not any(call.makes for call in self.calls)

@@ -198,6 +198,9 @@ class TracedStep:
             self._mode.see_made()
         for p in params if not (on_host and kinds) else ():
             self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE), only_narrow=on_host)
+        if on_host and kinds and kinds[0].met:
+            states = [dict.get(self.optimizer.state, params[i], _NO_STATE).get(name) for i, name in kinds[0].met]
+            self._mode.meet_again(x for x in states if isinstance(x, torch.Tensor))
         return self._mode
 
     def _objects(self, presentation: Presentation, params: list[Any]) -> list[torch.Tensor]:
