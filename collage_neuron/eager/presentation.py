@@ -434,10 +434,11 @@ class Presentation:
         """What `plan` does, for a step that has `seen` the same structure."""
         self.optimizer = self.gradients.optimizer = optimizer
         self._aliases, self._copies, self.groups = [], None, self._found_groups()
-        self.is_as_before = seen.ids == self._found
+        ids = seen.ids()
+        self.is_as_before = ids == self._found
         if not self.is_as_before:
             self._find(dict(zip(map(id, self.params()), seen.state_of(self.params()), strict=True)))
-            self._found = seen.ids
+            self._found = ids
         grads = [id(p.grad) for p in self.params() if p.grad is not None]
         known = {*self._known, *grads}
         self.has_two_names = len(known) < self._names + len(grads)

@@ -81,8 +81,6 @@ class Seen:
     """The keys of `optimizer.state`, in its order."""
     states: list[dict[str, Any]]
     """The states of the owners."""
-    ids: list[int]
-    """Those of the tensors in the states, one after the other."""
     structure: Structure
     backends: dict[Any, Any] = field(default_factory=dict)
     """The backends of this step, by settings and device."""
@@ -92,6 +90,11 @@ class Seen:
         if are_same(params, self.owners):
             return self.states
         return [self._by_id.get(id(p), {}) for p in params]
+
+    def ids(self) -> list[int]:
+        """Those of the tensors in the states, one after the other."""
+        values = chain.from_iterable(map(dict.values, self.states))
+        return [*map(id, compress(values, self.structure.are_tensors))]
 
     @cached_property
     def _by_id(self) -> dict[int, dict[str, Any]]:
@@ -151,7 +154,7 @@ def look(optimizer: Optimizer) -> Seen | None:
             book.structure = None
             return None
         book.structure = Structure(key, held, are_tensors, guard)
-    return Seen(optimizer, params, owners, states, [*map(id, tensors)], book.structure)
+    return Seen(optimizer, params, owners, states, book.structure)
 
 
 def _are_plain(owners: Sequence[Any], states: Sequence[Any]) -> bool:
