@@ -17,7 +17,7 @@ from torch import Tensor
 
 from collage_neuron.api import compile
 from collage_neuron.cli import builtin_gpt, user_script
-from collage_neuron.cli.compare_results import ALONE, UNCOMPILED, Run, figure_page, remarks, table
+from collage_neuron.cli.compare_results import UNCOMPILED, Run, remarks, table, write_logs
 from collage_neuron.cli.user_script import Made, ScriptFailed
 from collage_neuron.conversion.budget import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
@@ -67,7 +67,7 @@ def compile_made(made: Made, strategy: str, verbose: bool = True) -> None:
 def take_step(made: Made, device: torch.device) -> Tensor:
     """One step of an ordinary training loop; returns the loss."""
     made.optimizer.zero_grad()
-    loss = user_script.next_loss(made)
+    loss = made.loss()
     loss.backward()
     made.optimizer.step()
     if made.scheduler is not None:
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--strategies", nargs="+", default=DEFAULT, metavar="NAME", help=help_of_strategies)
     add("--steps", type=positive, help=f"training steps of a script that defines make() (default: {STEPS})")
     add("--seeds", type=seed, nargs="+", default=[0], help="each strategy is trained with each (default: 0)")
-    add("--out", type=Path, default=Path("compare"), help="a folder for the figure and outputs (default: %(default)s)")
+    add("--out", type=Path, default=Path("compare"), help="a folder for logs and outputs (default: %(default)s)")
 
 
 def positive(text: str) -> int:
@@ -147,20 +147,10 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         print(said, file=sys.stderr)
         return 1
     print(table(runs))
-    *rest, advice = remarks(runs, _again(options, arguments))
-    print("\n".join(["", *rest]))
-    status = _write_figure(runs, options, [advice, *rest])
-    print(advice)
-    return status
-
-
-def _again(options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """The command that was given, as far as the sentence about seeds needs it."""
-    if options.script is None:
-        return ALONE
-    takes = user_script.has_make(options.script) or user_script.SEED in " ".join(arguments)
-    given = [*arguments, *(() if takes else ("--seed", user_script.SEED))]
-    return " ".join([ALONE, str(options.script), *(["--", *given] if given else [])])
+    *rest, advice = remarks(runs)
+    write_logs(runs, options.out)
+    print("\n".join(["", *rest, f"Charts: `collage_neuron report {options.out}`.", advice]))
+    return 0
 
 
 def _made(
@@ -195,27 +185,9 @@ def _processes(
 
 
 def _make_folder(folder: Path) -> None:
-    """Makes the folder for the figure and outputs, before anything is trained; ScriptError if it cannot be written."""
+    """Makes the folder for logs and outputs, before anything is trained; ScriptError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ScriptError(f"{folder} cannot be written ({error.strerror}); name a folder with --out") from None
-
-
-def _write_figure(runs: Sequence[Run], options: argparse.Namespace, sentences: Sequence[str]) -> int:
-    name = options.script.name if options.script else "the built-in GPT"
-    path = options.out / "compare.html"
-    try:
-        text = figure_page(runs, f"Strategies compared: {name}", [said.replace("`", "") for said in sentences])
-        path.write_text(text, encoding="utf-8")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "plotly":
-            raise
-        print("compare: no figure, which needs plotly; pip install '.[report]'", file=sys.stderr)
-        return 0
-    except OSError as error:
-        print(f"compare: {path} cannot be written ({error.strerror}); name a folder with --out", file=sys.stderr)
-        return 2
-    print(f"figure: {path}")
-    return 0

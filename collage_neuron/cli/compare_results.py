@@ -1,20 +1,17 @@
-"""What `compare` says of its runs: a table and a page, whether they can be compared, and which strategy to take."""
+"""What `compare` says of its runs: a table and logs, whether they can be compared, and which strategy to take."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any
 
-from collage_neuron.cli.charts import CHARTS, MEANING, Figure, above_fp32, line_chart
-from collage_neuron.cli.html_page import Card, document
-from collage_neuron.cli.html_page import table as html_table
-from collage_neuron.cli.palette import assigned
+from collage_neuron.cli.charts import MEANING
 from collage_neuron.monitoring.metrics import Record
-from collage_neuron.monitoring.run_log import Log
+from collage_neuron.monitoring.writers import plain
 
 UNCOMPILED = "uncompiled"
 """The name of the run with the model and optimizer as the script made them."""
@@ -33,38 +30,20 @@ class Run:
     records: list[Record] = field(default_factory=list)
     whole: float = math.nan
     """Seconds of the whole process, if the run was one."""
-    loss_line: str = ""
-    """The line from which the last loss of a process was read."""
 
     @property
     def final(self) -> float:
         """The mean loss of the last twentieth of the steps: single batches are noisy."""
         return fmean(self.losses[-max(1, len(self.losses) // 20) :])
 
-    @property
-    def edq(self) -> float:
-        """EDQ / ||raw update|| of the stored values, over the measured steps."""
-        return _mean([r.total.pair.ratio for r in self.records])
-
-    @property
-    def lost(self) -> float:
-        """The percentage of updates that changed nothing at all."""
-        return _mean([r.total.pair.lost for r in self.records])
-
-
-def cells(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """The comparison: heads of the columns with numbers, and one row per strategy, with means over its seeds."""
-    head = ("strategy", "bytes/parameter", "loss", "above fp32", "EDQ", "lost updates", "step", "whole run")
-    rows = [_row(strategy, runs) for strategy in strategies_of(runs)]
-    filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
-    return [head[i] for i in filled], [[row[i] for i in filled] for row in rows]
-
 
 def table(runs: Sequence[Run]) -> str:
-    """The comparison as aligned text."""
-    head, rows = cells(runs)
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in (head, *rows))
+    """The comparison as aligned text: the columns with numbers, one row per strategy, with means over its seeds."""
+    head = ("strategy", "bytes/parameter", "loss", "above fp32", "EDQ", "lost updates", "step", "whole run")
+    rows = [_row([run for run in runs if run.strategy == strategy], runs) for strategy in strategies_of(runs)]
+    filled = [(name, *cells) for name, *cells in zip(head, *rows, strict=True) if any(cells)]
+    widths = [max(map(len, column)) for column in filled]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in zip(*filled, strict=True))
 
 
 def strategies_of(runs: Iterable[Run]) -> list[str]:
@@ -72,18 +51,18 @@ def strategies_of(runs: Iterable[Run]) -> list[str]:
     return list(dict.fromkeys(run.strategy for run in runs))
 
 
-def _row(strategy: str, runs: Sequence[Run]) -> tuple[str, ...]:
-    own = [run for run in runs if run.strategy == strategy]
+def _row(own: Sequence[Run], runs: Sequence[Run]) -> tuple[str, ...]:
     steps = [second for run in own for second in run.seconds]
+    measured = [record.total.pair for run in own for record in run.records]
     return (
-        strategy,
-        _cell(own[0].bytes_per_parameter, "{:.1f}"),
+        own[0].strategy,
+        _cell([own[0].bytes_per_parameter], "{:.1f}"),
         f"{fmean(run.final for run in own):.4f}",
-        _differences(above(strategy, runs)),
-        _cell(_mean([run.edq for run in own]), "{:.4f}"),
-        _cell(_mean([run.lost for run in own]), "{:.2f} %"),
+        _differences(above(own[0].strategy, runs)),
+        _cell([effect.ratio for effect in measured], "{:.4f}"),
+        _cell([effect.lost for effect in measured], "{:.2f} %"),
         f"{1e3 * median(steps):.1f} ms" if steps else "",
-        _cell(_mean([run.whole for run in own]), "{:.1f} s"),
+        _cell([run.whole for run in own], "{:.1f} s"),
     )
 
 
@@ -106,25 +85,27 @@ def spread_of(values: Sequence[float]) -> float:
     return stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _cell(value: float, form: str) -> str:
-    return "" if math.isnan(value) else form.format(value)
-
-
-def _mean(values: Sequence[float]) -> float:
+def _cell(values: Sequence[float], form: str) -> str:
+    """The mean of the values that are numbers; empty if none is."""
     known = [x for x in values if not math.isnan(x)]
-    return fmean(known) if known else math.nan
+    return form.format(fmean(known)) if known else ""
 
 
-ALONE = "collage_neuron compare"
-"""The command that trains the tiny built-in model."""
+def write_logs(runs: Sequence[Run], folder: Path) -> None:
+    """A log for each strategy, for `report`: the mean loss of the seeds, and the measurements of the first."""
+    for strategy in strategies_of(runs):
+        own = [run for run in runs if run.strategy == strategy]
+        about = {"strategy": strategy, "bytes_per_parameter": own[0].bytes_per_parameter}
+        measured = {record.step: record.as_dict() for record in own[0].records}
+        losses = map(fmean, zip(*(run.losses for run in own), strict=False))
+        lines = [{"step": step, "loss": loss, **measured.get(step, {})} for step, loss in enumerate(losses, 1)]
+        text = "".join(f"{json.dumps(plain(line))}\n" for line in (about, *lines))
+        (folder / f"{strategy}.jsonl").write_text(text, encoding="utf-8")
 
 
-def remarks(runs: Sequence[Run], again: str = ALONE) -> list[str]:
-    """Sentences below the table: whether the runs are comparable, what the columns mean, then the recommendation.
-
-    `again` is the command of the comparison without its seeds.
-    """
-    said = [*_nonfinite(runs), *_unlike(runs), *_meaning(runs, again == ALONE), recommendation(runs, again)]
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """Sentences below the table: whether the runs are comparable, what the columns mean, then the recommendation."""
+    said = [*_nonfinite(runs), *_unlike(runs), *_meaning(runs), recommendation(runs)]
     return [f"{text[:1].upper()}{text[1:].removesuffix('.')}." for text in said]
 
 
@@ -139,25 +120,18 @@ def _nonfinite(runs: Sequence[Run]) -> Iterator[str]:
         yield f"NaN or Inf: {'; '.join(found)}; EDQ and lost updates leave these out. Try a lower learning rate"
 
 
-SHOWN = 60
-"""The number of characters that are shown of the line from which a loss was read."""
-
-
-def _meaning(runs: Sequence[Run], tiny: bool) -> Iterator[str]:
+def _meaning(runs: Sequence[Run]) -> Iterator[str]:
     """What the columns of the table are."""
     if is_printed(runs):
-        line = next((run.loss_line for run in runs if run.loss_line), "")
-        shown = f", here from `{line if len(line) <= SHOWN else line[: SHOWN - 3] + '...'}`" if line else ""
         takes_last = all(len(run.losses) // 20 < 2 for run in runs)
-        yield f"loss is the {'last' if takes_last else 'mean of the last twentieth'} that a run printed{shown}"
+        yield f"loss is the {'last' if takes_last else 'mean of the last twentieth'} that a run printed"
         steps = "speeds are compared by `step`, which a script with make() shows"
         yield f"whole run is wall time with imports and generating code; {steps}"
         yield "bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"
     if any(run.records for run in runs):
         yield MEANING
     if any(run.seconds for run in runs):
-        model = "this tiny model" if tiny else "the model"
-        yield f"step is the forward pass, the backward pass and the update of {model}, on this machine"
+        yield "step is the forward pass, the backward pass and the update of the model, on this machine"
 
 
 def is_printed(runs: Sequence[Run]) -> bool:
@@ -182,14 +156,15 @@ NEGLIGIBLE = 1e-3
 """A loss that is above fp32's by less than so much of what fp32 gained in the run is as good."""
 
 
-def recommendation(runs: Sequence[Run], again: str = ALONE) -> str:
+def recommendation(runs: Sequence[Run]) -> str:
     """The cheapest strategy whose loss, from the same seed, is not above fp32's by more than chance or a trifle."""
     seeds = list(dict.fromkeys(run.seed for run in runs))
     fp32 = [run for run in runs if run.strategy == "fp32"]
     if not fp32:
         return "no recommendation: fp32 is not among the strategies, and without it there is nothing to judge by"
     if len(seeds) == 1:
-        return f"one seed cannot tell a difference from chance: {_with_seeds(again)} gives a recommendation"
+        option = " (the script's own option for a seed after --, as: -- --seed {seed})" * is_printed(runs)
+        return f"one seed cannot tell a difference from chance: `--seeds 0 1 2` gives a recommendation{option}"
     # Nor is what it gained known if it began so.
     if not all(math.isfinite(run.losses[0] - run.final) for run in fp32):
         return "no recommendation: a loss of fp32 is not finite"
@@ -208,87 +183,7 @@ def recommendation(runs: Sequence[Run], again: str = ALONE) -> str:
     )
 
 
-def _with_seeds(again: str) -> str:
-    """The command that trains with three seeds, each given to a script that makes its own."""
-    command, dashes, rest = again.partition(" -- ")
-    minute = " (about a minute)" if command == ALONE else ""
-    return f"`{command} --seeds 0 1 2{dashes}{rest}`{minute}"
-
-
 def _is_near(apart: Sequence[float], trifle: float) -> bool:
     """Returns True if the mean difference is within twice its standard error, or a trifle; never for NaN or Inf."""
     chance = 2 * spread_of(apart) / math.sqrt(len(apart))
     return all(map(math.isfinite, apart)) and fmean(apart) <= max(trifle, chance)
-
-
-# The page -------------------------------------------------------------------------------------------------------------
-
-POINTS = 400
-"""Maximal number of points of a curve; of more, neighbours are averaged."""
-
-
-def figure_page(runs: Sequence[Run], heading: str, sentences: Sequence[str]) -> str:
-    """The table, and each strategy's loss above that of fp32, over memory and over the run, as HTML.
-
-    Raises:
-        ModuleNotFoundError: plotly is not installed.
-    """
-    logs, several = list(map(as_log, runs)), len({run.seed for run in runs}) > 1
-    cards: list[Card] = []
-    if memory := loss_over_memory(runs):
-        bars = "; bars: the standard deviation between seeds" * several
-        compared = " minus that of fp32 from the same seed" * _has_fp32(runs)
-        cards.append(("Loss over memory", f"final loss of each strategy{compared}{bars}", memory))
-    steps = "number of the printed loss" if is_printed(runs) else "step"
-    if difference := above_fp32(logs, steps):
-        spread = ", mean over the seeds; shaded: their standard deviation" * several
-        note = f"minus the loss of fp32 from the same seed, a running mean{spread}; in the grey band the axis is linear"
-        cards.append(("Loss above fp32 over the run", note, difference))
-    elif curves := line_chart(CHARTS[0], [log for log in logs if log.about["seed"] == runs[0].seed]):
-        curves["layout"]["xaxis"]["title"]["text"] = steps
-        cards.append(("Loss over the run", "of the first seed; there is no fp32 to compare with", curves))
-    head, rows = cells(runs)
-    return document(heading, sentences, html_table(head, rows, assigned(strategies_of(runs))), [cards], "compare")
-
-
-def as_log(run: Run) -> Log:
-    """The losses of a run as a log of at most POINTS steps."""
-    size = -(-len(run.losses) // POINTS)
-    # Neighbours become their mean, at the step of the first.
-    means = {k + 1: fmean(run.losses[k : k + size]) for k in range(0, len(run.losses), size)}
-    records = [{"step": step, "loss": mean} for step, mean in means.items()]
-    return Log(run.strategy, Path(), {"strategy": run.strategy, "seed": run.seed}, records)
-
-
-def loss_over_memory(runs: Sequence[Run]) -> Figure | None:
-    """A point for each strategy: bytes per parameter, and its final loss, above fp32's where that was trained."""
-    names = strategies_of(runs)
-    points = [(name, _losses(name, runs), colour) for name, colour in zip(names, assigned(names), strict=True)]
-    points = [point for point in points if point[1] and point[0] != UNCOMPILED]
-    sizes = {run.strategy: run.bytes_per_parameter for run in runs}
-    traces: list[dict[str, Any]] = []
-    for name, losses, colour in points:
-        spread = stdev(losses) if len(losses) > 1 else 0.0
-        traces.append({
-            "type": "scatter", "mode": "markers", "name": name, "x": [sizes[name]], "y": [fmean(losses)],
-            "error_y": {"type": "data", "array": [spread], "visible": spread > 0, "thickness": 1.2},
-            "hovertemplate": f"{name}: %{{y:.4f}} ± {spread:.4f}, %{{x:g}} bytes<extra></extra>", "meta": colour,
-            # Later ones are smaller: of points in one place all are seen.
-            "marker": {"size": 18 - 12 * len(traces) / len(points)},
-        })  # fmt: skip
-    vertical = "final loss above fp32" if _has_fp32(runs) else "final loss"
-    layout = {"xaxis": {"title": {"text": "bytes per parameter, gradient included"}, "dtick": 2},
-              "yaxis": {"title": {"text": vertical}}, "height": 380, "showlegend": True}  # fmt: skip
-    return {"data": traces, "layout": layout} if traces else None
-
-
-def _losses(name: str, runs: Sequence[Run]) -> list[float]:
-    """The final losses of a strategy, above those of fp32 where there are such; none if one is not finite."""
-    finals = above(name, runs) if _has_fp32(runs) else [run.final for run in runs if run.strategy == name]
-    return finals if all(map(math.isfinite, finals)) else []
-
-
-def _has_fp32(runs: Sequence[Run]) -> bool:
-    """Returns True if there is something to compare with fp32."""
-    names = strategies_of(runs)
-    return "fp32" in names and len(names) > 1

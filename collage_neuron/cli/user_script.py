@@ -14,7 +14,6 @@ script prints validation losses (`val loss 2.1`), these count alone.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import random
 import re
@@ -82,29 +81,16 @@ def make_of(module: ModuleType, name: str) -> Callable[[], Made]:
             f"batch's loss ({PATTERN} is a pattern to copy)"
         )
 
-    try:
-        # Before it is called, so that a TypeError of its own is not taken for this.
-        inspect.signature(make).bind()
-    except TypeError as error:
-        raise ScriptError(
-            f"make() of {name} wants arguments ({error}); compare gives none: let it read sys.argv, or have defaults"
-        ) from None
-
     def checked() -> Made:
         result = make()
-        if not isinstance(result, tuple) or len(result) not in (3, 4):
-            raise ScriptError(f"make() of {name} returns {_kind(result)}; return model, optimizer, loss[, scheduler]")
-        made = Made(*result)
-        for value, kind in ((made.model, torch.nn.Module), (made.optimizer, Optimizer)):
-            if not isinstance(value, kind):
-                raise ScriptError(f"make() of {name} returns {_kind(value)} where a {kind.__name__} belongs")
-        if not callable(made.loss):
+        parts = result if isinstance(result, tuple) else ()
+        wanted: tuple[Any, ...] = (torch.nn.Module, Optimizer, Callable, object)
+        if len(parts) not in (3, 4) or not all(map(isinstance, parts, wanted)):
             raise ScriptError(
-                f"make() of {name} returns {_kind(made.loss)} as loss; return a function without arguments that "
-                "takes the next batch and returns its loss"
+                f"make() of {name} returns {result!r:.300}; return model, optimizer, a function without arguments that "
+                "returns the next batch's loss, and a scheduler if there is one"
             )
-        if made.scheduler is not None and not hasattr(made.scheduler, "step"):
-            raise ScriptError(f"make() of {name} returns {_kind(made.scheduler)} as scheduler, which has no step()")
+        made = Made(*parts)
         _check_optimizer(name, made.optimizer)
         return made
 
@@ -119,10 +105,6 @@ def _check_optimizer(name: str, optimizer: Optimizer) -> None:
         )
     if isinstance(optimizer, Compiled):
         raise ScriptError(f"make() of {name} compiles its optimizer; leave that line out, compare adds it")
-
-
-def _kind(value: object) -> str:
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
 
 
 def failure(error: Exception, path: Path) -> str | None:
@@ -143,17 +125,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-
-
-def next_loss(made: Made) -> Tensor:
-    """The loss of the next batch, checked."""
-    loss: Any = made.loss()  # user code: may return anything
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ScriptError(
-            f"loss() returns {_kind(loss)} that cannot be trained on; return the batch's loss, one number with a "
-            "gradient (without .item() or .detach())"
-        )
-    return loss
 
 
 # A process for each run -----------------------------------------------------------------------------------------------
@@ -217,7 +188,7 @@ def run_process(path: Path, arguments: Sequence[str], strategy: str, seed: int, 
         )
     if not (losses := losses_in(text)):
         raise ScriptError(f"{path} prints no loss; print one as `loss 2.345` (what it printed is in {out})")
-    return Run(strategy, seed, bytes_in(text, strategy), losses, whole=seconds, loss_line=last_line_in(text))
+    return Run(strategy, seed, bytes_in(text, strategy), losses, whole=seconds)
 
 
 def bytes_in(text: str, strategy: str) -> float:
@@ -232,14 +203,5 @@ def bytes_in(text: str, strategy: str) -> float:
 
 def losses_in(text: str) -> list[float]:
     """The losses that a script printed: those of validation if there are any, else all."""
-    return [float(match[1].replace(",", "")) for match in _printed_in(text)]
-
-
-def last_line_in(text: str) -> str:
-    """The line that has the last of the losses; of a progress bar, what it showed last."""
-    *_, last = _printed_in(text)
-    return re.split(r"[\r\n]", text[: last.end()])[-1].strip()
-
-
-def _printed_in(text: str) -> list[re.Match[str]]:
-    return list(VALIDATION.finditer(text)) or list(TRAINING.finditer(text))
+    found = list(VALIDATION.finditer(text)) or TRAINING.finditer(text)
+    return [float(match[1].replace(",", "")) for match in found]

@@ -21,11 +21,9 @@ pytestmark = pytest.mark.usefixtures("rejecting")
 BROKEN = {
     "": "defines no make()",
     "make = 3": "defines no make()",
-    "def make(size): return 1": "wants arguments (missing a required argument: 'size')",
-    "def make(): return 1": "returns a int; return model, optimizer, loss",
-    "def make(): return 1, 2": "returns a tuple of 2",
-    "def make(): return 1, 2, 3": "returns a int where a Module belongs",
-    "import torch\ndef make(): return torch.nn.Linear(1, 1), 2, 3": "returns a int where a Optimizer belongs",
+    "def make(): return 1": "returns 1; return model, optimizer, a function",
+    "def make(): return 1, 2": "returns (1, 2); return model",
+    "import torch\ndef make(): return torch.nn.Linear(1, 1), 2, 3": "bias=True), 2, 3); return model",
 }
 
 
@@ -49,20 +47,6 @@ def module_with(**changes: Any) -> ModuleType:
     module = ModuleType("changed")
     module.__dict__["make"] = lambda: tuple(parts.values())
     return module
-
-
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (3.0, "a float as loss; return a function"),
-        (lambda: 3.0, "returns a float that cannot be trained on"),
-        (lambda: torch.ones(1), "without .item"),
-        (lambda: torch.ones(2, requires_grad=True), "one number with a gradient"),
-    ],
-)
-def test_a_loss_that_cannot_be_trained_on_is_refused(loss: Any, words: str) -> None:
-    with pytest.raises(ScriptError, match=words):
-        compare.train(make_of(module_with(loss=loss), "changed"), "plus", 0, 1)
 
 
 def test_a_script_that_compiles_itself_is_refused() -> None:
