@@ -31,7 +31,7 @@ from collage_neuron.numerics.eft import (
     widen,
 )
 from collage_neuron.numerics.integer_words import INT8, INT16
-from collage_neuron.numerics.registration import Table, meaning_of
+from collage_neuron.numerics.registration import Table
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
@@ -364,12 +364,7 @@ def _is_value(fmt: Format, words: Sequence[Value], x: torch.Tensor) -> bool:
     return all(torch.equal(word, x) for word in masters)
 
 
-def _meaning(fmt: Format) -> object:
-    words = [(c.suffix, c.storage, c.layout) for c in fmt.components]
-    return meaning_of(fmt.name, words, fmt.encode, fmt.decode, fmt.draw, fmt.encode_state, fmt.decode_param)
-
-
-FORMATS: dict[str, Format] = Table(BUILT_IN, _check, _meaning)
+FORMATS: dict[str, Format] = Table(BUILT_IN, _check)
 """Every known storage format by name. A name keeps its meaning: states are stored under it."""
 
 
