@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,10 +29,11 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient, local
 from collage_neuron.validation import arrived, sample
 from collage_neuron.validation.perturbed_replay import InFp32, NoSample, expected
-from collage_neuron.validation.sample import Expected, Plan, Sample
+from collage_neuron.validation.sample import Expected, Sample
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Job
+    from collage_neuron.trace.replay_validation import Calls
 
 MOVES, FAR = 2.0**-14, 2.0**-4
 """Smallest relative change per step, and smallest eventual change, of a state that counts as moving in fp32."""
@@ -104,7 +105,7 @@ class Found:
         if not (moves & (now == old)).any():
             return 0, 0
         # An average moves toward its target by the same fraction of the distance each time: two steps give the target.
-        again = self.twin.after(2)[name] - self.wanted.values[name]
+        again = self.twin.run(perturbed=False, steps=2).after[name] - self.wanted.values[name]
         distance = change.square() / (change - again).abs()
         moves &= ~(distance < FAR * old.abs())
         return int(moves.sum()), int((moves & (now == old)).sum())
@@ -222,7 +223,7 @@ def check(
     optimizer: Optimizer,
     jobs: Sequence[Job],
     take: Take,
-    again: Callable[[Job], Again],
+    again: Callable[[Job], Calls],
     known: set[Any] | None = None,
 ) -> None:
     """Validates the step that `jobs` are about to take, if that is due, or one of their updates is not `known`.
@@ -284,22 +285,7 @@ def _in_turn(items: Sequence[T], most: int, turn: int) -> Sequence[T]:
     return [*items[first:], *items[:first]][:most]
 
 
-class Again(Protocol):
-    """How a step is taken again, on a sample."""
-
-    def plan(self, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
-        """The elements of `p` to take: those in `flat`, if shapes do not matter; None if there is no sample."""
-
-    def states(
-        self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
-    ) -> Mapping[str, Any]:
-        """States of a parameter with the drawn values `param` (`sample.States`)."""
-
-    def in_fp32(self, p: torch.nn.Parameter, taken: Sample, g: torch.Generator) -> InFp32:
-        """What takes the step of a sample of `p`."""
-
-
-def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, again: Again, steps: int) -> None:
+def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, again: Calls, steps: int) -> None:
     """Compares what a job does to a sample of one of its parameters with the same step, taken `again` in fp32."""
     history = history_of(optimizer)
     params = [p for p in job.params if p.numel()]
@@ -329,7 +315,7 @@ def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Ta
     history.compared, history.left_out = history.compared + compared, history.left_out + left_out
 
 
-def _sample(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int, again: Again) -> Sample | None:
+def _sample(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int, again: Calls) -> Sample | None:
     turn = steps.bit_length()
     if p.device.type in sample.DEVICES:
         planned = again.plan(job, p, torch.arange(sample.SIZE, dtype=torch.int64, device="cpu"))
