@@ -1,99 +1,44 @@
-"""`python -m collage_neuron compare`: trains a model under several strategies, prints a table and what to take."""
+"""`python -m collage_neuron compare`: trains a script under several strategies, prints a table and what to take.
+
+The script is any that has the changed line. It is a process for each strategy and seed, told by COLLAGE_STRATEGY.
+Nothing in it changes, and nothing in the process is replaced: what `compare` knows of a run is what it prints. A loss
+is a number after the word `loss`; where a script prints validation losses (`val loss 2.1`), these count alone.
+"""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
+import re
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import perf_counter
 
-import torch
-from torch import Tensor
-
-from collage_neuron.api import compile
-from collage_neuron.cli import builtin_gpt, user_script
-from collage_neuron.cli.compare_results import UNCOMPILED, Run, remarks, table, write_logs
-from collage_neuron.cli.user_script import Made, ScriptFailed
-from collage_neuron.conversion.budget import VARIABLE
-from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
-from collage_neuron.explanation import bytes_per_parameter
-from collage_neuron.monitoring.monitor import monitor
-from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.cli.compare_results import Run, remarks, table, write_logs
+from collage_neuron.conversion.budget import VARIABLE, line_of
+from collage_neuron.errors import ScriptError
+from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 
 DEFAULT = ("bf16", "split312", "split412", "split422", "split423", "plus", "split433", "fp32")
 """Pure bf16, fp32 masters, and between them the paper's `plus`, `split312` with the memory of bf16, and the first row
 of the table in README.md: what it recommends for any learning rate."""
-STEPS = 200
-"""The number of steps of a script that defines `make()`, unless `--steps` says another."""
-STRETCHES = 20
-"""The number of stretches of a run; the host waits for the device, and reads the clock, once in each."""
+
+BUILT_IN = ("-m", "collage_neuron.cli.builtin_gpt")
+"""What Python runs without a script."""
+
+SEED = "{seed}"
+"""Stands for the seed in the arguments of a script."""
+
+SHOWN = 15
+"""The number of lines of a failed process that are shown."""
 
 
-def train(make: Callable[[], Made], strategy: str, seed: int, steps: int, verbose: bool = True) -> Run:
-    """One run of `steps` steps."""
-    user_script.seed_everything(seed)
-    made, run, size = make(), Run(strategy, seed), math.ceil(steps / STRETCHES)
-    watching = None
-    if strategy != UNCOMPILED:
-        compile_made(made, strategy, verbose)
-        watching = monitor(made.optimizer, made.model, every=size)
-    device = next(made.model.parameters()).device
-    for done in range(0, steps, size):
-        count = min(size, steps - done)
-        began = perf_counter()
-        # They stay on the device until the stretch is over.
-        losses = [take_step(made, device) for _ in range(count)]
-        run.losses += [loss.item() for loss in losses]  # waits for the device; no step does
-        run.seconds.append((perf_counter() - began) / count)
-    if watching is not None:
-        run.records = watching.history
-        run.bytes_per_parameter = bytes_per_parameter(made.optimizer)
-    return run
-
-
-def compile_made(made: Made, strategy: str, verbose: bool = True) -> None:
-    """Compiles the model and optimizer of a script; ScriptError if `compile` rejects them."""
-    try:
-        compile(made.model, made.optimizer, strategy=strategy, verbose=verbose)
-    except (TypeError, ValueError, UnsafeEnvironment) as error:
-        raise ScriptError(f"strategy {strategy}: {error}") from error
-
-
-def take_step(made: Made, device: torch.device) -> Tensor:
-    """One step of an ordinary training loop; returns the loss."""
-    made.optimizer.zero_grad()
-    loss = made.loss()
-    loss.backward()
-    made.optimizer.step()
-    if made.scheduler is not None:
-        made.scheduler.step()
-    if device.type == "xla":
-        import torch_xla
-
-        torch_xla.sync()
-    return loss.detach()
-
-
-def compare(make: Callable[[], Made], strategies: Sequence[str], seeds: Sequence[int], steps: int) -> list[Run]:
-    """One run for each strategy and seed. The first compiled one says what was compiled, and on which backend."""
-    first = next((strategy for strategy in strategies if strategy != UNCOMPILED), None)
-    return [
-        train(make, strategy, seed, steps, (strategy, seed) == (first, seeds[0]))
-        for strategy, seed in _each_run(strategies, seeds)
-    ]
-
-
-def _each_run(strategies: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Each strategy with each seed; says on stderr which is trained now."""
-    total = len(strategies) * len(seeds)
-    for i, (strategy, seed) in enumerate(product(strategies, seeds), 1):
-        print(f"compare: {i} of {total}, {strategy}, seed {seed}", file=sys.stderr, flush=True)
-        yield strategy, seed
+class ScriptFailed(ScriptError):
+    """The script itself failed: what it said is in the message."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,24 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_of_script = (
         "a Python file that has the changed line and prints its loss as `loss 2.345` (of several, the last one printed "
         "counts; of 40 or more, the mean of the last twentieth; validation losses count alone): it is run once for "
-        f"each strategy and seed, so {len(DEFAULT)} times by default. Or one that defines make(), whose losses need no "
-        "print. Default: a tiny built-in GPT. The script's own arguments follow after --, where {seed} stands for the "
-        "seed"
+        f"each strategy and seed, so {len(DEFAULT)} times by default. Default: a tiny built-in GPT. The script's own "
+        "arguments follow after --, where {seed} stands for the seed"
     )
     add("script", nargs="?", type=Path, help=help_of_script)
-    known = ", ".join([*STRATEGIES, UNCOMPILED])
-    help_of_strategies = f"any of {known}, or that the script registers (default: {' '.join(DEFAULT)})"
+    help_of_strategies = f"any of {', '.join(STRATEGIES)}, or that the script registers (default: {' '.join(DEFAULT)})"
     add("--strategies", nargs="+", default=DEFAULT, metavar="NAME", help=help_of_strategies)
-    add("--steps", type=positive, help=f"training steps of a script that defines make() (default: {STEPS})")
     add("--seeds", type=seed, nargs="+", default=[0], help="each strategy is trained with each (default: 0)")
     add("--out", type=Path, default=Path("compare"), help="a folder for logs and outputs (default: %(default)s)")
-
-
-def positive(text: str) -> int:
-    """An argparse type: an integer above zero."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps: give 1 or more")
-    return int(text)
 
 
 def seed(text: str) -> int:
@@ -132,62 +67,89 @@ def seed(text: str) -> int:
 def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     """Runs the comparison and prints it; `arguments` are the script's own. Returns the exit status."""
     strategies, seeds = list(dict.fromkeys(options.strategies)), list(dict.fromkeys(options.seeds))
+    first = [*BUILT_IN, "--seed", SEED] if options.script is None else [str(options.script)]
+    command = [*first, *arguments]
     try:
-        if options.script and options.script.is_file() and not user_script.has_make(options.script):
-            runs = _processes(options, strategies, seeds, arguments)
-        else:
-            runs = _made(options, strategies, seeds, arguments)
-    except (ScriptError, UnsupportedUpdate) as error:
+        _check(options, seeds, command)
+        # First what is not known: a misspelt name fails before anything is trained.
+        unknown_first = sorted(strategies, key=STRATEGIES.__contains__)
+        runs = [run_process(command, *each, options.out) for each in _each_run(unknown_first, seeds)]
+    except ScriptError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1 if isinstance(error, ScriptFailed) else 2
-    except Exception as error:  # whatever a script raises
-        said = user_script.failure(error, options.script) if options.script else None
-        if said is None:
-            raise
-        print(said, file=sys.stderr)
-        return 1
-    print(table(runs))
-    *rest, advice = remarks(runs)
+    runs.sort(key=lambda run: strategies.index(run.strategy))
     write_logs(runs, options.out)
-    print("\n".join(["", *rest, f"Charts: `collage_neuron report {options.out}`.", advice]))
+    print("\n".join([table(runs), "", f"Charts: `collage_neuron report {options.out}`.", *remarks(runs)]))
     return 0
 
 
-def _made(
-    options: argparse.Namespace, strategies: Sequence[str], seeds: Sequence[int], rest: Sequence[str]
-) -> list[Run]:
-    """The runs of a script that defines `make()`, in this process."""
-    if VARIABLE in os.environ:
-        raise ScriptError(f"{VARIABLE} is set, and would override every strategy that is to be compared: unset it")
-    path = options.script
-    make = user_script.load_script(path, rest) if path else user_script.make_of(builtin_gpt, "builtin_gpt")
-    if unknown := [name for name in strategies if name not in (*STRATEGIES, UNCOMPILED)]:
-        raise ScriptError(
-            f"unknown strategy {unknown[0]!r}; choose from {', '.join([*STRATEGIES, UNCOMPILED])}, or let the script "
-            "import what registers yours in collage_neuron.extend.STRATEGIES"
-        )
-    _make_folder(options.out)
-    return compare(make, strategies, seeds, options.steps or STEPS)
-
-
-def _processes(
-    options: argparse.Namespace, strategies: Sequence[str], seeds: Sequence[int], rest: Sequence[str]
-) -> list[Run]:
-    """The runs of a script that has the changed line."""
-    user_script.check_request(options.script, strategies, seeds, rest, options.steps)
-    _make_folder(options.out)
-    unknown_first = sorted(strategies, key=STRATEGIES.__contains__)  # a misspelt name fails before anything is trained
-    runs = [
-        user_script.run_process(options.script, rest, strategy, seed, options.out / f"{strategy}-{seed}.txt")
-        for strategy, seed in _each_run(unknown_first, seeds)
-    ]
-    return sorted(runs, key=lambda run: strategies.index(run.strategy))
-
-
-def _make_folder(folder: Path) -> None:
-    """Makes the folder for logs and outputs, before anything is trained; ScriptError if it cannot be written."""
+def _check(options: argparse.Namespace, seeds: Sequence[int], command: Sequence[str]) -> None:
+    """Raises ScriptError for what a process cannot be asked for; makes the folder, before anything is trained."""
+    if options.script is not None and not options.script.is_file():
+        raise ScriptError(f"{options.script} is not a file; name a Python script that has the changed line")
+    if seeds != [0] and not any(SEED in argument for argument in command):
+        raise ScriptError(f"the script's own option for a seed is not known; write it after --, as: -- --seed {SEED}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
+        options.out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=options.out).close()
     except OSError as error:
-        raise ScriptError(f"{folder} cannot be written ({error.strerror}); name a folder with --out") from None
+        raise ScriptError(f"{options.out} cannot be written ({error.strerror}); name a folder with --out") from None
+
+
+def _each_run(strategies: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Each strategy with each seed; says on stderr which is trained now."""
+    total = len(strategies) * len(seeds)
+    for i, (strategy, seed) in enumerate(product(strategies, seeds), 1):
+        print(f"compare: {i} of {total}, {strategy}, seed {seed}", file=sys.stderr, flush=True)
+        yield strategy, seed
+
+
+def run_process(given: Sequence[str], strategy: str, seed: int, folder: Path) -> Run:
+    """Runs the script as it is, with its output in the folder.
+
+    Raises:
+        ScriptError: the process failed, did not compile with this strategy, or printed no loss.
+    """
+    command = [sys.executable, *(argument.replace(SEED, str(seed)) for argument in given)]
+    out, began = folder / f"{strategy}-{seed}.txt", perf_counter()
+    script = "the built-in GPT" if given[0] in BUILT_IN else given[0]
+    with out.open("wb") as file:
+        # Unbuffered, so that what was printed before an error is in the file.
+        environment = {**os.environ, VARIABLE: strategy, "PYTHONUNBUFFERED": "1"}
+        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+    seconds = perf_counter() - began
+    text = out.read_text(errors="replace")
+    if status != 0:
+        tail = "\n".join(text.splitlines()[-SHOWN:])
+        raise ScriptFailed(f"{out} ends with\n{tail}\ncompare: {script} failed under {strategy} with status {status}")
+    if line_of(strategy) not in text:
+        raise ScriptError(
+            f"{script} did not say that it compiles with {VARIABLE}={strategy}: it calls no collage_neuron.compile(), "
+            f"or hides warnings of the log 'collage_neuron'. Add the changed line; what it said is in {out}"
+        )
+    if not (losses := losses_in(text)):
+        raise ScriptError(f"{script} prints no loss; print one as `loss 2.345` (what it printed is in {out})")
+    return Run(strategy, seed, bytes_in(text, strategy), losses, seconds)
+
+
+def bytes_in(text: str, strategy: str) -> float:
+    """What the line after the first step says of a parameter; where a script is silent (`verbose=False`), Adam's."""
+    sizes = re.findall(rf"strategy {re.escape(strategy)}(?: \(.*?\))?, ([\d.]+) B each", text)
+    if not sizes and strategy not in STRATEGIES:
+        raise ScriptError(
+            f"the bytes of {strategy}, which the script registers, are not known: drop verbose=False there"
+        )
+    return float(sizes[-1]) if sizes else bytes_with_adam(strategy)
+
+
+NUMBER = r"[^\w\n\r]{0,4}?[ \t]*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d*)?(?:[eE][-+]?\d+)?|nan\b|[-+]?inf\b)"
+VALIDATION = re.compile(rf"\b(?:val|valid|validation|eval)[ _-]loss\b{NUMBER}", re.IGNORECASE)
+TRAINING = re.compile(rf"(?<![\w-])(?:train(?:ing)?(?: |_(?=loss=)))?loss\b{NUMBER}", re.IGNORECASE)
+"""How losses are printed: `loss 2.3`, `loss=2.3`, `{'loss': 2.3}`, `train loss: 2.3`; not the `'train_loss'` of
+Hugging Face, a mean over the whole run."""
+
+
+def losses_in(text: str) -> list[float]:
+    """The losses that a script printed: those of validation if there are any, else all."""
+    found = list(VALIDATION.finditer(text)) or TRAINING.finditer(text)
+    return [float(match[1].replace(",", "")) for match in found]

@@ -5,31 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
-from collage_neuron.cli.charts import MEANING
-from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.writers import plain
-
-UNCOMPILED = "uncompiled"
-"""The name of the run with the model and optimizer as the script made them."""
 
 
 @dataclass
 class Run:
-    """One training run: a loss per step, seconds per step for each stretch, and the measured updates."""
+    """One training run: the losses that a process printed."""
 
     strategy: str
     seed: int
-    bytes_per_parameter: float = math.nan
-    losses: list[float] = field(default_factory=list)
-    """Of a process: the losses that it printed."""
-    seconds: list[float] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    whole: float = math.nan
-    """Seconds of the whole process, if the run was one."""
+    bytes_per_parameter: float
+    losses: list[float]
+    seconds: float = 0.0
+    """Of the whole process."""
 
     @property
     def final(self) -> float:
@@ -38,8 +30,8 @@ class Run:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The comparison as aligned text: the columns with numbers, one row per strategy, with means over its seeds."""
-    head = ("strategy", "bytes/parameter", "loss", "above fp32", "EDQ", "lost updates", "step", "whole run")
+    """The comparison as aligned text, one row per strategy, with means over its seeds."""
+    head = ("strategy", "bytes/parameter", "loss", "above fp32", "whole run")
     rows = [_row([run for run in runs if run.strategy == strategy], runs) for strategy in strategies_of(runs)]
     filled = [(name, *cells) for name, *cells in zip(head, *rows, strict=True) if any(cells)]
     widths = [max(map(len, column)) for column in filled]
@@ -52,17 +44,12 @@ def strategies_of(runs: Iterable[Run]) -> list[str]:
 
 
 def _row(own: Sequence[Run], runs: Sequence[Run]) -> tuple[str, ...]:
-    steps = [second for run in own for second in run.seconds]
-    measured = [record.total.pair for run in own for record in run.records]
     return (
         own[0].strategy,
-        _cell([own[0].bytes_per_parameter], "{:.1f}"),
+        f"{own[0].bytes_per_parameter:.1f}",
         f"{fmean(run.final for run in own):.4f}",
         _differences(above(own[0].strategy, runs)),
-        _cell([effect.ratio for effect in measured], "{:.4f}"),
-        _cell([effect.lost for effect in measured], "{:.2f} %"),
-        f"{1e3 * median(steps):.1f} ms" if steps else "",
-        _cell([run.whole for run in own], "{:.1f} s"),
+        f"{fmean(run.seconds for run in own):.1f} s",
     )
 
 
@@ -85,20 +72,13 @@ def spread_of(values: Sequence[float]) -> float:
     return stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _cell(values: Sequence[float], form: str) -> str:
-    """The mean of the values that are numbers; empty if none is."""
-    known = [x for x in values if not math.isnan(x)]
-    return form.format(fmean(known)) if known else ""
-
-
 def write_logs(runs: Sequence[Run], folder: Path) -> None:
-    """A log for each strategy, for `report`: the mean loss of the seeds, and the measurements of the first."""
+    """A log for each strategy, for `report`: the mean loss of its seeds."""
     for strategy in strategies_of(runs):
         own = [run for run in runs if run.strategy == strategy]
         about = {"strategy": strategy, "bytes_per_parameter": own[0].bytes_per_parameter}
-        measured = {record.step: record.as_dict() for record in own[0].records}
         losses = map(fmean, zip(*(run.losses for run in own), strict=False))
-        lines = [{"step": step, "loss": loss, **measured.get(step, {})} for step, loss in enumerate(losses, 1)]
+        lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
         text = "".join(f"{json.dumps(plain(line))}\n" for line in (about, *lines))
         (folder / f"{strategy}.jsonl").write_text(text, encoding="utf-8")
 
@@ -106,49 +86,35 @@ def write_logs(runs: Sequence[Run], folder: Path) -> None:
 def remarks(runs: Sequence[Run]) -> list[str]:
     """Sentences below the table: whether the runs are comparable, what the columns mean, then the recommendation."""
     said = [*_nonfinite(runs), *_unlike(runs), *_meaning(runs), recommendation(runs)]
-    return [f"{text[:1].upper()}{text[1:].removesuffix('.')}." for text in said]
+    return [f"{text[:1].upper()}{text[1:]}." for text in said]
 
 
 def _nonfinite(runs: Sequence[Run]) -> Iterator[str]:
-    what, found = "printed losses" if is_printed(runs) else "steps", []
+    found = []
     for run in runs:
-        updates = {record.step for record in run.records if not record.total.finite}
-        if steps := updates | {i for i, loss in enumerate(run.losses, 1) if not math.isfinite(loss)}:
-            where = f"{len(steps)} of {len(run.losses)} {what}, first in {min(steps)}"
+        if steps := [i for i, loss in enumerate(run.losses, 1) if not math.isfinite(loss)]:
+            where = f"{len(steps)} of {len(run.losses)} printed losses, first in {steps[0]}"
             found.append(f"{run.strategy} with seed {run.seed} in {where}")
     if found:
-        yield f"NaN or Inf: {'; '.join(found)}; EDQ and lost updates leave these out. Try a lower learning rate"
+        yield f"NaN or Inf: {'; '.join(found)}. Try a lower learning rate"
 
 
 def _meaning(runs: Sequence[Run]) -> Iterator[str]:
     """What the columns of the table are."""
-    if is_printed(runs):
-        takes_last = all(len(run.losses) // 20 < 2 for run in runs)
-        yield f"loss is the {'last' if takes_last else 'mean of the last twentieth'} that a run printed"
-        steps = "speeds are compared by `step`, which a script with make() shows"
-        yield f"whole run is wall time with imports and generating code; {steps}"
-        yield "bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"
-    if any(run.records for run in runs):
-        yield MEANING
-    if any(run.seconds for run in runs):
-        yield "step is the forward pass, the backward pass and the update of the model, on this machine"
-
-
-def is_printed(runs: Sequence[Run]) -> bool:
-    """Returns True if the losses are those that processes printed."""
-    return any(not math.isnan(run.whole) for run in runs)
+    takes_last = all(len(run.losses) // 20 < 2 for run in runs)
+    yield f"loss is the {'last' if takes_last else 'mean of the last twentieth'} that a run printed"
+    yield "whole run is wall time with imports and generating code"
+    yield "bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"
 
 
 def _unlike(runs: Sequence[Run]) -> Iterator[str]:
-    printed = is_printed(runs)
     for seed in dict.fromkeys(run.seed for run in runs):
-        first = [run.losses[0] for run in runs if run.seed == seed and run.strategy != UNCOMPILED]
+        first = [run.losses[0] for run in runs if run.seed == seed]
         # A process may print its first loss after some steps, when strategies have begun to differ.
-        if any(not math.isclose(x, first[0], rel_tol=0.05 if printed else 1e-3) for x in first):
-            source = "the script draws" if printed else "make() draws"
+        if any(not math.isclose(x, first[0], rel_tol=0.05) for x in first):
             yield (
                 f"the runs with seed {seed} do not start alike (first losses {', '.join(f'{x:.4f}' for x in first)}): "
-                f"{source} from something that is not seeded, or reads its data on; the rows cannot be compared"
+                "the script draws from something that is not seeded; the rows cannot be compared"
             )
 
 
@@ -163,13 +129,14 @@ def recommendation(runs: Sequence[Run]) -> str:
     if not fp32:
         return "no recommendation: fp32 is not among the strategies, and without it there is nothing to judge by"
     if len(seeds) == 1:
-        option = " (the script's own option for a seed after --, as: -- --seed {seed})" * is_printed(runs)
-        return f"one seed cannot tell a difference from chance: `--seeds 0 1 2` gives a recommendation{option}"
+        return (
+            "one seed cannot tell a difference from chance: `--seeds 0 1 2` gives a recommendation (a script has its "
+            "own option for a seed, which follows after --, as: -- --seed {seed})"
+        )
     # Nor is what it gained known if it began so.
     if not all(math.isfinite(run.losses[0] - run.final) for run in fp32):
         return "no recommendation: a loss of fp32 is not finite"
-    # The model as the script made it has no strategy that could be recommended.
-    sizes = {run.strategy: run.bytes_per_parameter for run in runs if run.strategy != UNCOMPILED}
+    sizes = {run.strategy: run.bytes_per_parameter for run in runs}
     trifle = NEGLIGIBLE * abs(fmean(run.losses[0] - run.final for run in fp32))
     near = [name for name in sizes if _is_near(above(name, runs), trifle)]
     # fp32 is near to itself, so there is one.

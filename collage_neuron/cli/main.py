@@ -25,7 +25,7 @@ The file is imported by name when the command is given, so that no command impor
 EXAMPLES = {
     "doctor": "collage_neuron doctor                    # first of all, on every machine; the last line is the verdict",
     "compare": """\
-collage_neuron compare                               # a tiny built-in GPT, 20 seconds
+collage_neuron compare                               # a tiny built-in GPT, a minute
 collage_neuron compare train.py                      # a script with the changed line, as it is
 collage_neuron compare train.py --seeds 0 1 2 -- --seed {seed}     # and a recommendation""",
     "report": """\
