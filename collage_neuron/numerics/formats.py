@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from collage_neuron.numerics.block_formats import BLOCK, FLOATS, ROOTS, RootWords, ScaledFloat
+from collage_neuron.numerics.block_formats import BLOCK, ROOTS, RootWords
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,
@@ -174,10 +174,10 @@ _WORD = Component("", "bf16")
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
 
 
-def _coded(name: str, words: RootWords | ScaledFloat) -> Format:
+def _coded(name: str, words: RootWords) -> Format:
     """A format of codes, and a power of two that a block shares."""
     code = Component("", "int16" if words.storage == "uint16" else words.storage)
-    if isinstance(words, ScaledFloat) or words.is_nearest:
+    if words.is_nearest:
         return Format(name, (code, _SCALE), words.encode, words.decode, error=words.error)
     return Format(name, (code, _SCALE), words.encode, words.decode, words.draw, error=words.error, signed=words.signed)
 
@@ -202,7 +202,7 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             # Formats that are told by their record alone come after those with the same keys (`told_by_keys`).
             Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode, always_fits=True),
             Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode, always_fits=True),
-            *(_coded(name, words) for coded in (ROOTS, FLOATS) for name, words in coded.items()),
+            *(_coded(name, words) for name, words in ROOTS.items()),
         )
     }
 )

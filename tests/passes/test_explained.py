@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.optim import ASGD, Adafactor, AdamW, Optimizer
 import collage_neuron
 
 
-def explained(cls: type[Optimizer] = AdamW, strategy: str | None = None, full: bool = False) -> str:
+def explained(cls: Callable[[Any], Optimizer] = AdamW, strategy: str | None = None, full: bool = False) -> str:
     """The second step, when all states exist and nothing is special to the first one."""
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
     p.grad = torch.zeros_like(p)
