@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.budget import check_budget, overridden
 from collage_neuron.conversion.buffers import Choice, check_buffers, check_choice, chosen, kept
-from collage_neuron.conversion.convert import check_class, compile_optimizer
+from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.loaded_weights import watch_models_of
 from collage_neuron.conversion.model_casting import cast_beside, check_model, check_together, compile_model
 from collage_neuron.errors import warn_user
@@ -174,7 +174,7 @@ def compile(
     check_environment()
     named = chosen(target, keep_fp32)
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
-        check_class(base_of(target) if issubclass(target, Compiled) else target)
+        wrappers.check_stepper(base_of(target) if issubclass(target, Compiled) else target)
         return compiled_class(target, settings)
     if isinstance(target, Optimizer) and optimizer is None:
         with wrappers.followed(optimizer=target):

@@ -1,10 +1,9 @@
-"""Compiles an optimizer object, or checks a class; all that can be rejected is rejected before anything changes."""
+"""Compiles an optimizer object; all that can be rejected is rejected before anything changes."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +15,8 @@ from collage_neuron.conversion.budget import within
 from collage_neuron.eager import rejections
 from collage_neuron.eager.commit import formats_as_written
 from collage_neuron.eager.step import check_sound
-from collage_neuron.errors import StrategyChanged, UnknownUpdate, UnsupportedUpdate, naming, warn_user
-from collage_neuron.numerics.formats import FORMATS, Format, format_named
+from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming, warn_user
+from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step_report, group_settings
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
@@ -36,7 +35,7 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import fallback_warning, update_formats
-from collage_neuron.runtime.preconditions import check_differentiable, check_optimizer
+from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
@@ -60,7 +59,6 @@ from collage_neuron.states.store import (
     store,
 )
 from collage_neuron.trace import dry_run
-from collage_neuron.trace.side_effects import undone
 
 FP32 = FORMATS["fp32"]
 
@@ -286,53 +284,3 @@ def _check_not_loaded(optimizer: Optimizer) -> None:
             "may have cast or used states whose formats it does not know; nothing was changed: compile first, with "
             "collage_neuron.compile(model, optimizer, ...), and load after that"
         )
-
-
-# --- classes ----------------------------------------------------------------------------------------------------------
-
-
-def check_class(base: Any) -> None:
-    """Raises UnsupportedUpdate for a class whose update, with its default settings, cannot be rewritten.
-
-    Accepts a class that cannot be built from a list of parameters alone, and one whose step raises an error of its own,
-    since it may need a preparation: such classes are rejected at their first step if necessary.
-    """
-    check_stepper(base)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(undone([base]))  # constructors count, draw and register too
-        except UnknownUpdate:
-            return
-        _try(base)
-
-
-def _try(base: Any) -> None:
-    optimizer = _made(base)
-    if optimizer is None:
-        return
-    inner_optimizers.check(optimizer)
-    (group,) = optimizer.param_groups
-    check_differentiable(group, 0)
-    try:
-        with naming(base):
-            captured = dry_run.foreseen(base, optimizer)(group, group["params"][0]).captured
-            rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
-    except UnsupportedUpdate as refusal:
-        if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
-            raise UnsupportedUpdate(
-                f"{base.__name__} takes sparse gradients only, and updates the rows that these have; only "
-                "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
-            ) from refusal
-        rejections.check_class(base, optimizer, refusal)
-
-
-def _made(base: Any) -> Optimizer | None:
-    """An optimizer with default settings over one matrix without data, in training mode if the class has modes."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimizer: Any = base([torch.nn.Parameter(torch.empty(2, 3, device="meta", dtype=torch.float32))])
-            getattr(optimizer, "train", lambda: None)()
-    except Exception:  # whatever user code raises
-        return None
-    return optimizer if len(optimizer.param_groups) == 1 else None
