@@ -28,15 +28,7 @@ from collage_neuron.runtime.rounding_probe import CHECKS, asked, failures
 Row = tuple[str, str, str]
 """The checked item, the finding, and `ok`, `-` (missing but not needed) or what to do."""
 
-PACKAGES = ("torch", "llvmlite", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla")
-
-EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "native": ("llvmlite",),
-    "xla": ("torch-xla",),
-    "demo": ("matplotlib", "tqdm"),
-    "report": ("plotly",),
-}
-"""What the extras for users bring (pyproject.toml)."""
+PACKAGES = ("torch", "llvmlite", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla", "plotly")
 
 
 def packages() -> Iterator[Row]:
@@ -50,9 +42,6 @@ def packages() -> Iterator[Row]:
     for name in PACKAGES:
         version = versions.get(_plain(name))
         yield (name, version, "ok") if version else (name, "not installed", "-")
-    for extra, needed in EXTRAS.items():
-        lacking = [name for name in needed if name not in versions]
-        yield f"extra {extra}", f"without {', '.join(lacking)}" if lacking else "complete", "-" if lacking else "ok"
 
 
 def _plain(name: str) -> str:
