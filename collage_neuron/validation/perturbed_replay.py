@@ -94,8 +94,8 @@ class InFp32:
         values = taken.values() | {"grad": taken.grad.float()}
         self._values = {name: values[name] for name in names}
 
-    def run(self, perturbed: bool, steps: int = 1) -> Ran:
-        """Takes `steps` with the same gradient.
+    def run(self, perturbed: bool) -> Ran:
+        """Takes the step.
 
         Raises:
             NoSample: the step cannot run on a sample.
@@ -103,10 +103,8 @@ class InFp32:
         values = {name: x.clone() for name, x in self._values.items()}
         with torch.no_grad():
             mode = self._perturbation(values, perturbed)
-            grad = values["grad"].clone()
-            for _ in range(steps):
-                with mode:
-                    values = self._replayed({**values, "grad": grad.clone()})
+            with mode:
+                values = self._replayed(values)
         after = {name: values[name].detach().float() for name in self.taken.formats}
         moved, added = ({k: x.get(k, torch.zeros_like(v)) for k, v in after.items()} for x in (mode.moved, mode.added))
         return Ran(after, moved, added, mode.overflowed)
