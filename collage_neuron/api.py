@@ -166,7 +166,7 @@ def compile(
     strategy, budget = overridden(strategy, bytes)
     chosen_or_default = default_strategy(arithmetic) if strategy is None else strategy
     settings = Settings(chosen_or_default, arithmetic, backend, nonfinite, seed, validate, verbose)
-    _check_choice(buffers, target)
+    check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))
     kept_layers = check_matmul(target, matmul, keep, rescale)  # all checks of arguments before anything changes
@@ -208,12 +208,3 @@ def compile(
         f"cannot compile {kinds}; pass a model and its optimizer, an optimizer, an optimizer class, or a model"
         + ". Several optimizers: compile(optimizer) for each, and compile(model, optimizer) for the last" * several
     )
-
-
-def _check_choice(choice: str, target: object) -> None:
-    check_choice(choice)
-    if choice != "auto" and not isinstance(target, torch.nn.Module):
-        raise ValueError(
-            f"buffers={choice!r} needs the model, and without it no buffer is changed: leave it out, or write "
-            "compile(model, optimizer, buffers=...)"
-        )

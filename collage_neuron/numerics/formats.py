@@ -238,16 +238,14 @@ def _unusable_words(fmt: Format) -> Iterator[str]:
         yield f"{unknown[0]!r} is not a storage type; known types: {', '.join(STORAGE_TYPES)}"
     elif not fmt.components:
         yield "it has no components"
-    elif fmt.components[0].suffix:
-        yield f"its first component has the suffix {fmt.components[0].suffix!r}; that of the first is ''"
-    elif fmt.components[0].block:
-        yield f"its first word has the layout {fmt.components[0].layout!r}: the first word is one for each element"
-    elif not fmt.components[0].type.is_floating and not any(c.block for c in fmt.components):
-        yield (
-            f"its first word is {fmt.components[0].storage}: the update of an optimizer reads and writes states as "
-            "floating-point tensors, so the first word must be bf16 or fp32, unless it is a code beside a word that "
-            "blocks share"
-        )
+    else:
+        first, is_code = fmt.components[0], any(c.block for c in fmt.components)
+        if first.suffix or first.block or not (first.type.is_floating or is_code):
+            yield (
+                f"its first component is {first}: the first word has no suffix, is one for each element, and is a "
+                "floating-point number, as the update of an optimizer reads and writes states, or a code beside a word "
+                "that blocks share"
+            )
 
 
 def _unusable_suffixes(fmt: Format) -> Iterator[str]:

@@ -179,7 +179,7 @@ UNUSABLE = {
     "no components": replace(BAD, components=()),
     "two components have the suffix ''": replace(BAD, components=(WORD, WORD)),
     "two components have the suffix '_a'": replace(BAD, components=(WORD, *[Component("_a", "bf16")] * 2)),
-    "its first component has the suffix '_hi'": replace(BAD, components=(Component("_hi", "bf16"), WORD)),
+    "its first component is Component(suffix='_hi'": replace(BAD, components=(Component("_hi", "bf16"), WORD)),
     "'int4' is not a storage type": replace(BAD, components=(WORD, Component("_f", "int4"))),
     "does not end a name": pair("bad", suffix=".lo"),
     "'exp_avg' has the name of the state 'exp_avg_sq'": pair("bad", suffix="_sq"),
@@ -187,7 +187,9 @@ UNUSABLE = {
     "and here it has another value": pair("bad", suffix="_master", storage="fp32"),
     "its encode returns 2 words, and it has 1 components": replace(BAD, components=(WORD,)),
     "its encode returns words of": replace(BAD, components=(WORD, Component("_lo", "int8"))),
-    "its first word is int8": replace(BF16_INT8, name="bad", components=(Component("", "int8"),)),
+    "its first component is Component(suffix='', storage='int8'": replace(
+        BF16_INT8, name="bad", components=(Component("", "int8"),)
+    ),
     "raises for fp32 numbers: ZeroDivisionError": replace(BAD, decode=lambda _: 1 / 0),
     "its decode does not return": replace(BAD, decode=lambda words: words[0]),
     "calls the method bfloat16()": one_word(lambda x: [x.bfloat16()]),

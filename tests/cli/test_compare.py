@@ -14,8 +14,7 @@ import pytest
 from worlds import run_script
 
 from collage_neuron.cli import builtin_gpt, compare
-from collage_neuron.cli.compare import losses_in
-from collage_neuron.cli.compare_results import Run
+from collage_neuron.cli.compare import Run, losses_in
 from collage_neuron.cli.main import main
 from collage_neuron.monitoring.run_log import read_logs
 

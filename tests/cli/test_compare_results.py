@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from collage_neuron.cli.compare import losses_in
-from collage_neuron.cli.compare_results import (
+from collage_neuron.cli.compare import (
     Run,
+    losses_in,
     recommendation,
     remarks,
     table,
