@@ -177,7 +177,9 @@ class Half:
         args.clear()
         assert first is not None
         scales, keys = self.graph.backend.scales, [self.graph.key(name) for name in names]
-        if not self.corrects:  # else scales of training stay as they are
+        if (
+            not self.corrects
+        ):  # else `correct` has followed what was far off; scales of weights are those of training too
             scales.follow(keys, seen)
             self.graph.backend.reload()
         self.recalibration.measured(self.calls, first, scales.again(keys, seen))
