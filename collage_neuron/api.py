@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.budget import check_budget, overridden
 from collage_neuron.conversion.buffers import Choice, check_buffers, check_choice, chosen, kept
-from collage_neuron.conversion.convert import check_class, compile_optimizer
+from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.loaded_weights import watch_models_of
 from collage_neuron.conversion.model_casting import cast_beside, check_model, check_together, compile_model
 from collage_neuron.errors import warn_user
@@ -166,7 +166,7 @@ def compile(
     strategy, budget = overridden(strategy, bytes)
     chosen_or_default = default_strategy(arithmetic) if strategy is None else strategy
     settings = Settings(chosen_or_default, arithmetic, backend, nonfinite, seed, validate, verbose)
-    _check_choice(buffers, target)
+    check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))
     kept_layers = check_matmul(target, matmul, keep, rescale)  # all checks of arguments before anything changes
@@ -174,7 +174,7 @@ def compile(
     check_environment()
     named = chosen(target, keep_fp32)
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
-        check_class(base_of(target) if issubclass(target, Compiled) else target)
+        wrappers.check_stepper(base_of(target) if issubclass(target, Compiled) else target)
         return compiled_class(target, settings)
     if isinstance(target, Optimizer) and optimizer is None:
         with wrappers.followed(optimizer=target):
@@ -208,12 +208,3 @@ def compile(
         f"cannot compile {kinds}; pass a model and its optimizer, an optimizer, an optimizer class, or a model"
         + ". Several optimizers: compile(optimizer) for each, and compile(model, optimizer) for the last" * several
     )
-
-
-def _check_choice(choice: str, target: object) -> None:
-    check_choice(choice)
-    if choice != "auto" and not isinstance(target, torch.nn.Module):
-        raise ValueError(
-            f"buffers={choice!r} needs the model, and without it no buffer is changed: leave it out, or write "
-            "compile(model, optimizer, buffers=...)"
-        )

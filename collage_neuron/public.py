@@ -29,12 +29,11 @@ from collage_neuron.numerics.strategies import STRATEGIES, Strategy
 from collage_neuron.optimizer.compiled import Compiled
 from collage_neuron.runtime.nonfinite import skipped_steps
 from collage_neuron.states.strategy_checks import ImpreciseState, SmallSteps
-from collage_neuron.validation.validate import StandsStill
 
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "ClampedDivisor", "Compiled", "ComputedOnHost", "Effect", "Format",
     "Fp32Products", "ImpreciseState", "JsonLog", "Live", "MLflow", "Measures", "Monitor", "Record",
-    "RoundedAverage", "RoundedBuffers", "RoundedWeights", "RunsAsWritten", "SmallSteps", "StandsStill",
+    "RoundedAverage", "RoundedBuffers", "RoundedWeights", "RunsAsWritten", "SmallSteps",
     "StepInterrupted", "Strategy", "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment",
     "UnsupportedModel", "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32", "bytes_per_parameter",
     "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.averaging import AveragedModel, AverageMany, AverageOne
+from collage_neuron.averaging import AveragedModel
 from collage_neuron.runtime.wrappers import unwrapped
 from collage_neuron.states.sharding import local
 
@@ -22,16 +22,7 @@ FILE = "collage_average.pt"
 """In a checkpoint of Hugging Face's Trainer: the `state_dict` of the average."""
 
 
-def hugging_face_average(
-    *,
-    decay: float | None = None,
-    every: int = 1,
-    start: int = 0,
-    avg_fn: AverageOne | None = None,
-    multi_avg_fn: AverageMany | None = None,
-    use_buffers: bool = True,
-    device: torch.device | None = None,
-) -> Any:
+def hugging_face_average(*, every: int = 1, start: int = 0, use_buffers: bool = True, **how: Any) -> Any:
     """A callback for `Trainer(..., callbacks=[hugging_face_average(decay=0.999)])`: an `AveragedModel` of its model.
 
     The averages, rounded to the model's dtype, are in the model while the Trainer evaluates, and from the end of the
@@ -41,13 +32,10 @@ def hugging_face_average(
     `AveragedModel`. Give it after callbacks that decide when to evaluate.
 
     Args:
-        decay: of an exponential moving average; the default is the mean of all updates.
         every: the number of optimizer steps from one update to the next.
         start: the number of optimizer steps before the first update; until then the model is evaluated as it is.
-        avg_fn: as in `AveragedModel`.
-        multi_avg_fn: as in `AveragedModel`.
         use_buffers: average floating-point buffers too; otherwise they are copied in each update.
-        device: the device of the averages; by default that of the model.
+        how: `decay`, `avg_fn`, `multi_avg_fn` and `device`, as in `AveragedModel`; by default the mean of all updates.
 
     Raises:
         ImportError: transformers is not installed.
@@ -55,20 +43,10 @@ def hugging_face_average(
     """
     from transformers import TrainerCallback
 
-    how = {"decay": decay, "avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn, "device": device, "use_buffers": use_buffers}
-    return type("AverageCallback", (_InTrainer, TrainerCallback), {})(every, start, how)
+    return type("AverageCallback", (_InTrainer, TrainerCallback), {})(every, start, {**how, "use_buffers": use_buffers})
 
 
-def lightning_average(
-    *,
-    decay: float | None = None,
-    every: int = 1,
-    start: int = 0,
-    avg_fn: AverageOne | None = None,
-    multi_avg_fn: AverageMany | None = None,
-    use_buffers: bool = True,
-    device: torch.device | None = None,
-) -> Any:
+def lightning_average(*, every: int = 1, start: int = 0, use_buffers: bool = True, **how: Any) -> Any:
     """A callback for `lightning.Trainer(callbacks=[lightning_average(decay=0.999)])`, an `AveragedModel` of its module.
 
     It does what Lightning's `WeightAveraging` and `EMAWeightAveraging` do, over exact values and in fp32. The averages,
@@ -83,8 +61,7 @@ def lightning_average(
     """
     from lightning.pytorch.callbacks import Callback
 
-    how = {"decay": decay, "avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn, "device": device, "use_buffers": use_buffers}
-    return type("AverageCallback", (_InLightning, Callback), {})(every, start, how)
+    return type("AverageCallback", (_InLightning, Callback), {})(every, start, {**how, "use_buffers": use_buffers})
 
 
 class _Averaging:

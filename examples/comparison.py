@@ -107,7 +107,7 @@ def _draw_differences(axes: Axes, results: list[Result]) -> None:
 
 def _plot(axes: Axes, result: Result, x: list[int], y: list[float], label: str | None = None) -> None:
     style = "--" if result.strategy == "fp32" else "-"  # what lies on top of fp32 shows between the dashes
-    axes.plot(x, y, color=palette.colour(result.strategy), linestyle=style, label=label)
+    axes.plot(x, y, color=palette.COLOURS[result.strategy], linestyle=style, label=label)
 
 
 def _smooth(values: list[float]) -> list[float]:

@@ -24,7 +24,7 @@ BEST = {
 """The points of README.md's figure: the best of each size, ours and of other packages, the paper's, and pure bf16."""
 
 Point = tuple[float, float]
-SPLIT, PEER = palette.colour("split433"), "#737373"
+SPLIT, PEER = palette.COLOURS["split433"], "#737373"
 SALT = {"svg.hashsalt": "accuracy"}
 
 
@@ -93,7 +93,7 @@ def _line(front: Sequence[Row], condition: str) -> list[Point]:
 def _style(row: Row) -> tuple[str, str]:
     if row.own:
         is_split = row.name.startswith("split") and row.name != "split433"
-        return ("o", SPLIT) if is_split or row.name not in palette.COLOURS else ("s", palette.colour(row.name))
+        return ("o", SPLIT) if is_split or row.name not in palette.COLOURS else ("s", palette.COLOURS[row.name])
     return ("*", "black") if row.name == "torch fp32" else ("x", PEER)
 
 

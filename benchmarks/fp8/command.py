@@ -14,7 +14,7 @@ from pathlib import Path
 
 from study.jobs import ROOT, Store
 
-from fp8 import jobs, moments, page
+from fp8 import jobs, page
 from fp8.check_torchao import differences_from_torchao
 from fp8.trainium import gains
 
@@ -30,9 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(different > 0)
     if options.trn2:
         print(gains())
-        return 0
-    if options.moments:
-        page.put(DOCS, page.MOMENTS, f"{moments.errors()}\n")
         return 0
     runs = list(jobs.plan(options.quick))
     beside = None if options.quick else DOCS / "fp8" / "records.json"
@@ -59,6 +56,5 @@ def parser() -> argparse.ArgumentParser:
     add("--keep", action="store_true", help="accept records that other sources made, too; the page says how many")
     add("--check-torchao", action="store_true", help="compare the layers of amax with torchao's, and run nothing")
     add("--trn2", action="store_true", help="print what trn2 would gain, from documented figures, and run nothing")
-    add("--moments", action="store_true", help="compare moments in fp16 with other formats, and write that table")
     add("--out", type=Path, default=ROOT / "out", help="folder for the records (default: out)")
     return made

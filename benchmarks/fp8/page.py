@@ -16,7 +16,7 @@ from fp8.readings import PARTS, SEVERAL, Part, above, chosen, drifts, judged, lo
 from fp8.training import PACKAGE, Run
 from fp8.trainium import gains
 
-BEGIN, GAINS, MOMENTS = "<!-- fp8 study -->", "<!-- fp8 trn2 -->", "<!-- fp8 moments -->"
+BEGIN, GAINS = "<!-- fp8 study -->", "<!-- fp8 trn2 -->"
 END = "<!-- end -->"
 SHOWN = 0.01
 """The part of an operand that became zero from which on a table says so."""

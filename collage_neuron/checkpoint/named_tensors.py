@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
 import torch
@@ -15,19 +13,15 @@ from collage_neuron.optimizer.load_inner import KEY
 
 StateDict = dict[str, Any]
 
-TENSOR = "collage tensor"
-"""The only key of a dictionary that stands for a tensor that is in a container, or is two states; it has the name."""
-
 
 def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Converts an optimizer's `state_dict()` to (tensors, metadata), the two things that safetensors stores.
 
     Tensors are called `state.<index of the parameter>.<name>`; the metadata has everything else, as Python literals.
-    Those in a list, tuple or dictionary of this name have a number behind it, in the order in which they are there.
 
     Raises:
-        ValueError: something is neither a tensor, a number or a text, nor a list, tuple or dict of those; or it is the
-            state of no parameter, or its name is no text.
+        ValueError: something is neither a tensor, a number or a text, nor a list, tuple or dict of numbers and texts;
+            or it is the state of no parameter, or of several, or its name is no text.
     """
     check_keys(state_dict)
     if KEY in state_dict:
@@ -45,46 +39,13 @@ def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], 
     entries = {f"state.{ids.index(i)}.{k}": v for i, state in state_dict["state"].items() for k, v in state.items()}
     for n, group in enumerate(state_dict["param_groups"]):
         entries |= {f"param_groups.{n}.{k}": v for k, v in group.items()}
-    every = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
-    tensors = {names[0]: every[names[0]] for names in _names_of_each(every)}
-    metadata = {k: _literal(k, _without_tensors(k, v, tensors)) for k, v in entries.items() if k not in every}
-    metadata |= {k: repr({TENSOR: name}) for name, *others in _names_of_each(every) for k in others}
-    return _apart({k: v.detach().cpu().contiguous() for k, v in tensors.items()}), metadata
-
-
-def _names_of_each(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The names of each tensor: one that is the state of several parameters has several."""
-    names: dict[int, list[str]] = {}
-    for name, x in tensors.items():
-        names.setdefault(id(x), []).append(name)
-    return list(names.values())
-
-
-def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # safetensors saves no tensors that share memory, as views in containers do.
-    seen = Counter(v.untyped_storage().data_ptr() for v in tensors.values())
-    return {k: v.clone() if seen[v.untyped_storage().data_ptr()] > 1 else v for k, v in tensors.items()}
-
-
-def _without_tensors(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` with a dictionary for each tensor in it, which is added to `tensors`."""
-    numbers = count()
-
-    def named(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            # A state may have a name that ends in a number itself.
-            name = next(name for n in numbers if (name := f"{key}.{n}") not in tensors)
-            tensors[name] = x
-            return {TENSOR: name}
-        if type(x) in (list, tuple):
-            return type(x)(map(named, x))
-        if type(x) is dict:
-            if TENSOR in x:
-                raise ValueError(f"{key} has a dictionary with the key {TENSOR!r}, which stands for a tensor here")
-            return {k: named(y) for k, y in x.items()}
-        return x
-
-    return named(value)
+    tensors = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+    if len({id(v) for v in tensors.values()}) < len(tensors):
+        raise ValueError(
+            "a tensor is the state of several parameters, and safetensors saves each alone: use torch.save"
+        )
+    metadata = {k: _literal(k, v) for k, v in entries.items() if k not in tensors}
+    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata
 
 
 def _literal(key: str, value: Any) -> str:
@@ -94,7 +55,9 @@ def _literal(key: str, value: Any) -> str:
             return text
     except (ValueError, SyntaxError):
         pass
-    raise ValueError(f"{key} is {text[:80]}: not a number, a text, or a list, tuple or dict of those, and of tensors")
+    raise ValueError(
+        f"{key} is {text[:80]}: not a number, a text, or a list, tuple or dict of those: save the state by torch.save"
+    )
 
 
 def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> StateDict:
@@ -102,9 +65,7 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
     Metadata of None (safetensors' value for a file without metadata) counts as empty.
     """
-    rest = {**tensors}
-    others = {key: _with_tensors(key, _value(key, text), rest) for key, text in (metadata or {}).items()}
-    values: StateDict = rest | others
+    values: StateDict = {**tensors, **{key: _value(key, text) for key, text in (metadata or {}).items()}}
     groups: dict[int, StateDict] = {}
     states: dict[int, StateDict] = {}
     for key, value in values.items():
@@ -119,21 +80,9 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
     return {"state": {ids[n]: states[n] for n in sorted(states)}, "param_groups": [groups[n] for n in sorted(groups)]}
 
 
-def _with_tensors(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` with its tensors, which are taken out of `tensors`, but for those with a name of their own."""
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(key, x, tensors) for x in value)
-    if type(value) is not dict:
-        return value
-    if value.keys() != {TENSOR}:
-        return {k: _with_tensors(key, x, tensors) for k, x in value.items()}
-    if value[TENSOR] not in tensors:
-        raise ValueError(f"{key!r} has the tensor {value[TENSOR]!r}, which is missing; nothing was read")
-    name = value[TENSOR]
-    return tensors.pop(name) if name.startswith(f"{key}.") else tensors[name]
-
-
 def _value(key: str, text: str) -> Any:
+    if "{'collage tensor': " in text:
+        raise ValueError(f"{key!r} has tensors in a list or dictionary, as version 0.3 wrote them: read it with that")
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:

@@ -1,10 +1,11 @@
-"""The script that `python -m collage_neuron compare` uses by default, and a template for your own.
+"""The script that `python -m collage_neuron compare` runs by default.
 
-A byte-level GPT with one layer and 30 000 parameters, trained on Python's own library. A script needs only `make`.
+A byte-level GPT with one layer and 30 000 parameters, trained on Python's own library.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sysconfig
 from collections.abc import Callable
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from collage_neuron.api import compile
 from collage_neuron.passes.backends import torch_neuron
 
-BATCH, BLOCK, WIDTH = 8, 32, 32
+BATCH, BLOCK, WIDTH, STEPS, PRINTED = 8, 32, 32, 200, 10
 
 
 class GPT(nn.Module):
@@ -38,11 +40,7 @@ class GPT(nn.Module):
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]]:
-    """Returns the model, its optimizer, and a function that returns the loss of the next batch.
-
-    Called once for each strategy and seed, after the random generators were seeded: random numbers that it draws, and
-    those that `loss` draws, are the same for every strategy.
-    """
+    """Returns the model, its optimizer, and a function that returns the loss of the next batch."""
     torch.set_num_threads(1)  # the tensors are so small that threads cost more than they gain
     text = _text()
     model = GPT().to(_device())
@@ -72,3 +70,31 @@ def _device() -> torch.device:
 
     device: torch.device = torch_xla.device()
     return device
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains, and prints the loss of every step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args(arguments)
+    torch.manual_seed(options.seed)
+    model, optimizer, loss = make()
+    model, optimizer = compile(model, optimizer)
+    losses: list[Tensor] = []
+    for step in range(1, options.steps + 1):
+        optimizer.zero_grad()
+        losses.append(loss())
+        losses[-1].backward()
+        optimizer.step()
+        if _device().type == "xla":
+            import torch_xla
+
+            torch_xla.sync()
+        if step % PRINTED == 0 or step == options.steps:  # to read a number waits for the device
+            print("\n".join(f"loss {x.item():.6f}" for x in losses))
+            losses.clear()
+
+
+if __name__ == "__main__":
+    main()

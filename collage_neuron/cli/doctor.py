@@ -13,7 +13,6 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 
 import torch
 
@@ -29,15 +28,7 @@ from collage_neuron.runtime.rounding_probe import CHECKS, asked, failures
 Row = tuple[str, str, str]
 """The checked item, the finding, and `ok`, `-` (missing but not needed) or what to do."""
 
-PACKAGES = ("torch", "llvmlite", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla")
-
-EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "native": ("llvmlite",),
-    "xla": ("torch-xla",),
-    "demo": ("matplotlib", "tqdm"),
-    "report": ("plotly",),
-}
-"""What the extras for users bring (pyproject.toml)."""
+PACKAGES = ("torch", "llvmlite", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla", "plotly")
 
 
 def packages() -> Iterator[Row]:
@@ -51,9 +42,6 @@ def packages() -> Iterator[Row]:
     for name in PACKAGES:
         version = versions.get(_plain(name))
         yield (name, version, "ok") if version else (name, "not installed", "-")
-    for extra, needed in EXTRAS.items():
-        lacking = [name for name in needed if name not in versions]
-        yield f"extra {extra}", f"without {', '.join(lacking)}" if lacking else "complete", "-" if lacking else "ok"
 
 
 def _plain(name: str) -> str:
@@ -137,11 +125,8 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 """What must be importable for a backend to find a device; of each group, any one."""
 
 
-def verdict(sections: Mapping[str, Sequence[Row]], reasons: bool = True) -> str:
-    """One line about the rows of all sections: `ready on: native, xla; not: nki, because ...`.
-
-    Without `reasons` it points to the lines above it, which have them.
-    """
+def verdict(sections: Mapping[str, Sequence[Row]]) -> str:
+    """One line about the rows of all sections: `ready on: native, xla; not: nki, because ...`."""
     settings = sections["environment"]
     wrong = [item for item, _, said in settings if not said.startswith("ok")]
     if wrong:
@@ -149,7 +134,7 @@ def verdict(sections: Mapping[str, Sequence[Row]], reasons: bool = True) -> str:
     faults = dict(_faults(sections))
     probed = dict.fromkeys(item.partition(" on ")[0] for item, *_ in sections["probes"])
     known = [name for name in probed if name in names() and name not in faults]
-    not_ready = [f"not: {name}{f', because {why}' if reasons else ' (reasons above)'}" for name, why in faults.items()]
+    not_ready = (f"not: {name}, because {why}" for name, why in faults.items())
     return "; ".join([f"ready on: {', '.join(known) or 'nothing'}", *not_ready])
 
 
@@ -164,46 +149,22 @@ def _faults(sections: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str]]:
         absent = [" or ".join(one) for one in NEEDED[name] if not any(map(importlib.util.find_spec, one))]
         verb = "is" if len(absent) == 1 else "are"
         if absent:
-            yield name, f"{', and '.join(absent)} {verb} {ABSENT}"
+            yield name, f"{', and '.join(absent)} {verb} not installed"
         elif name == "nki" and installed() is None:
             yield name, f"{' or '.join(NEEDED[name][1])} is there and runs no kernels: {WANTED} is needed"
         else:
-            yield name, NO_DEVICE
-
-
-ABSENT, NO_DEVICE = "not installed", "no device of it was found"
-
-PROBE = """\
-A probe runs a small update on a backend's device and compares its bits with those of `reference` on the CPU: where a
-device or its compiler drops a rounding or a small number, every step would be wrong."""
-
-KINDS = {"native": " (compiled code)", "reference": " (eager PyTorch, slow)"}
-
-
-def in_words(sections: Mapping[str, Sequence[Row]]) -> Iterator[str]:
-    """What updates parameters where, one sentence a line, and why other backends do not."""
-    for item, value, _ in chain.from_iterable(sections.values()):
-        if item.startswith("parameters on "):
-            name = value.removeprefix("backend ")
-            yield f"{item.capitalize()} are updated by `{name}`{KINDS.get(name, '')}."
-    for name, why in _faults(sections):
-        expected = ", as expected without a Trainium device" if why.endswith((ABSENT, NO_DEVICE)) else ""
-        yield f"Not on Trainium (`nki`): {why}{expected}." if name == "nki" else f"Not by `{name}`: {why}."
+            yield name, "no device of it was found"
 
 
 def lines(sections: dict[str, list[Row]]) -> Iterator[str]:
-    """The table, row by row, then what it means, and the verdict; the rows are collected in `sections`."""
+    """The table, row by row, then the verdict; the rows are collected in `sections`."""
     for section, find in SECTIONS.items():
         sections[section] = []
         for row in find():
             sections[section].append(row)
             cells = [cell.ljust(width) for cell, width in zip((section, *row[:2]), WIDTHS, strict=True)]
             yield "  ".join([*cells, row[2]])
-    yield from ("", *PROBE.splitlines())
-    said = verdict(sections, reasons=False)
-    if said.startswith("ready"):
-        yield from in_words(sections)
-    yield said
+    yield verdict(sections)
 
 
 def objects(sections: Mapping[str, Sequence[Row]]) -> list[dict[str, str]]:

@@ -15,7 +15,6 @@ COMMANDS = {
     "doctor": "what this machine can run, and whether roundings survive on it",
     "compare": "which strategy a model needs: a script's training under several, as a table",
     "report": "what happened in runs: their logs as one page",
-    "passes": "what each pass of the compiler changes in the update of an optimizer",
 }
 """Commands and what each shows. A command is a file in this folder with `add_arguments(parser)` and
 `main(options, rest)`.
@@ -26,19 +25,12 @@ The file is imported by name when the command is given, so that no command impor
 EXAMPLES = {
     "doctor": "collage_neuron doctor                    # first of all, on every machine; the last line is the verdict",
     "compare": """\
-collage_neuron compare                               # a tiny built-in GPT, 20 seconds
+collage_neuron compare                               # a tiny built-in GPT, a minute
 collage_neuron compare train.py                      # a script with the changed line, as it is
 collage_neuron compare train.py --seeds 0 1 2 -- --seed {seed}     # and a recommendation""",
     "report": """\
 collage_neuron report runs                           # a folder of logs: writes report.html
 A log is written by monitor(optimizer, model, to=JsonLog("runs/name.jsonl")).""",
-    "passes": """\
-To look inside; not needed to train.
-collage_neuron passes SGD                            # the shortest
-collage_neuron passes AdamW --strategy plus          # under the paper's strategy
-collage_neuron passes ASGD                           # the pass dead-code has something to drop
-collage_neuron passes Adafactor                      # the pass cut makes stages, for its sums of rows
-Of your own optimizer: collage_neuron.explain(optimizer, passes=True).""",
 }
 
 DESCRIPTION = """\
@@ -67,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, text in COMMANDS.items():
         subparser = commands.add_parser(
             name,
-            help=text + " (to look inside; not needed to train)" * (name == "passes"),
+            help=text,
             description=f"Shows {text}.",
             epilog=EXAMPLES[name],
             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -38,10 +38,15 @@ class RoundedBuffers(UserWarning):
     """`compile` cast buffers to bf16 whose values bf16 cannot hold."""
 
 
-def check_choice(choice: str) -> None:
-    """Raises ValueError for an unknown choice."""
+def check_choice(choice: str, target: object) -> None:
+    """Raises ValueError for an unknown choice, or one without a model."""
     if choice not in CHOICES:
         raise ValueError(f"unknown buffers {choice!r}; choose one of {', '.join(CHOICES)}")
+    if choice != "auto" and not isinstance(target, torch.nn.Module):
+        raise ValueError(
+            f"buffers={choice!r} needs the model, and without it no buffer is changed: leave it out, or write "
+            "compile(model, optimizer, buffers=...)"
+        )
 
 
 def kept(

@@ -1,10 +1,9 @@
-"""Compiles an optimizer object, or checks a class; all that can be rejected is rejected before anything changes."""
+"""Compiles an optimizer object; all that can be rejected is rejected before anything changes."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -16,13 +15,12 @@ from collage_neuron.conversion.budget import within
 from collage_neuron.eager import rejections
 from collage_neuron.eager.commit import formats_as_written
 from collage_neuron.eager.step import check_sound
-from collage_neuron.errors import StrategyChanged, UnknownUpdate, UnsupportedUpdate, naming, warn_user
-from collage_neuron.numerics.formats import FORMATS, Format, format_named
+from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming, warn_user
+from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step_report, group_settings
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
 from collage_neuron.optimizer.group_settings import describe_change
-from collage_neuron.optimizer.load_checks import warn_of_settings
 from collage_neuron.optimizer.pending_models import (
     assigned_since,
     known_in,
@@ -37,35 +35,30 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import fallback_warning, update_formats
-from collage_neuron.runtime.preconditions import check_differentiable, check_optimizer
+from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.wrappers import check_stepper, shape_of_part
-from collage_neuron.settings import DRAWN, UNSUPPORTED, Settings, filled
+from collage_neuron.settings import DRAWN, KEYS, UNSUPPORTED, Settings, filled
 from collage_neuron.states import (
     external_writes,
     inner_optimizers,
     low_words,
     reduced_states,
     replaced_params,
-    state_writes,
     strategy_checks,
 )
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
 from collage_neuron.states.format_record import drop_placeholders, record_of
-from collage_neuron.states.sharding import local
-from collage_neuron.states.state_keys import is_component, split_params, suffixes
+from collage_neuron.states.state_keys import is_component, split_params
 from collage_neuron.states.store import (
     ensure_stored,
     is_host_scalar,
-    kept_format,
     read_exact,
-    read_fp32,
     settle,
     store,
 )
 from collage_neuron.trace import dry_run
-from collage_neuron.trace.side_effects import undone
 
 FP32 = FORMATS["fp32"]
 
@@ -112,6 +105,7 @@ def _compile(
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     if not compiled:
+        _check_not_loaded(optimizer)
         aliased_memory.check_views(base, optimizer)
     known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
@@ -121,9 +115,6 @@ def _compile(
     plans, refusal = _plans(base, optimizer, chosen, known)
     if compiled:
         external_writes.drop_stale(optimizer)
-    else:
-        for i, (group, (_, of_group)) in enumerate(zip(optimizer.param_groups, plans, strict=True)):
-            _check_not_cast(optimizer, group, of_group, i)
     for i, group in enumerate(optimizer.param_groups):
         warn_of_rounded(group["params"], i)
     if refusal is None:
@@ -174,18 +165,13 @@ def _tell(
     records: Records,
 ) -> None:
     """Warns of what is lost: by a change of strategy, by words that are too short, and by steps that are too small."""
-    if isinstance(optimizer, Compiled):
-        if not bookkeeping(optimizer).as_written:
-            _tell_of_change(base, optimizer, [of_group for _, of_group in plans], records)
-    else:
-        _tell_of_loaded(optimizer, settings, chosen)
-    for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
-        if recording is not None and not all(map(stays.get, group["params"])):
+    if isinstance(optimizer, Compiled) and not bookkeeping(optimizer).as_written:
+        _tell_of_change(base, optimizer, [of_group for _, of_group in plans], records)
+    for i, (group, (recording, of_group), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
+        moved = [p for p in group["params"] if not stays.get(p)]
+        if recording is not None and moved:
             strategy_checks.warn_imprecise(base, optimizer, recording.captured.graph, own, of_group)
             strategy_checks.warn_stuck(base, optimizer, recording, own, of_group)
-    for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
-        if recording is not None:
-            moved = [p for p in group["params"] if not stays.get(p)]
             strategy_checks.Group(optimizer, i, own, compiled_class(base, settings)).check(moved, recording)
 
 
@@ -247,6 +233,7 @@ def _tell_of_change(
             warn_user(change, StrategyChanged)
 
 
+@torch.no_grad()
 def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
     """Splits an fp32 parameter, and the states it already has, into the components of their formats."""
     drop_placeholders([optimizer.state[p]] if p in optimizer.state else [])
@@ -256,12 +243,12 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
         return
     if formats.get("param") is FP32 and not split_params({p: optimizer.state.get(p, {})}):
         return
-    state, grad = optimizer.state[p], p.grad
+    state, grad, record = optimizer.state[p], p.grad, record_of(optimizer, p)
     names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(v, p)]
     p.grad = None
     settle(p, state)
     for name in [*names, "param"]:
-        _split(optimizer, p, name, formats[name])
+        store(p, state, name, formats[name], read_exact(p, state, name, record), record)
     external_writes.remember(optimizer, p, external_writes.FRESH)
     if not state and p not in getattr(optimizer.state, "empty", ()):
         del optimizer.state[p]
@@ -282,120 +269,18 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
             external_writes.remember(optimizer, p, "" if compiled else external_writes.LOADED)
 
 
-# --- a compiled run's checkpoint that torch has loaded into an ordinary optimizer -------------------------------------
-#
-# torch keeps keys that it does not know, without a warning, and casts their tensors to the dtype of the parameter.
-# Compiling afterwards gives the same bits as loading into the compiled optimizer, or an error that says why not.
+def _check_not_loaded(optimizer: Optimizer) -> None:
+    """Raises ValueError if torch loaded the checkpoint of a compiled run into an optimizer that was not compiled yet.
 
-
-def _check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping[str, Format], index: int) -> None:
-    """Raises if torch cast wider states of a compiled run to bf16 as it loaded them into an ordinary optimizer."""
-    if not all(key in group for key in ("collage_strategy", "collage_arithmetic")):
-        return
-    for p in group["params"]:
-        state = optimizer.state.get(p, {})
-        wide = {key: saved for name, fmt in formats.items() for key, saved in _saved_wide(name, fmt)}
-        cast = [key for key in wide if key in state and state[key].dtype == p.dtype == torch.bfloat16]
-        if cast:
-            raise ValueError(
-                f"{cast[0]!r} of a parameter of param_groups[{index}] was saved in {wide[cast[0]]}, and torch "
-                f"cast it to bf16 as it was loaded into a {type(optimizer).__name__} that was not compiled yet; "
-                "nothing was updated: compile first, with collage_neuron.compile(model, optimizer, ...), and load after"
-                " that"
-            )
-
-
-def _saved_wide(name: str, fmt: Format) -> list[tuple[str, str]]:
-    """The keys of a value that a checkpoint has in a wider type than bf16, and that type."""
-    if fmt.is_coded:
-        return [(name, "fp32")]
-    return [(name + c.suffix, c.storage) for c in fmt.components if c.type.digits > 8]
-
-
-def _tell_of_loaded(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> None:
-    """Warns of settings that a checkpoint brought instead of the requested ones, and of words that are out of date."""
-    # A user's group may name a strategy; only a checkpoint names all the settings at once.
-    for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
-        if all(key in group for key in asked.as_group()):
-            warn_of_settings(i, asked, own)
-    wide = [p for p in split_params(optimizer.state) if p.dtype == torch.float32 and p.numel()]
-    shares = [1 - state_writes.belongs(optimizer, p).double().mean().item() for p in wide]
-    if any(shares):
-        warn_user(
-            f"this {type(optimizer).__name__} loaded the checkpoint of a compiled run and was not compiled: torch "
-            "trained on with the high words of weights and states alone (weights have changed in "
-            f"{100 * max(shares):.2g} % of the elements of a parameter). Training continues from these weights; to "
-            "resume from the checkpoint, compile first, and load after that"
-        )
-
-
-@torch.no_grad()
-def _split(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Format) -> None:
-    """Splits an fp32 parameter, or a state of it, into the words of `fmt`, or those that a checkpoint has of it."""
-    state, record, saved = optimizer.state[p], record_of(optimizer, p), dict[str, torch.Tensor]()
-    if any(name + suffix in state for suffix in suffixes()):
-        belongs, there = state_writes.belongs(optimizer, p, name), {**state, "param": p.detach()}
-        words = {key: local(there[key]).cpu() for key in fmt.keys(name) if key in there}
-        value = torch.where(belongs, local(read_fp32(p, state, name, record)).cpu(), words[name].float())
-        if len(words) == len(fmt.components) and fmt.reads_as(kept_format(p, state, name, record)):
-            saved = {key: words[key].to(c.type.dtype) for key, c in zip(words, fmt.components, strict=True)}
-        for key, word in saved.items():
-            belongs = belongs & (word.float() == words[key])
-    else:
-        value = read_exact(p, state, name, record)
-    store(p, state, name, fmt, value, record)
-    # Where the first word is still the one that these were saved with, they are stored as they are: splitting their sum
-    # again might move half an ulp from one to the other. Elsewhere torch has trained without knowing the further words.
-    for key, word in saved.items():
-        target = local(p.detach() if key == "param" else state[key])
-        target.copy_(torch.where(belongs, word, target.cpu()))
-
-
-# --- classes ----------------------------------------------------------------------------------------------------------
-
-
-def check_class(base: Any) -> None:
-    """Raises UnsupportedUpdate for a class whose update, with its default settings, cannot be rewritten.
-
-    Accepts a class that cannot be built from a list of parameters alone, and one whose step raises an error of its own,
-    since it may need a preparation: such classes are rejected at their first step if necessary.
+    It keeps keys that it does not know, without a warning, casts their tensors to the dtype of the parameter, and
+    trains on with the first words alone.
     """
-    check_stepper(base)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(undone([base]))  # constructors count, draw and register too
-        except UnknownUpdate:
-            return
-        _try(base)
-
-
-def _try(base: Any) -> None:
-    optimizer = _made(base)
-    if optimizer is None:
-        return
-    inner_optimizers.check(optimizer)
-    (group,) = optimizer.param_groups
-    check_differentiable(group, 0)
-    try:
-        with naming(base):
-            captured = dry_run.foreseen(base, optimizer)(group, group["params"][0]).captured
-            rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
-    except UnsupportedUpdate as refusal:
-        if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
-            raise UnsupportedUpdate(
-                f"{base.__name__} takes sparse gradients only, and updates the rows that these have; only "
-                "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
-            ) from refusal
-        rejections.check_class(base, optimizer, refusal)
-
-
-def _made(base: Any) -> Optimizer | None:
-    """An optimizer with default settings over one matrix without data, in training mode if the class has modes."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimizer: Any = base([torch.nn.Parameter(torch.empty(2, 3, device="meta", dtype=torch.float32))])
-            getattr(optimizer, "train", lambda: None)()
-    except Exception:  # whatever user code raises
-        return None
-    return optimizer if len(optimizer.param_groups) == 1 else None
+    # A user's group may name a strategy; only a checkpoint names all the settings at once.
+    loaded = (g for g in optimizer.param_groups if all(key in g for key in KEYS))
+    has_states = any(optimizer.state.get(p) for g in loaded for p in g["params"])
+    if has_states or any(p.dtype == torch.float32 for p in split_params(optimizer.state)):
+        raise ValueError(
+            f"this {type(optimizer).__name__} loaded the checkpoint of a compiled run and was not compiled, so torch "
+            "may have cast or used states whose formats it does not know; nothing was changed: compile first, with "
+            "collage_neuron.compile(model, optimizer, ...), and load after that"
+        )

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from collage_neuron import torch_privates
 from collage_neuron.errors import warn_user
 from collage_neuron.matmuls.advice import LOSS, SCALED_WELL, advice
-from collage_neuron.matmuls.graph_half import BINADES, UNSTEADY, Half
+from collage_neuron.matmuls.graph_half import BINADES, Half
 from collage_neuron.matmuls.scales import Measurement, Scales, binades, finite_part, size_of, usable
 from collage_neuron.passes.fp8_scaling.plan import Plan, plan, results_of
 from collage_neuron.passes.fp8_scaling.sizes import Size
@@ -91,8 +91,6 @@ class Backend:
         )
         self.graphs.append(graph)
         graph.assume([Size(0.0)] * len(graph.plan.tangents))  # not before: while torch traces, tensors are fake
-        for other in self.graphs:
-            other.share()
         self.reload()
         return compiled
 
@@ -171,15 +169,8 @@ class Captured:
         self.number = len(backend.graphs)
         self.names = backend.names(inputs)
         self.sizes = [_size(x) for x in inputs]
-        self.shapes = [tuple(x.shape) for x in inputs if isinstance(x, Tensor)]
         self.device = _device(inputs)
         self.halves: list[Half] = []
-        self.shared: dict[str, str] = {}
-        """Operands of a graph without a backward half that have the scales of another graph, by its keys."""
-        self.own: set[str] = set()
-        """Operands that could have, but were too different."""
-        self.unsteady: set[str] = set()
-        """Operands whose sizes change from call to call, so that they take their largest magnitude in each."""
 
     def partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         """Plans the joint graph before torch cuts it in two."""
@@ -203,13 +194,12 @@ class Captured:
 
     def key(self, name: str) -> str:
         """The name of an operand among those of all graphs: these have the weights in common, and little else."""
-        own = f"{name}@{self.number}" if self.number and name not in self.plan.weights else name
-        return self.shared.get(name, own)
+        return f"{name}@{self.number}" if self.number and name not in self.plan.weights else name
 
     def assume(self, gradients: Sequence[Size]) -> None:
         """Sets the scales of operands that were not measured yet, for these gradients of the graph's outputs."""
         exponents = self.plan.exponents(dict(zip(self.plan.tangents, gradients, strict=True)))
-        own = {self.key(name): (e, self.plan.formats[name]) for name, e in exponents.items() if name not in self.shared}
+        own = {self.key(name): (e, self.plan.formats[name]) for name, e in exponents.items()}
         self.backend.scales.include(
             {key: e for key, (e, _) in own.items()}, {key: fmt for key, (_, fmt) in own.items()}, self.device
         )
@@ -224,44 +214,16 @@ class Captured:
         if self.writes.changed(self.backend.weights()):
             self.restart()
 
-    def take_largest(self, names: Sequence[str]) -> None:
-        """Makes operands take their largest magnitude in each call: no scale of an earlier call fits them."""
-        self.unsteady.update(names)
-        self.backend.scales.measured.difference_update(map(self.key, names))  # what was seen last is not true any more
-        why = f"its size changed by more than {BINADES:g} binades in each of {UNSTEADY} measurements"
-        self.plan.reductions.update(dict.fromkeys(names, why))
-        for half in self.halves:
-            half.write()
-
-    def sites(self, name: str) -> int:
-        """How often the layer that an operand belongs to is called: second calls have numbered names."""
-        first = name.partition("#")[0]
-        return sum(other.partition("#")[0] == first for other in self.plan.formats)
-
-    def share(self) -> None:
-        """Takes the scales of a graph that is trained, if this one is not: that for the same shapes, else the last."""
-        trained = [graph for graph in self.backend.graphs if graph.plan.tangents]
-        if self.plan.tangents or not trained:
-            return
-        other = max(trained, key=lambda graph: (graph.shapes == self.shapes, graph.number))
-        there = set(other.plan.formats) - other.plan.weights
-        names = [n for n in self.plan.formats if n in there - self.own and self.sites(n) == other.sites(n)]
-        self.shared = {name: other.key(name) for name in names}
-
     def correct(self, names: Sequence[str], seen: Tensor) -> bool:
         """Follows what a call without gradients measured, where scales were unknown or far off. Waits for the device.
 
-        Scales of another graph stay as they are: this one gets its own. Returns True if any scale has changed.
+        Returns True if any scale has changed.
         """
         scales, seen = self.backend.scales, seen.cpu()
         # Where a scale was never measured, the first size counts, however near the assumed one it is.
         off, found = binades(seen).tolist(), usable(seen[:, 0]).tolist()
         settled = [bool(scales.settled.cpu()[scales.places[self.key(name)]]) for name in names]
         new = [i for i in range(len(names)) if found[i] and (off[i] > BINADES or not settled[i])]
-        for name in [names[i] for i in new if names[i] in self.shared]:
-            before = scales.exponents()[self.shared.pop(name)]
-            self.own.add(name)
-            scales.include({self.key(name): before}, {self.key(name): self.plan.formats[name]}, self.device)
         if new:
             scales.follow([self.key(names[i]) for i in new], seen[new].to(self.device))
             self.backend.reload()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from types import NoneType
@@ -23,7 +23,7 @@ from collage_neuron.optimizer.pending_models import models_of
 from collage_neuron.passes.backends.registry import choose, preferred
 from collage_neuron.runtime.step_call import Measured
 from collage_neuron.settings import Settings
-from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.bookkeeping import bookkeeping
 
 
 class Monitor:
@@ -109,8 +109,9 @@ class Monitor:
         self.close()
 
     def _about(self) -> dict[str, Any]:
-        places = [self._place(p) for p in params_of(self._alive)]
-        return about(self._alive) | about_models(self._models(), {place.module for place in places})
+        models = dict.fromkeys(type(model).__name__ for model in self._models())
+        of_models = {"model": ", ".join(models)} if models else {}
+        return {**about(self._alive), "date": f"{datetime.now():%Y-%m-%d}", **of_models}
 
     @property
     def _alive(self) -> Optimizer:
@@ -162,28 +163,6 @@ class Monitor:
         """The model that was given, else those that were compiled with the optimizer."""
         model = self._model() if self._model is not None else None
         return [model] if model is not None else models_of(self._alive)
-
-
-def about_models(models: Sequence[torch.nn.Module], modules: Collection[str]) -> dict[str, Any]:
-    """The first line of a log: the day, the classes of models, and of modules that have a number as a name.
-
-    `modules` are the names under which modules are logged. `explanation.about` says the rest of the line.
-    """
-    kinds = {name: type(module).__name__ for model in models for name, module in model.named_modules()}
-    numbers = sorted(name for name in modules if name.rpartition(".")[2].isdigit())
-    return {
-        "date": f"{datetime.now():%Y-%m-%d}",
-        **({"model": ", ".join(dict.fromkeys(type(model).__name__ for model in models))} if models else {}),
-        **({"module_kinds": {name: _kind(name, kinds) for name in numbers}} if numbers else {}),
-    }
-
-
-def _kind(name: str, kinds: Mapping[str, str]) -> str:
-    """The class of a module; of a parameter without a name, its place, which `Monitor` writes as `GROUP.INDEX`."""
-    if name in kinds:
-        return kinds[name]
-    group, _, index = name.partition(".")
-    return f"parameter {index} of group {group}" if index else "parameter"
 
 
 def monitor(

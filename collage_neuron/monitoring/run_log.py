@@ -182,17 +182,9 @@ def _why_foreign(value: Any) -> str:
         return "it is not a JSON object"
     if type(step := value.get("step", 0)) is not int:
         return f"its step is {step!r}, not a whole number"
-    if not _measured(value.get("total", {})):
-        return "its total is not what a monitor writes"
-    modules = value.get("modules", {})
-    well = isinstance(modules, dict) and all(map(_measured, modules.values()))
-    return "" if well else "its modules are not what a monitor writes"
-
-
-def _measured(value: Any) -> bool:
-    """Returns True if the value has all the measurements that a report reads."""
-    return isinstance(value, dict) and all(_numbers(value.get(part, {})) for part in ("pair", "high", "stalled"))
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(x is None or isinstance(x, (int, float)) for x in value.values())
+    try:
+        measured = [value.get("total", {}), *value.get("modules", {}).values()]
+        parts = [part.get(key, {}) for part in measured for key in ("pair", "high", "stalled")]
+    except AttributeError:
+        parts = [None]
+    return "" if all(isinstance(part, dict) for part in parts) else "its numbers are not what a monitor writes"

@@ -1,4 +1,4 @@
-"""Formats of blocks: codes that are roots (`i16q8`, `i8q8`, `u16q16`, `u8q16`, `i16q4`, `i8q4`, `u16q8`), and floats.
+"""Formats of blocks: codes that are roots (`i16q8`, `i8q8`, `u16q16`, `u8q16`, `i16q4`, `i8q4`, `u16q8`).
 
 A block is K = 128 consecutive elements of a row (the last dimension of the parameter, or of its local shard); blocks
 never cross a row, and its last one may be shorter. Its power of two P follows from the largest magnitude in it, so that
@@ -46,7 +46,6 @@ block with an element that is not finite, or negative where codes have no sign, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,12 +61,10 @@ from collage_neuron.numerics.eft import (
     magnitudes,
     narrow,
     power_of_block,
-    power_of_two,
     round_to,
     sqrt,
     widen,
 )
-from collage_neuron.numerics.storage import storage_named
 
 BLOCK = 128
 """Elements of a block."""
@@ -298,75 +295,3 @@ ROOTS: Mapping[str, RootWords] = {
     "u8q16": RootWords("uint8", Curve(4, 2**-3, 31 * 2**-13), 255.0, 243.0, 2.0**-76, off=1.1, floor=1.0),
 }
 """The words of each format of roots, by its name."""
-
-
-# Narrow floats
-
-
-@dataclass(frozen=True)
-class ScaledFloat:
-    """Words of a narrow floating-point type, beside the power of two of their block: `fp16`, `e4m3`, `e5m2`.
-
-    P is that of the largest magnitude after rounding; the largest elements have the largest exponent of the narrow
-    type, so that all its range lies below::
-
-        code = round(x * top / P),   x = code * (P / top),   top = the power of two of the type's largest number
-
-    To nearest even, exactly scaled. The error of an element is half a last place, relative to itself down to the type's
-    normal numbers (2**-29, 2**-13 and 2**-29 of P) and the same absolute error below; what is less than half the
-    smallest subnormal number becomes 0 with its sign. So these are no formats for second moments, which need `u16q16`
-    or `u8q16`.
-
-    The largest number of a type is its largest finite one: 240 of e4m3, so that the bytes mean the same in both of its
-    kinds, OCP's and IEEE's. P is so large that no value of a code is subnormal. Finite numbers stay finite: what would
-    be rounded to 2**128 becomes the largest number of the block. A block with an element that is not finite holds
-    nothing that is.
-    """
-
-    storage: str
-    top: float
-    """The power of two of its largest number."""
-    smallest: float
-    """Its smallest subnormal number."""
-
-    @property
-    def half(self) -> float:
-        """Half a last place of numbers from 1 to 2."""
-        return 2.0 ** -storage_named(self.storage).digits
-
-    @property
-    def least(self) -> float:
-        """The smallest P: the smallest number of a block is normal in fp32."""
-        return 2.0**-126 * self.top / self.smallest
-
-    def encode(self, x: Value) -> Sequence[Value]:
-        """The words of an fp32 value: its code, and its block's power of two."""
-        largest = block_max(x, BLOCK)
-        power = power_of_two(largest)
-        rounded = power_of_two(largest + power * self.half)  # exact below 2 * power: the next one, if it is rounded up
-        power = torch.where(rounded < torch.inf, rounded, power)
-        power = torch.where(power > self.least, power, self.least)
-        code = round_to(x * (inverse_power_of_two(power) * (self.top / 2)), self.storage)
-        return [narrow(code, self.storage), narrow(power, "fp32")]
-
-    def decode(self, words: Sequence[Value]) -> Value:
-        """The fp32 value of a code and of its block's power of two: exact."""
-        code, power = map(widen, words)
-        return code * (power * (1 / self.top))
-
-    def error(self, size: torch.Tensor) -> torch.Tensor:
-        """The largest error of storing values of magnitude `size`: half a last place."""
-        power = 2 * power_of_two(block_max(size, BLOCK)).double().clamp(min=self.least)
-        most: torch.Tensor = size.double() * self.half + power * (self.smallest / self.top / 2)
-        return most.float()
-
-
-def _scaled(name: str) -> ScaledFloat:
-    """The words of a storage type, by its limits."""
-    info = torch.finfo(storage_named(name).dtype)
-    largest = storage_named(name).largest or info.max
-    return ScaledFloat(name, top=2.0 ** math.floor(math.log2(largest)), smallest=info.tiny * info.eps)
-
-
-FLOATS: Mapping[str, ScaledFloat] = {name: _scaled(name) for name in ("fp16", "e4m3", "e5m2")}
-"""The words of each format of narrow floats, by its name, which is that of the storage type."""

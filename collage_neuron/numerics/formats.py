@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from collage_neuron.numerics.block_formats import BLOCK, FLOATS, ROOTS, RootWords, ScaledFloat
+from collage_neuron.numerics.block_formats import BLOCK, ROOTS, RootWords
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,
@@ -31,7 +31,7 @@ from collage_neuron.numerics.eft import (
     widen,
 )
 from collage_neuron.numerics.integer_words import INT8, INT16
-from collage_neuron.numerics.registration import Table, meaning_of
+from collage_neuron.numerics.registration import Table
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
@@ -174,10 +174,10 @@ _WORD = Component("", "bf16")
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
 
 
-def _coded(name: str, words: RootWords | ScaledFloat) -> Format:
+def _coded(name: str, words: RootWords) -> Format:
     """A format of codes, and a power of two that a block shares."""
     code = Component("", "int16" if words.storage == "uint16" else words.storage)
-    if isinstance(words, ScaledFloat) or words.is_nearest:
+    if words.is_nearest:
         return Format(name, (code, _SCALE), words.encode, words.decode, error=words.error)
     return Format(name, (code, _SCALE), words.encode, words.decode, words.draw, error=words.error, signed=words.signed)
 
@@ -202,7 +202,7 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             # Formats that are told by their record alone come after those with the same keys (`told_by_keys`).
             Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode, always_fits=True),
             Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode, always_fits=True),
-            *(_coded(name, words) for coded in (ROOTS, FLOATS) for name, words in coded.items()),
+            *(_coded(name, words) for name, words in ROOTS.items()),
         )
     }
 )
@@ -238,16 +238,14 @@ def _unusable_words(fmt: Format) -> Iterator[str]:
         yield f"{unknown[0]!r} is not a storage type; known types: {', '.join(STORAGE_TYPES)}"
     elif not fmt.components:
         yield "it has no components"
-    elif fmt.components[0].suffix:
-        yield f"its first component has the suffix {fmt.components[0].suffix!r}; that of the first is ''"
-    elif fmt.components[0].block:
-        yield f"its first word has the layout {fmt.components[0].layout!r}: the first word is one for each element"
-    elif not fmt.components[0].type.is_floating and not any(c.block for c in fmt.components):
-        yield (
-            f"its first word is {fmt.components[0].storage}: the update of an optimizer reads and writes states as "
-            "floating-point tensors, so the first word must be bf16 or fp32, unless it is a code beside a word that "
-            "blocks share"
-        )
+    else:
+        first, is_code = fmt.components[0], any(c.block for c in fmt.components)
+        if first.suffix or first.block or not (first.type.is_floating or is_code):
+            yield (
+                f"its first component is {first}: the first word has no suffix, is one for each element, and is a "
+                "floating-point number, as the update of an optimizer reads and writes states, or a code beside a word "
+                "that blocks share"
+            )
 
 
 def _unusable_suffixes(fmt: Format) -> Iterator[str]:
@@ -364,12 +362,7 @@ def _is_value(fmt: Format, words: Sequence[Value], x: torch.Tensor) -> bool:
     return all(torch.equal(word, x) for word in masters)
 
 
-def _meaning(fmt: Format) -> object:
-    words = [(c.suffix, c.storage, c.layout) for c in fmt.components]
-    return meaning_of(fmt.name, words, fmt.encode, fmt.decode, fmt.draw, fmt.encode_state, fmt.decode_param)
-
-
-FORMATS: dict[str, Format] = Table(BUILT_IN, _check, _meaning)
+FORMATS: dict[str, Format] = Table(BUILT_IN, _check)
 """Every known storage format by name. A name keeps its meaning: states are stored under it."""
 
 

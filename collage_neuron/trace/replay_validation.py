@@ -23,7 +23,7 @@ from collage_neuron.trace.calls import arguments, memories_of
 from collage_neuron.trace.placeholders import set_data
 from collage_neuron.trace.step_kinds import StepKind
 from collage_neuron.validation import sample
-from collage_neuron.validation.perturbed_replay import InFp32, NoSample, Ran
+from collage_neuron.validation.perturbed_replay import InFp32, NoSample
 from collage_neuron.validation.sample import SEEN, Plan, Sample, block, indices
 
 if TYPE_CHECKING:
@@ -67,17 +67,17 @@ class Calls:
     """Those of the step; None if the calls are about one parameter, and are the same for all."""
 
     def plan(self, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
-        """The elements of `p` to take."""
+        """The elements of `p` to take: those in `flat`, if shapes do not matter; None if there is no sample."""
         part, captured = self._about(p), job.recording.captured
         if part is None:
             return None
         asked = part.asked
         if not asked and captured.seen_as is None and not job.update.by_rows:
-            return Plan(flat, not captured.reduces, job.recording)
+            return Plan(flat, job.recording)
         own = local(p)
         if own.numel() <= SEEN:
-            return Plan(indices(own.numel()).reshape(own.shape), False, job.recording)
-        return Plan(block(own.shape), False, job.recording) if asked == {"dim"} and own.dim() else None
+            return Plan(indices(own.numel()).reshape(own.shape), job.recording)
+        return Plan(block(own.shape), job.recording) if asked == {"dim"} and own.dim() else None
 
     def states(
         self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
@@ -98,7 +98,7 @@ class Calls:
         """What runs the calls about `p`."""
         part = self._about(p)
         assert part is not None
-        return Replay(taken, g, part)
+        return InFp32(taken, g, part.before, part.run)
 
     def _about(self, p: Tensor) -> Part | None:
         i = 0 if self.params is None else next(i for i, q in enumerate(self.params) if q is p)
@@ -172,26 +172,6 @@ def _any_number(place: int) -> Tensor:
     """A number in the place of one of another parameter."""
     # It must not matter which; it follows from the place alone, so that all copies of a sample have the same.
     return torch.tensor(1.0 + 0.618 * place % 1.0, dtype=torch.float32, device="cpu")
-
-
-class Replay(InFp32):
-    """Runs the calls about a parameter, on copies of a sample of it."""
-
-    def __init__(self, taken: Sample, g: torch.Generator, part: Part) -> None:
-        super().__init__(taken, g)
-        self._part = part
-
-    def run(self, copies: int, stacked: bool, plain: bool = False, steps: int = 1) -> Ran:
-        """Runs them."""
-        values = self._copies(copies, stacked)
-        values = {name: values[name] for name in self._part.before}
-        with torch.no_grad():
-            mode = self._perturbation(values, stacked, plain)
-            grad = values["grad"].clone()
-            for _ in range(steps):
-                with mode:
-                    values = self._part.run({**values, "grad": grad.clone()})
-        return self._ran(mode, values, stacked)
 
 
 def _asked(call: Bound) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Takes a step again on a sample in fp32, and estimates how much rounding may change its results.
 
-That is Monte Carlo arithmetic: the code runs on several copies of its inputs at once. The first copy is not changed; in
+That is Monte Carlo arithmetic: the code runs on several copies of its inputs. The first copy is not changed; in
 the others every floating-point result is perturbed, up or down at random, by a small relative amount. The differences
 between the copies show how much the roundings of another order of operations can change, and where a comparison, a sign
 or a `where` may go either way. Parker, "Monte Carlo Arithmetic", 1997.
@@ -9,8 +9,7 @@ or a `where` may go either way. Parker, "Monte Carlo Arithmetic", 1997.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, repeat
 from typing import Any, NamedTuple
@@ -22,10 +21,10 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import rounding
 from collage_neuron.passes.functionalize.recorded_ops import writes_first_argument
 from collage_neuron.torch_privates import DispatchMode, schema, storage_id
-from collage_neuron.validation.sample import STACKED, Expected, Sample
+from collage_neuron.validation.sample import Expected, Sample
 
 RUNS = 12
-"""Number of perturbed copies of a sample that are stepped one by one, if the shape matters (else `STACKED`)."""
+"""Number of perturbed copies of a sample that are stepped."""
 AMOUNT = {"fp32": 2.0**-20, "bf16": 2.0**-6}
 """Relative perturbation of a result: 16 roundings of fp32, or 4 of bf16. The rewritten update rounds at most three
 times for one operation of the user's (FP32 in tests/support/bounds.py), torch once or twice; the rest allows for the
@@ -44,42 +43,32 @@ PAIR = 2.0**-13
 
 def expected(twin: InFp32) -> Expected:
     """The results of a step in fp32 for its sample, with bounds from perturbed copies."""
-    if twin.taken.plan.flat:
-        return _expected(twin, twin.run(STACKED, stacked=True))
-    runs = [twin.run(1, stacked=False, plain=i == 0) for i in range(1 + RUNS)]
-    after, moved, added = (_joined(r) for r in zip(*(r[:3] for r in runs), strict=True))
-    return _expected(twin, Ran(after, moved, added, torch.cat([r.overflowed for r in runs])))
-
-
-def _joined(runs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
+    taken = twin.taken
+    arithmetic, before = taken.job.settings.arithmetic, taken.values()
+    plain, *runs = (twin.run(perturbed=i > 0) for i in range(1 + RUNS))
+    values, bounds, unsure = {}, {}, {}
+    for name, fmt in taken.formats.items():
+        new, old = plain.after[name], before[name]
+        # The perturbation of a value itself is subtracted: only its effect through the step counts.
+        off = torch.stack([(run.after[name] - new - run.moved[name]).abs() for run in runs]).amax(dim=0)
+        own = _own(arithmetic, fmt) * torch.maximum(old.abs(), new.abs()) + AMOUNT[arithmetic] * plain.added[name]
+        bound = SPREAD[arithmetic] * off + own
+        values[name], bounds[name] = new, bound
+        stored = NEGLIGIBLE[arithmetic] * rounding(fmt, new.abs()) + 2.0**-15 * new.abs()
+        small = (bound <= (new - old).abs() / 4) | (bound <= stored)
+        unsure[name] = new.isfinite() & ~small & (bound != 0)
+    overflowed = torch.stack([run.overflowed for run in (plain, *runs)]).any(dim=0)
+    return Expected(values, bounds, unsure, overflowed)
 
 
 class Ran(NamedTuple):
-    """A step of the twin; the first dimension of each tensor counts the copies, of which the first is not perturbed."""
+    """A step of the twin."""
 
     after: Mapping[str, Tensor]
     moved: Mapping[str, Tensor]
     """The perturbation of each value itself (`Perturbation.moved`)."""
     added: Mapping[str, Tensor]
     overflowed: Tensor
-
-
-def _expected(twin: InFp32, ran: Ran) -> Expected:
-    taken = twin.taken
-    arithmetic, before = taken.job.settings.arithmetic, taken.values()
-    values, bounds, unsure = {}, {}, {}
-    for name, fmt in taken.formats.items():
-        new, old = ran.after[name][0], before[name]
-        # The perturbation of a value itself is subtracted: only its effect through the step counts.
-        off = (ran.after[name][1:] - new - ran.moved[name][1:]).abs().amax(dim=0)
-        own = _own(arithmetic, fmt) * torch.maximum(old.abs(), new.abs()) + AMOUNT[arithmetic] * ran.added[name][0]
-        bound = SPREAD[arithmetic] * off + own
-        values[name], bounds[name] = new, bound
-        stored = NEGLIGIBLE[arithmetic] * rounding(fmt, new.abs()) + 2.0**-15 * new.abs()
-        small = (bound <= (new - old).abs() / 4) | (bound <= stored)
-        unsure[name] = new.isfinite() & ~small & (bound != 0)
-    return Expected(values, bounds, unsure, ran.overflowed.any(dim=0))
 
 
 def _own(arithmetic: str, fmt: Format) -> float:
@@ -90,52 +79,45 @@ class NoSample(Exception):  # a result rather than an error
     """The step cannot run on a sample, whose shape is another one: code may name sizes (`grad.view(12, -1)`)."""
 
 
-class InFp32(ABC):
+Replayed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""Runs the calls of the user's step on values by name (`param`, `grad`, states), which it may write; returns them.
+
+It raises NoSample where they cannot run on a sample.
+"""
+
+
+class InFp32:
     """Takes the step of a sample again: in fp32, on copies of its values, without the compiler."""
 
-    def __init__(self, taken: Sample, g: torch.Generator) -> None:
-        self.taken, self._generator = taken, g
-        self._values = taken.values() | {"grad": taken.grad.float()}
+    def __init__(self, taken: Sample, g: torch.Generator, names: Iterable[str], replayed: Replayed) -> None:
+        self.taken, self._generator, self._replayed = taken, g, replayed
+        values = taken.values() | {"grad": taken.grad.float()}
+        self._values = {name: values[name] for name in names}
 
-    @abstractmethod
-    def run(self, copies: int, stacked: bool, plain: bool = False, steps: int = 1) -> Ran:
-        """Takes a step of `copies` at once; `plain`: not perturbed.
+    def run(self, perturbed: bool) -> Ran:
+        """Takes the step.
 
         Raises:
             NoSample: the step cannot run on a sample.
         """
+        values = {name: x.clone() for name, x in self._values.items()}
+        with torch.no_grad():
+            mode = self._perturbation(values, perturbed)
+            with mode:
+                values = self._replayed(values)
+        after = {name: values[name].detach().float() for name in self.taken.formats}
+        moved, added = ({k: x.get(k, torch.zeros_like(v)) for k, v in after.items()} for x in (mode.moved, mode.added))
+        return Ran(after, moved, added, mode.overflowed)
 
-    def after(self, steps: int) -> dict[str, Tensor]:
-        """The values after `steps` steps with the same gradient, not perturbed."""
-        stacked = self.taken.plan.flat  # a plan holds for the shape that it was made for
-        ran = self.run(STACKED if stacked else 1, stacked, plain=True, steps=steps)
-        return {name: x[0] for name, x in ran.after.items()}
-
-    def _copies(self, copies: int, stacked: bool) -> dict[str, Tensor]:
-        """Copies of the values before the step."""
-        return {k: v.expand(copies, *v.shape).clone() if stacked else v.clone() for k, v in self._values.items()}
-
-    def _perturbation(self, inputs: Mapping[str, Any], stacked: bool, plain: bool) -> Perturbation:
+    def _perturbation(self, inputs: Mapping[str, Any], perturbed: bool) -> Perturbation:
         """The mode in which the step runs, which follows the parameter, its gradient and its states among `inputs`."""
         arithmetic, seen = self.taken.job.settings.arithmetic, self.taken.job.recording.captured.shapes
-        amount, shape = 0.0 if plain else AMOUNT[arithmetic], inputs["param"].shape
-        mode = Perturbation(shape, amount, self._fills(), self._generator, stacked, arithmetic == "bf16")
+        amount, shape = AMOUNT[arithmetic] if perturbed else 0.0, inputs["param"].shape
+        mode = Perturbation(shape, amount, self._fills(), self._generator, arithmetic == "bf16")
         for name, x in inputs.items():
             if isinstance(x, Tensor) and (x.shape == shape or name in seen) and x.is_floating_point():
                 mode.follow(name, x)
         return mode
-
-    def _ran(self, mode: Perturbation, left: Mapping[str, Any], stacked: bool) -> Ran:
-        """What a step has `left` of its values, of which those with formats are compared."""
-        found = {name: left[name].detach() for name in self.taken.formats}
-        if stacked and len({x.shape for x in found.values()}) > 1:  # `grad.view(1, -1)` takes all copies for one
-            raise NoSample
-        after = {k: _as_copies(x, stacked).float() for k, x in found.items()}
-
-        def of_all(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {k: _as_copies(x[k], stacked) if k in x else torch.zeros_like(v) for k, v in after.items()}
-
-        return Ran(after, of_all(mode.moved), of_all(mode.added), _as_copies(mode.overflowed, stacked))
 
     def _fills(self) -> float:
         """The relative error of storing a number with which a state is filled."""
@@ -146,10 +128,6 @@ class InFp32(ABC):
             stored = float(formats[name].decode(formats[name].encode(x)))
             lost.append(abs(stored - value) / abs(value) if value and math.isfinite(stored / value) else 0.0)
         return 1.01 * max(lost)
-
-
-def _as_copies(x: Tensor, stacked: bool) -> Tensor:
-    return x if stacked else x[None]
 
 
 # --- Monte Carlo arithmetic -------------------------------------------------------------------------------------------
@@ -179,9 +157,8 @@ _FILLS = {"full", "full_like", "new_full", "fill", "ones", "ones_like", "new_one
 class Perturbation(DispatchMode):
     """A mode under which elementwise code runs with perturbed results; it perturbs tensors of `shape`.
 
-    With `stacked` the first dimension counts the copies, and copy 0 is not perturbed; else a tensor is one copy, and
-    may have its elements in another shape. `amount` is the relative change of a result, `fills` that of a tensor filled
-    with a number. With `to_bf16` every other copy is rounded to bf16 besides: there, values that are close become
+    A tensor may have its elements in another shape. `amount` is the relative change of a result, `fills` that of a
+    tensor filled with a number. With `to_bf16` results are rounded to bf16 besides: there, values that are close become
     equal, and their difference 0. Without it, half of the differences of numbers that are equal but for what is
     perturbed become 0: code may divide by the norm of such a difference, and only 0 gives another result then.
     """
@@ -192,12 +169,11 @@ class Perturbation(DispatchMode):
         amount: float,
         fills: float,
         generator: torch.Generator,
-        stacked: bool,
         to_bf16: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
         self._shape, self._amount, self._fills = tuple(shape), amount, fills
-        self._generator, self._stacked, self._to_bf16 = generator, stacked, to_bf16
+        self._generator, self._to_bf16 = generator, to_bf16
         self._followed: dict[int, str] = {}
         self._alive: list[Tensor] = []  # keeps storages alive: the address of a freed one would be used again
         self.moved: dict[str, Tensor] = {}
@@ -245,15 +221,15 @@ class Perturbation(DispatchMode):
         return chain([CANCELLED * self._amount * x.abs() for x in given], repeat(None))
 
     def _cancel(self, x: Tensor, bound: Tensor | None) -> None:
-        """Makes about half of the elements of `x` that are within a bound 0, in all copies but the first."""
+        """Makes about half of the elements of `x` that are within a bound 0."""
         if bound is None or not (near := x.detach().abs() <= bound).any():
             return
         near &= torch.rand(x.shape, generator=self._generator, dtype=torch.float32, device="cpu") < 0.5
-        self._change(x, torch.where(self._copies(near), -self._copies(x), 0.0))
+        self._change(x, torch.where(near, -x.detach(), 0.0))
 
     def _is_whole(self, x: Tensor) -> bool:
         """Returns True for a tensor of `shape`, or one of its elements in another shape."""
-        return tuple(x.shape) == self._shape or (not self._stacked and x.numel() == self.overflowed.numel() > 1)
+        return tuple(x.shape) == self._shape or x.numel() == self.overflowed.numel() > 1
 
     def _finite(self, args: Any) -> Tensor:
         """The mask of elements where every operand is finite."""
@@ -265,7 +241,7 @@ class Perturbation(DispatchMode):
 
     def _note_overflow(self, finite: Tensor, out: Any) -> None:
         """Marks all elements if the sum of finite ones is not finite: torch squares and adds in fp32."""
-        for x in [] if self._stacked else _tensors(out):
+        for x in _tensors(out):
             if not self._is_whole(x) and x.is_floating_point() and not x.isfinite().all():
                 self.overflowed |= finite.all()
 
@@ -286,35 +262,27 @@ class Perturbation(DispatchMode):
         return max(self._amount, FUNCTION) if name in _FUNCTIONS else self._amount
 
     def _move(self, x: Tensor, amount: float, within: Tensor | None = None) -> None:
-        """Perturbs each element of all copies of `x` but the first; in every other copy subnormal elements become zero.
+        """Perturbs each element of `x`; about half of the subnormal elements become zero.
 
         `within` is a larger number from which `x` was computed by one operation.
         """
         if not self._amount:
             return
-        copies = self._copies(x)
-        up = torch.rand(copies.shape, generator=self._generator, dtype=torch.float32, device="cpu") < 0.5
+        old = x.detach()
+        up = torch.rand(old.shape, generator=self._generator, dtype=torch.float32, device="cpu") < 0.5
         change = torch.where(up, amount, -amount).to(x.dtype)
-        change = change * (copies if within is None else copies.abs() + self._copies(within))
-        if (copies.abs() < TINY).any():
-            change = torch.where((copies.abs() < TINY) & up, -copies, change)
+        change = change * (old if within is None else old.abs() + within)
+        if (old.abs() < TINY).any():
+            change = torch.where((old.abs() < TINY) & up, -old, change)
         if self._to_bf16:
-            every = copies[::2] if self._stacked else copies
-            part = change[::2] if self._stacked else change
-            part.copy_((every + part).bfloat16().to(x.dtype) - every)
+            change = (old + change).bfloat16().to(x.dtype) - old
         self._change(x, torch.where(change.isfinite(), change, 0.0))
 
-    def _copies(self, x: Tensor) -> Tensor:
-        """All copies of `x` but the one that is not changed."""
-        return x.detach()[1:] if self._stacked else x.detach()
-
     def _change(self, x: Tensor, change: Tensor) -> None:
-        """Adds to the copies of `x`."""
-        self._copies(x).add_(change)
+        x.detach().add_(change)
         name = self._followed.get(storage_id(x.untyped_storage()))
         if name is not None:
-            moved = self._copies(self.moved[name])
-            moved.add_(change.reshape(moved.shape))
+            self.moved[name].add_(change.reshape(self.moved[name].shape))
 
 
 def _name(func: Any) -> str:

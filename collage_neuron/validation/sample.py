@@ -42,8 +42,6 @@ SEEN = 1 << 15
 """The same for a parameter that its update sees in another shape, of which there are no smaller samples."""
 SEARCHED = 1 << 22
 """Number of elements of a gradient that are searched for the largest and the smallest."""
-STACKED = 25
-"""Number of copies of a sample that are stepped as one tensor if the shape does not matter; the first is exact."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,6 @@ class Plan:
 
     index: Tensor
     """Their row-major indices in the local part of the parameter; has the sample's shape."""
-    flat: bool
-    """True if the update does not depend on the shape, so that many copies can be stepped at once."""
     recording: Recording
     """The update of a parameter of that shape."""
 

@@ -12,30 +12,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.errors import TranslationError, warn_user
+from collage_neuron.errors import TranslationError
 from collage_neuron.numerics.eft import block_max
-from collage_neuron.numerics.formats import BUILT_IN, Format, format_named
-from collage_neuron.numerics.rounding import SMALL, digits, leading, rounding
-from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.rounding import SMALL, leading, rounding
 from collage_neuron.runtime import nonfinite
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient, local
 from collage_neuron.validation import arrived, sample
-from collage_neuron.validation.perturbed_replay import InFp32, NoSample, expected
-from collage_neuron.validation.sample import Expected, Plan, Sample
+from collage_neuron.validation.perturbed_replay import NoSample, expected
+from collage_neuron.validation.sample import Expected, Sample
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Job
+    from collage_neuron.trace.replay_validation import Calls
 
-MOVES, FAR = 2.0**-14, 2.0**-4
-"""Smallest relative change per step, and smallest eventual change, of a state that counts as moving in fp32."""
 LARGE = 2.0**127
 """Beyond this a value may round to infinity."""
 
@@ -51,7 +49,6 @@ class Found:
     before: Mapping[str, Sequence[Tensor]]
     """The components of each value before the step."""
     wanted: Expected
-    twin: InFp32
     steps: int
 
     def compare(self) -> tuple[int, int]:
@@ -93,21 +90,6 @@ class Found:
                 first, value = (float(x.reshape(-1)[i]) for x in (components[0], ours))
                 self._fail(f"the first word of {name}{self._place(i)} is {first:.9g}, and its value is {value:.9g}")
         return int((~left_out).sum()), int(left_out.sum())
-
-    def still(self, name: str, fmt: Format) -> tuple[int, int]:
-        """How many elements of a state fp32 moves and are far from their target, and how many of them stay."""
-        old, now = (
-            word_encoding.decode(fmt, c, name).float() for c in (self.before[name], self.taken.components(name))
-        )
-        change = self.wanted.values[name] - old
-        moves = (change.abs() > MOVES * old.abs()) & (old != 0) & change.isfinite()
-        if not (moves & (now == old)).any():
-            return 0, 0
-        # An average moves toward its target by the same fraction of the distance each time: two steps give the target.
-        again = self.twin.after(2)[name] - self.wanted.values[name]
-        distance = change.square() / (change - again).abs()
-        moves &= ~(distance < FAR * old.abs())
-        return int(moves.sum()), int((moves & (now == old)).sum())
 
     def _lost(self) -> Tensor:
         """The mask of elements whose value before the step, or whose gradient, is not finite."""
@@ -178,14 +160,8 @@ T = TypeVar("T")
 Take = Callable[[Optimizer, list["Job"], Tensor | None], Any]
 """A function that runs jobs of an optimizer as the step does, including the stores, if all gradients are finite."""
 
-STILL, FEW = 0.8, 16
-"""A state stands still if this share of the elements that fp32 would move, of at least this many, does not move."""
 JOBS, GROUPS = 2, 8
 """The number of jobs of one group with the same update that are validated at a time; of groups with the same one."""
-
-
-class StandsStill(UserWarning):
-    """A state no longer changes, because it is stored in bf16 and each change is below half an ulp."""
 
 
 @dataclass
@@ -195,8 +171,6 @@ class History:
     steps: int = 0
     known: set[Any] = field(default_factory=set)
     """Recorded updates that were validated, with their backends; a copy validates its own."""
-    told: set[str] = field(default_factory=set)
-    """States that the user was warned of."""
     compared: int = 0
     left_out: int = 0
     """Numbers of values that were compared, and of values whose result depends on rounding (`Expected.unsure`)."""
@@ -222,7 +196,7 @@ def check(
     optimizer: Optimizer,
     jobs: Sequence[Job],
     take: Take,
-    again: Callable[[Job], Again],
+    again: Callable[[Job], Calls],
     known: set[Any] | None = None,
 ) -> None:
     """Validates the step that `jobs` are about to take, if that is due, or one of their updates is not `known`.
@@ -284,22 +258,7 @@ def _in_turn(items: Sequence[T], most: int, turn: int) -> Sequence[T]:
     return [*items[first:], *items[:first]][:most]
 
 
-class Again(Protocol):
-    """How a step is taken again, on a sample."""
-
-    def plan(self, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
-        """The elements of `p` to take: those in `flat`, if shapes do not matter; None if there is no sample."""
-
-    def states(
-        self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
-    ) -> Mapping[str, Any]:
-        """States of a parameter with the drawn values `param` (`sample.States`)."""
-
-    def in_fp32(self, p: torch.nn.Parameter, taken: Sample, g: torch.Generator) -> InFp32:
-        """What takes the step of a sample of `p`."""
-
-
-def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, again: Again, steps: int) -> None:
+def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, again: Calls, steps: int) -> None:
     """Compares what a job does to a sample of one of its parameters with the same step, taken `again` in fp32."""
     history = history_of(optimizer)
     params = [p for p in job.params if p.numel()]
@@ -321,15 +280,14 @@ def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Ta
     skips = job.settings.nonfinite == "skip"
     take(taken.optimizer, [taken.job], nonfinite.all_finite([taken.param]) if skips else None)
     sample.fetch(taken)
-    found = Found(base, optimizer, p, taken, before, wanted, twin, steps)
+    found = Found(base, optimizer, p, taken, before, wanted, steps)
     compared, left_out = found.compare()
     if compared:
-        _warn_of_still(found, history)
         arrived.look(found, job)
     history.compared, history.left_out = history.compared + compared, history.left_out + left_out
 
 
-def _sample(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int, again: Again) -> Sample | None:
+def _sample(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int, again: Calls) -> Sample | None:
     turn = steps.bit_length()
     if p.device.type in sample.DEVICES:
         planned = again.plan(job, p, torch.arange(sample.SIZE, dtype=torch.int64, device="cpu"))
@@ -338,26 +296,3 @@ def _sample(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int, a
     grad = gradient(p).detach()  # under tensor parallelism all processes add it up, with elements or without
     planned = again.plan(job, p, sample.spread(grad, turn))
     return None if planned is None else sample.take(optimizer, job, p, grad, planned)
-
-
-def _warn_of_still(found: Found, history: History) -> None:
-    """Warns once of a state that fp32 would move and its format does not, unless the strategy is narrow by choice."""
-    strategy = found.taken.job.settings.strategy
-    if not isinstance(strategy, str) or digits(format_named(STRATEGIES[strategy].slow)) <= digits(BUILT_IN["bf16"]):
-        return
-    told = {"param", *bookkeeping(found.optimizer).told, *history.told}
-    there = found.optimizer.state.get(found.param, {})  # others are made by this step
-    for name, fmt in found.taken.job.update.formats.items():
-        if name in told or name not in there or fmt.draw is not None or digits(fmt) > digits(BUILT_IN["bf16"]):
-            continue
-        count, still = found.still(name, fmt)
-        if count >= FEW and still >= STILL * count:
-            history.told.add(name)
-            tried = found.taken.grad.numel()
-            warn_user(
-                f"the state {name!r} of {found.base.__name__} stands still: of {tried} elements that were "
-                f"tried fp32 would change {count}, and in {fmt.name} {still} of these stay as they are, since "
-                "they move by less than half an ulp in a step. Keep it wider: strategy='full', or a mapping such as "
-                f"{{'param': 'bf16x2', {name!r}: 'bf16x2'}}",
-                StandsStill,
-            )

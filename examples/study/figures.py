@@ -22,7 +22,7 @@ from study.variants import RELEASED, TRAINED
 VARIANTS = {"plus bf16-arithmetic": "other", RELEASED: "uncompiled"}
 """What the palette calls the colours of what is no strategy."""
 
-COLOURS = {name: palette.colour(VARIANTS.get(name, name)) for name in TRAINED}
+COLOURS = {name: palette.COLOURS[VARIANTS.get(name, name)] for name in TRAINED}
 MANTISSA_COLOURS = {7: "#000000", 6: "#0072B2", 5: "#009E73", 4: "#E69F00", 3: "#D55E00"}
 
 SETTINGS: Any = {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from running import compiled_only, registered
+from running import registered
 from torch import Tensor
 from updates import random_inputs, whole_update
 
 import collage_neuron
-from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, possible
@@ -146,7 +145,7 @@ def test_on_a_device_that_adds_integers_in_fp32_the_plain_form_is_wrong(xla: tor
 
 # Updates -------------------------------------------------------------------------------------------------------------
 
-CODED: list[StrategyLike] = [{"param": "bf16+int16", "*": name} for name in ("i16q4", "u16q8", "fp16", "e4m3")]
+CODED: list[StrategyLike] = [{"param": "bf16+int16", "*": name} for name in ("i16q4", "u16q8")]
 """Those with formats that no named strategy has."""
 WHOLE: list[tuple[str, StrategyLike, str]] = [("adamw", s, "fp32") for s in [*STRATEGIES, *CODED]]
 WHOLE += [("adamw", s, "bf16") for s in STRATEGIES if possible(s, "bf16")]
@@ -252,7 +251,7 @@ def step_text(
 
 
 STEPS: list[tuple[str, dict[str, Any]]] = [("AdamW", {"strategy": s}) for s in STRATEGIES]
-STEPS += [("AdamW", {"strategy": s}) for s in CODED[:-1]]  # without e4m3, which is rejected
+STEPS += [("AdamW", {"strategy": s}) for s in CODED]
 STEPS += [(name, {"strategy": "plus"}) for name in OPTIMIZERS if name != "AdamW"]
 STEPS += [("AdamW", {"strategy": "full", "arithmetic": "bf16"}), ("AdamW", {"monitored": True})]
 
@@ -288,14 +287,6 @@ def test_the_kind_of_the_devices_chooses(xla: torch.device, monkeypatch: pytest.
     monkeypatch.setattr("torch_xla.runtime.device_type", lambda: "NEURON")
     assert Xla().form is ForNeuron
     assert Xla(Computation).form is Computation
-
-
-@compiled_only()
-def test_words_that_neuronx_cc_rejects_are_rejected_with_a_remedy(for_neuron: str, xla: torch.device) -> None:
-    p = torch.nn.Parameter(torch.zeros(3, 130).bfloat16().to(xla))
-    strategy = {"param": "bf16", "exp_avg": "e4m3", "*": "bf16"}
-    with pytest.raises(UnsupportedUpdate, match=r"no words of e4m3 .*neuronx-cc rejects float8_e4m3fn"):
-        collage_neuron.compile(torch.optim.AdamW([p]), strategy=strategy, backend=for_neuron)
 
 
 def test_advice_to_take_xla_says_on_a_trainium_that_it_is_unproven(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from compared_scripts import SCRIPT
 from run_logs import Write
 
 
@@ -24,9 +22,5 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.chdir(tmp_path)  # where the figure goes
-    path = tmp_path / "mine.py"
-    path.write_text(SCRIPT)
-    return path
+    return tmp_path / "mine.py"

@@ -88,18 +88,6 @@ def test_what_is_wrong_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> No
     assert main(SimpleNamespace(json=False)) == 1  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("nothing_installed")
-def test_the_last_lines_say_what_updates_parameters_where() -> None:
-    where, native, nki = doctor.in_words(SOUND)
-    assert where == "Parameters on cpu are updated by `reference` (eager PyTorch, slow)."
-    assert native == "Not by `native`: llvmlite is not installed."
-    assert nki.startswith("Not on Trainium (`nki`): libneuronxla or torch_neuronx, and nki or neuronxcc are not insta")
-    assert nki.endswith(", as expected without a Trainium device.")
-    assert verdict(SOUND, reasons=False) == (
-        "ready on: reference, xla; not: native (reasons above); not: nki (reasons above)"
-    )
-
-
 def test_json_has_the_rows_and_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "SECTIONS", {name: (lambda rows=rows: iter(rows)) for name, rows in SOUND.items()})
     assert main(SimpleNamespace(json=True)) == 0  # type: ignore[arg-type]

@@ -10,10 +10,9 @@ import pytest
 import torch
 from models import follow
 from torch import nn
-from torch.optim import Adagrad, AdamW, Optimizer, SparseAdam
+from torch.optim import Adagrad, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron.errors import UnsupportedUpdate
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -218,11 +217,6 @@ def test_parameters_that_interleave(name: str, dtype: torch.dtype) -> None:
     assert_train_alike(one, other, range(3))
 
 
-class Differentiable(AdamW):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, differentiable=True)
-
-
 def of(made: Any) -> AdamW:
     """Over views of which nothing else is held."""
     return AdamW([nn.Parameter(t) for t in made])
@@ -242,12 +236,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[torch.dtype], Any]]] = 
     "one between others": (ValueError, SHARED, lambda d: of([(t := base(d))[1, 2:3], t[:, ::2]])),
     "another type": (
         ValueError, SHARED, lambda d: of([(t := base(d))[:, ::2], t.view(BF16 if d == F32 else F32)[:, 1::2]]),
-    ),
-    "differentiable by default": (
-        ValueError, r"differentiable=True; .*use differentiable=False", lambda _: Differentiable,
-    ),
-    "SparseAdam": (
-        UnsupportedUpdate, r"SparseAdam takes sparse gradients only.*leave it uncompiled", lambda _: SparseAdam,
     ),
     "a sparse parameter": (
         TypeError,

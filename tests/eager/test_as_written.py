@@ -118,7 +118,7 @@ def test_a_mapping_names_the_format_of_each_state() -> None:
         run(wrong, 1)
 
 
-OF_BYTES = [{"param": "bf16+int16", "momentum_buffer": name} for name in ("i8q4", "e4m3", "fp16", "bf16+int8")]
+OF_BYTES = [{"param": "bf16+int16", "momentum_buffer": name} for name in ("i8q4", "i16q8", "bf16+int8")]
 
 
 # Lamb and Prodigy keep numbers in attributes, which no checkpoint of torch has.

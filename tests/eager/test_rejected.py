@@ -79,9 +79,6 @@ def test_what_is_known_before_the_first_step_is_rejected_by_compile() -> None:
     p.grad = grad
     rejected(Curved([p]), "has a graph")
 
-    with pytest.raises(UnsupportedUpdate, match="takes sparse gradients only"):
-        collage_neuron.compile(torch.optim.SparseAdam)
-
 
 @pytest.mark.parametrize("make", [Muon, Lamb, Shampoo, Prodigy])
 def test_a_step_that_raises_half_way_leaves_no_trace(make: type[Written], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from fp8_models import compiled, forward, loss_of, small_gpt, tokens
 import collage_neuron
 from collage_neuron import JsonLog
 from collage_neuron.cli.charts import CHARTS
-from collage_neuron.cli.report import conclusion
+from collage_neuron.cli.report import verdicts
 from collage_neuron.matmuls.advice import advice
 from collage_neuron.monitoring.run_log import read_log
 
@@ -53,7 +53,7 @@ def test_a_monitor_logs_operands_and_the_report_says_what_to_do(tmp_path: Path) 
     assert found is not None
     assert found.keys() == forward(model).backend.scales.places.keys()
     assert found["layers.0.think.3.weight"]["saturated"] > 0.5
-    text = conclusion([read_log(path, "run")])
+    text = "\n".join(verdicts([read_log(path, "run")]))
     assert "of layers.0.think.3.weight saturate: its scale was off by 12 binades; measure more often" in text
     assert "saturate: its scale was off" in collage_neuron.explain(model)
     (chart,) = (c for c in CHARTS if "fp8" in c.title)

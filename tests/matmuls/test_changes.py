@@ -105,17 +105,6 @@ def test_a_graph_with_other_sites_has_scales_of_its_own(kind: type[Sites], resca
     assert error(model(batch(), False), plain(batch(), False)) < 0.1
 
 
-def test_a_graph_without_gradients_that_came_first_takes_the_scales_of_training() -> None:
-    model = compiled(small(), rescale=50)
-    with torch.no_grad():
-        model(batch())
-    for seed in range(3):
-        model(batch(seed)).float().sum().backward()
-    with torch.no_grad():
-        before = model(batch())
-    assert torch.equal(model(batch()), before)
-
-
 def test_validation_on_larger_values_leaves_training_alone() -> None:
     model, plain = compiled(small(), rescale=50), small()
     for seed in range(3):

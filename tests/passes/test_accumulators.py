@@ -177,7 +177,7 @@ def test_whoever_asked_for_one_word_or_has_two_is_not_warned(strategy: Any) -> N
     assert warned(partial(Dividing, idiom=_positive_part, names=("half",)), strategy) == []
 
 
-@pytest.mark.parametrize("fmt", ["fp16", "e4m3", "e5m2", "i16q8", "i8q8"])
+@pytest.mark.parametrize("fmt", ["i16q8", "i8q8"])
 def test_codes_with_a_zero_are_warned_of_where_the_update_divides_by_them(fmt: str) -> None:
     """Its second moments, in the second row of a block, are 0 in such codes: a step was as long as lr / eps * m."""
     (message,) = warned(torch.optim.AdamW, {"param": "bf16x2", "exp_avg": fmt, "exp_avg_sq": fmt})

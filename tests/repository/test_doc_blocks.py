@@ -46,7 +46,6 @@ RUN_ELSEWHERE = {f"docs/{page}.md" for page in ("checkpoints", "extending", "fp8
 """By test_docs.py, each in a process of its own."""
 
 PARSED = {
-    "docs/development/fp8.md": "the same as on docs/fp8.md, with formats",
     "docs/fine_tuning.md": "run in examples/trainers: tests/repository/test_finetuning.py, test_finetuning_xla.py",
     "docs/how_it_works.md": "lines of an explanation",
     "docs/integrations.md": "needs processes or trainers: tests/distributed/test_sharding.py, test_trainers.py",

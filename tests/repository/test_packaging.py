@@ -90,8 +90,7 @@ def test_wheel_holds_every_module_and_the_typing_marker(wheel: list[str]) -> Non
         for folder in FOLDERS
         for file in (ROOT / folder).rglob("*.py")
     }
-    drawing = {f"collage_neuron/cli/report.{kind}" for kind in ("css", "js")}
-    assert modules | drawing | {"collage_neuron/py.typed", "collage_neuron/kernels_nki/hashes.txt"} <= set(wheel)
+    assert modules | {"collage_neuron/py.typed", "collage_neuron/kernels_nki/hashes.txt"} <= set(wheel)
 
 
 def test_readme_names_make_targets_that_exist() -> None:

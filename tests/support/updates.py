@@ -65,9 +65,7 @@ def rewritten(
 
 
 SPLIT: list[StrategyLike] = [s for s in STRATEGIES if s.startswith("split")]
-SPLIT += [
-    {"param": "bf16+int16", "*": coded} for coded in ("i16q4", "u16q8", "i16q8", "u16q16", "u8q16", "fp16", "e4m3")
-]
+SPLIT += [{"param": "bf16+int16", "*": coded} for coded in ("i16q4", "u16q8", "i16q8", "u16q16", "u8q16")]
 """Compared where nothing is contracted: their last words count single places of fp32."""
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from collage_neuron.cli import builtin_gpt, compare
-from collage_neuron.cli.user_script import make_of
+from collage_neuron.cli import builtin_gpt
+from collage_neuron.cli.compare import losses_in
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -68,15 +68,14 @@ def test_the_demo_takes_the_device_unasked(played: dict[str, str], tmp_path: Pat
     assert "(default: neuron)" in run(played, tmp_path, PRETRAIN, "--help")
 
 
-def test_the_comparison_trains_on_the_device(neuron: torch.device) -> None:
+def test_the_comparison_trains_on_the_device(neuron: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     assert builtin_gpt._device() == neuron
-    found = compare.compare(make_of(builtin_gpt, "builtin_gpt"), ("plus", "fp32"), (0,), 3)
-    assert [round(r.bytes_per_parameter) for r in found] == [12, 16]
-    assert all(len(r.losses) == 3 for r in found)
+    builtin_gpt.main(["--steps", "3"])
+    assert len(losses_in(capsys.readouterr().out)) == 3
 
 
 def test_the_command_compare_runs_there(played: dict[str, str], tmp_path: Path) -> None:
-    said = run(played, tmp_path, "-m", "collage_neuron", "compare", "--strategies", "plus", "fp32", "--steps", "3")
+    said = run(played, tmp_path, "-m", "collage_neuron", "compare", "--strategies", "plus", "--", "--steps", "3")
     assert "bytes/parameter" in said
 
 

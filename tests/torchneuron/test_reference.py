@@ -9,10 +9,12 @@ import neuron_device
 import pytest
 import torch
 from on_neuron import Make, differing, of, parameters, step, trained, words
+from rough_format import ROUGH
 from running import compiled_only
 
 import collage_neuron
 from collage_neuron.errors import ComputedOnHost, UnsupportedUpdate
+from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.nki import target
 
@@ -143,21 +145,25 @@ def test_a_closure_is_evaluated_on_the_device(neuron: torch.device) -> None:
     assert all(torch.equal(x, y) for x, y in zip(fitted(neuron), fitted("cpu"), strict=True))
 
 
-FP16 = {"param": "bf16x2", "*": "fp16"}
-"""No kernel has words of blocks in fp16."""
+OF_ROUGH = {"param": "bf16x2", "*": "rough"}
+
+
+@pytest.fixture
+def rough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMATS, "rough", ROUGH)
 
 
 @pytest.mark.filterwarnings("ignore::collage_neuron.ComputedOnHost", "ignore::collage_neuron.ImpreciseState")
-def test_formats_without_kernels_are_converted_on_the_cpu(neuron: torch.device) -> None:
-    found = trained(ADAMW, neuron, strategy=FP16)
-    assert differing(found, trained(ADAMW, "cpu", strategy=FP16, backend="nki")) == []
+def test_formats_without_kernels_are_converted_on_the_cpu(neuron: torch.device, rough: None) -> None:
+    found = trained(ADAMW, neuron, strategy=OF_ROUGH)
+    assert differing(found, trained(ADAMW, "cpu", strategy=OF_ROUGH, backend="nki")) == []
 
 
 @pytest.mark.filterwarnings("ignore::collage_neuron.ImpreciseState")
 @compiled_only()
-def test_what_runs_neither_way_says_what_can(neuron: torch.device) -> None:
+def test_what_runs_neither_way_says_what_can(neuron: torch.device, rough: None) -> None:
     with pytest.raises(UnsupportedUpdate, match=r"kernels for NKI.*: use backend='reference' \(on the CPU\)"):
-        trained(ADAMW, neuron, strategy=FP16)
+        trained(ADAMW, neuron, strategy=OF_ROUGH)
 
 
 def test_a_monitor_measures_on_the_device(neuron: torch.device) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
-import warnings
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +16,11 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, Rprop
 from wrong_rules import BUGS, RIGHT, Spelled, error_of
 
 import collage_neuron
-from collage_neuron import StandsStill, TranslationError
+from collage_neuron import TranslationError
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.rewrite.arithmetic import times
 from collage_neuron.passes.rewrite.rules import RULES, add_to
-from collage_neuron.runtime import update_formats
 from collage_neuron.validation import validate
 
 pytestmark = pytest.mark.validated
@@ -189,37 +186,6 @@ def test_another_update_is_validated_at_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(RULES, aten.where.self, lambda a, mask, x, y: RIGHT[aten.where.self](a, mask, y, x))
     with pytest.raises(TranslationError, match="step 3 "):
         train(optimizer, 1)
-
-
-def squares(state: Any, p: Any, g: Any) -> None:
-    """A second moment in a spelling of its own; it begins at the size that it has after 1,000 steps."""
-    v = state.setdefault("v", torch.ones_like(p))
-    v.copy_(v.float().lerp(g.float().square(), 1e-3))
-    p.addcdiv_(g, v.sqrt() + 1e-8, value=-1e-3)
-
-
-def test_a_second_moment_that_stands_still_in_bf16_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_formats, "_known", {})
-    monkeypatch.setattr(update_formats, "roles_of", lambda *_: {})  # as if it were not seen to be one
-    not_seen = SimpleNamespace(slow=frozenset(), idle=frozenset())
-    monkeypatch.setattr(update_formats, "structure", lambda graph: not_seen)
-    optimizer = collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="plus")
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        train(optimizer, 128)
-    assert [w.category for w in found] == [StandsStill]
-    assert "the state 'v' of Spelled stands still" in str(found[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="bf16"), 128)
-
-
-def test_a_state_that_has_arrived_does_not_stand_still(every_step: None) -> None:
-    """Under one and the same gradient a first moment ends within some ulps of it: that is no loss to speak of."""
-    optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus")
-    give_gradients(optimizer)
-    for _ in range(60):
-        optimizer.step()
 
 
 # What it must not do

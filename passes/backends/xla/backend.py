@@ -46,12 +46,8 @@ class Xla(ByParameter):
         return self._given or BY_KIND.get(kind_of_devices() or "", Computation)
 
     def supports(self, update: Update) -> str | None:
-        """As of each backend; sums need a device with fp64, and words of e4m3 one that takes those of OCP."""
-        reason = super().supports(update) or _without_doubles(update)
-        stored_as = {c.storage for fmt in update.formats.values() for c in fmt.components}
-        if reason is None and "e4m3" in stored_as and not self.form.e4m3fn:
-            return f"backend {self.name!r} has no words of e4m3 on this device: neuronx-cc rejects float8_e4m3fn{AUTO}"
-        return reason
+        """As of each backend; sums need a device with fp64."""
+        return super().supports(update) or _without_doubles(update)
 
     def lower(self, update: Update) -> XlaUpdate:
         """A function that compiles the update once per shape of a parameter."""

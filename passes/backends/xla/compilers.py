@@ -27,8 +27,6 @@ SIGN = -(1 << 31)
 class ForNeuron(Computation):
     """A computation that writes what neuronx-cc does not have in other instructions."""
 
-    e4m3fn = False
-
     def reduce_precision(self, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
         """The same but for numbers below the format's smallest normal one, which are rounded as if there were more."""
         if (gone := 23 - mantissa_bits) == 0:

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import ClassVar
 
 ELEMENT_TYPES = {
     "pred": 1, "s8": 2, "s16": 3, "s32": 4, "u8": 6, "u16": 7, "u32": 8, "f16": 10, "f32": 11, "f64": 12,
@@ -107,9 +106,6 @@ class Instruction:
 @dataclass
 class Computation:
     """A computation under construction; `module` gives the bytes of a module whose entry it is."""
-
-    e4m3fn: ClassVar[bool] = True
-    """False if its compiler rejects words of OCP's e4m3."""
 
     name: str
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(_ENTRY))
