@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import bounds
 import pytest
 import torch
 from agreement import compare, initial, stepped
@@ -141,11 +140,9 @@ def test_an_average_of_absolute_values_follows_them_down_under_plus() -> None:
     assert abs(kept["plus"] - exact) <= 2**-16 / 0.001 * exact  # a rounding a step, of the last 1 / 0.001 steps
 
 
-@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
-def test_the_optimizer_never_seen_is_within_its_bound(arithmetic: str) -> None:
-    found = compare(NeverSeen, "plus", arithmetic)
-    assert found.looseness < 1
-    assert found.unbounded == 0
+@pytest.mark.parametrize(("arithmetic", "farthest"), [("fp32", 0.005), ("bf16", 0.1)])
+def test_the_optimizer_never_seen_is_near_its_float64_run(arithmetic: str, farthest: float) -> None:
+    assert compare(NeverSeen, "plus", arithmetic).error < farthest
 
 
 # A format of three words, such as nobody has thought of when the passes were written.
@@ -174,7 +171,6 @@ BF16X3 = Format(
 @pytest.fixture
 def bf16x3(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(FORMATS, BF16X3.name, BF16X3)
-    monkeypatch.setitem(bounds.STORED, BF16X3.name, 2.0**-24)
     monkeypatch.setitem(STRATEGIES, BF16X3.name, Strategy(BF16X3.name, *[BF16X3.name] * 3))
     return BF16X3.name
 

@@ -1,4 +1,4 @@
-"""Optimizers of published packages, as they are installed: which are within the bounds that are derived for them.
+"""Optimizers of published packages, as they are installed: which are near their own float64 runs.
 
 Every optimizer of a package that can be made from a list of parameters is tried, with a matrix as its parameter. The
 others are in tests/eager/test_packages.py.
@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from agreement import Agreement, compare, initial, stepped
-from bounds import Unbounded
-from package_cases import COVERED, NOTES, STAGED
+from package_cases import COVERED, LAUNCHED, NOTES, STAGED
 from sampling import part
 
 import collage_neuron
@@ -60,11 +59,11 @@ def optimizers(name: str) -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def outcome(package_name: str, name: str, strategy: str, arithmetic: str) -> Agreement | str:
-    """The agreement, or why there is none: it is not compiled, or no bound follows from what is known of it."""
+    """The agreement, or why it is not compiled."""
     cls = optimizers(package_name)[name]
     try:
         return compare(lambda params: make(cls, params), strategy, arithmetic, steps=6)
-    except (UnsupportedUpdate, Unbounded, ValueError) as refusal:
+    except (UnsupportedUpdate, ValueError) as refusal:
         return str(refusal)
 
 
@@ -79,13 +78,14 @@ def tried(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", COVERED)
 def test_each_of_the_table_agrees(name: str) -> None:
-    """In fp32 arithmetic with `plus`; `compare` holds every element to its bound.
+    """In fp32 arithmetic with `plus`; `compare` has every element validated.
 
     None has more than three graphs in six steps: a fill value or a bound that changes is a number, not another graph.
     """
     outcomes = {o: outcome(name, o, "plus", "fp32") for o in tried(name)}
-    found = {o: agreement.graphs for o, agreement in outcomes.items() if isinstance(agreement, Agreement)}
-    assert found.keys() == outcomes.keys() & COVERED[name].split()
+    found = {o: len(agreement.graphs) for o, agreement in outcomes.items() if isinstance(agreement, Agreement)}
+    assert outcomes.keys() & COVERED[name].split() <= found.keys()
+    assert found.keys() <= {*COVERED[name].split(), *LAUNCHED[name].split()}
     assert max(found.values(), default=0) <= 3
 
 

@@ -1,4 +1,4 @@
-"""Updates with sums: norms, numbers, rows and heads: near float64, within bounds, and on two backends alike."""
+"""Updates with sums: norms, numbers, rows and heads: near float64, and on two backends alike."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import foreign
 import headed
 import pytest
 import rowed
 import staged
 import torch
-from agreement import compare
 from as_written import LAYOUTS, Written, assert_near, backends_agree, equal, large, parameters, run, with_threads
 from as_written import SHAPES as OF_ALL
 from as_written import but_for_backends as bits
@@ -77,19 +75,6 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any, shapes: tuple[tuple[int,
             if name in bookkeeping(optimizer).small:
                 assert found.dtype == torch.float32
                 assert ((found - wanted).abs() <= 2**-19 * wanted.abs()).all()
-
-
-@pytest.mark.parametrize(
-    ("make", "strategy"),
-    [*((make, "full") for make in (*staged.ALL, *staged.ONE_NUMBER)), (Lamb, "plus"),
-     (partial(foreign.PerTensorAdam, lr=1e-2), "full")],
-)  # fmt: skip
-def test_each_element_is_within_its_bound(make: Any, strategy: str) -> None:
-    found = compare(make, strategy)
-    assert found.unbounded == 0
-    assert found.looseness < 0.3
-    if "exp_avg_sq" in found.states:
-        assert found.squares == {"exp_avg_sq"}
 
 
 OTHERS = [
