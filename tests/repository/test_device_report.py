@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import device_kernels
 import device_probe
 import device_questions
 import device_report
@@ -23,7 +22,6 @@ import nki_standin
 import numpy as np
 import pytest
 import torch
-from nki_lint import lint
 from nki_runs import search_less
 from nki_standin import Device, dtypes, tensors
 from played_neuron import execute
@@ -337,16 +335,3 @@ def test_without_nki_it_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(SystemExit, match=said + "; see docker/README.md"):
         device_probe.main(["--only", "rounding", "--out", str(out)])
     assert not out.exists()
-
-
-@pytest.mark.parametrize("dialect", ["nki", "beta1"])
-def test_the_kernels_are_in_the_subset(dialect: str) -> None:
-    instructions = [*device_questions.CASTS.values(), *device_questions.PRODUCTS.values()]
-    instructions += [*device_questions.FUSED.values(), *(i for i, _ in device_questions.ARITHMETIC.values())]
-    instructions += [
-        *(i for i, _, _ in device_questions.FUNCTIONS.values()),
-        *(i for i, _ in device_questions.OUTSIDE.values()),
-    ]
-    sources = [i.source(dialect, "A title.") for i in instructions] + [device_kernels.in_place(dialect)]
-    sources += [device_kernels.LOOPED] if dialect == "nki" else []
-    assert [f for source in sources for f in lint(source, "probe.py", dialect)] == []

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.fx as fx
-from nki_lint import lint
 from nki_runs import INFINITY, Run, Step, differing, run, step_of
 from nki_standin.machine import Machine
 from torch import Tensor
@@ -103,7 +102,6 @@ def test_with_the_bits_that_were_drawn_results_are_those_of_the_reference(
     case: str, strategy: str, target: str, dialect: str, cores: int
 ) -> None:
     kernel = lower_to_nki(step(case, strategy).update, target, dialect)
-    assert lint(kernel.source, "kernel.py", dialect) == []
     assert is_right(case, strategy, kernel, cores=cores)
 
 
