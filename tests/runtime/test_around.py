@@ -118,18 +118,6 @@ def test_a_wrapper_with_exact_values_and_one_in_the_step_of_a_class_are_within_t
     assert error(optimizer, params) <= BOUND
 
 
-@pytest.mark.parametrize("kept", [list, tuple, lambda x: {0: x[0]}])
-def test_a_wrapper_that_is_compiled_as_a_whole_is_within_the_format(kept: Any) -> None:
-    params = parameters()
-    wrapper = Lookahead(AdamW(params, lr=1e-3))
-    wrapper.kept = kept(wrapper.kept)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", collage_neuron.RunsAsWritten)  # its slow weights are in a list
-        optimizer = collage_neuron.compile(wrapper, strategy="full")
-        run(optimizer, params)
-    assert error(optimizer, params) <= BOUND
-
-
 def test_a_wrapper_that_writes_the_weights_themselves_is_told_once_what_that_loses() -> None:
     params = parameters()
     optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy="full")

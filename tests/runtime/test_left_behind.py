@@ -129,14 +129,6 @@ def test_the_gradient_of_an_fp32_parameter_is_written_in_fp32() -> None:
 
 
 @as_written_too()
-def test_an_expanded_gradient_is_exchanged() -> None:
-    p, optimizer = made(Halves)
-    p.grad = torch.ones(1, dtype=p.dtype).expand(3, 4)
-    optimizer.step()
-    assert torch.equal(p.grad, torch.full((3, 4), 0.5).bfloat16())
-
-
-@as_written_too()
 def test_a_gradient_that_the_step_clears_or_exchanges() -> None:
     p, optimizer = made(Clears)
     given(p)
@@ -146,15 +138,6 @@ def test_a_gradient_that_the_step_clears_or_exchanges() -> None:
     given(p)
     optimizer.step()
     assert torch.equal(p.grad, torch.full((3, 4), 0.25).bfloat16())  # type: ignore[arg-type]  # it is there
-
-
-def test_a_skipped_step_leaves_the_gradient() -> None:
-    p, optimizer = made(Halves, nonfinite="skip")
-    grad = given(p)
-    grad[0, 0] = torch.inf
-    before = grad.clone()
-    optimizer.step()
-    assert torch.equal(grad, before)
 
 
 def test_gradients_that_nobody_writes_to_cost_nothing() -> None:
@@ -264,16 +247,6 @@ def test_a_parameter_that_was_out_of_its_group_meanwhile_has_its_words() -> None
     step(0.0)
     assert not torch.equal(before, back.float())
     assert torch.equal(exact_value(optimizer, back), before)
-
-
-def test_a_copy_of_a_cleared_optimizer_has_the_words_too() -> None:
-    p, optimizer = made(torch.optim.AdamW)
-    given(p)
-    optimizer.step()
-    before = exact_value(optimizer, p)
-    optimizer.state.clear()
-    q, twin = copy.deepcopy((p, optimizer))
-    assert torch.equal(exact_value(twin, q), before)
 
 
 def test_a_plain_checkpoint_still_takes_the_words_away() -> None:

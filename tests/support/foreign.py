@@ -323,33 +323,11 @@ class Reassigning(Written):
         p.data = p.data - group["lr"] * g / (state["sum_sq"].sqrt() + 1e-10)
 
 
-class PerTensorAdam(Written):
-    """As NovoGrad does: the second moment is one number for each tensor, the square of the gradient's norm."""
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["v"] = torch.zeros([], device=p.device)
-        state["v"].mul_(0.9).add_(g.pow(2).sum(), alpha=0.1)
-        p.add_(g / state["v"].sqrt(), alpha=-group["lr"])
-
-
 class Langevin(Written):
     """Stochastic gradient Langevin dynamics: adds noise."""
 
     def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.add_(g, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=math.sqrt(2 * group["lr"]))
-
-
-class SharpnessAware(Optimizer):
-    """Needs the loss twice a step, and says so."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if closure is None:
-            raise ValueError("SharpnessAware needs a closure")
 
 
 class ChannelMeans(Written):
