@@ -195,31 +195,6 @@ class ScheduleFreeAdamW(Optimizer):
             group["k"] = k + 1
 
 
-class OldSGD(Optimizer):
-    """As written before `torch.no_grad`: everything through `.data`, L2 into a new gradient, `buf` from a clone."""
-
-    def __init__(self, params: Any, lr: float = 0.01, momentum: float = 0.9, weight_decay: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                d_p = p.grad.data
-                if group["weight_decay"] != 0:
-                    d_p = d_p.add(p.data, alpha=group["weight_decay"])
-                state = self.state[p]
-                if "momentum_buffer" not in state:
-                    buf = state["momentum_buffer"] = torch.clone(d_p).detach()
-                else:
-                    buf = state["momentum_buffer"]
-                    buf.mul_(group["momentum"]).add_(d_p)
-                p.data.add_(d_p.add(buf, alpha=group["momentum"]), alpha=-group["lr"])
-        return loss
-
-
 class ForeachAdam(Optimizer):
     """Adam on lists, by the private `torch._foreach_*` operations, the way of those who measured launches."""
 
@@ -247,30 +222,6 @@ class ForeachAdam(Optimizer):
             torch._foreach_addcdiv_(params, m, root, -group["lr"] / (1 - beta1**t))
 
 
-class FloatStateAdam(Optimizer):
-    """Keeps the powers of its betas as Python floats in the state, multiplied on each step."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "beta1": 0.9, "beta2": 0.99})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            beta1, beta2 = group["beta1"], group["beta2"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(power1=1.0, power2=1.0, mean=torch.zeros_like(p), variance=torch.zeros_like(p))
-                state["power1"] *= beta1
-                state["power2"] *= beta2
-                state["mean"].lerp_(p.grad, 1 - beta1)
-                state["variance"].mul_(beta2).add_(p.grad.square(), alpha=1 - beta2)
-                corrected = state["variance"] / (1 - state["power2"])
-                p.sub_(group["lr"] / (1 - state["power1"]) * state["mean"] * (corrected + 1e-12).rsqrt())
-
-
 class CautiousAdamW(Optimizer):
     """Liang et al., 2024: what points against the gradient is masked out; `rescale` divides by the mask's mean."""
 
@@ -295,32 +246,6 @@ class CautiousAdamW(Optimizer):
                 if group["rescale"]:
                     mask.div_(mask.mean().clamp_(min=1e-3))
                 p.add_((state["exp_avg"] * mask) / denom, alpha=-group["lr"])
-
-
-class SignSwitch(Written):
-    """Momentum whose rate grows where gradient and momentum agree and shrinks where not, by `torch.where`."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, up: float = 1.2, down: float = 0.5) -> None:
-        super().__init__(params, lr=lr, up=up, down=down)
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if "velocity" not in state:
-            state["velocity"] = torch.zeros_like(p)
-            state["rate"] = torch.full_like(p, 1.0)
-        agree = g * state["velocity"] >= 0
-        state["rate"] = torch.where(agree, state["rate"] * group["up"], state["rate"] * group["down"])
-        state["rate"].clamp_(0.125, 8.0)
-        state["velocity"] = 0.9 * state["velocity"] + g
-        p -= group["lr"] * state["rate"] * state["velocity"]
-
-
-class Reassigning(Written):
-    """Never writes in place: new tensors replace the states and `p.data`."""
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        before = state.get("sum_sq", torch.zeros_like(p))
-        state["sum_sq"] = before + g * g
-        p.data = p.data - group["lr"] * g / (state["sum_sq"].sqrt() + 1e-10)
 
 
 class Langevin(Written):
@@ -364,18 +289,6 @@ class Elsewhere(Optimizer):
                 momentum = place[key][0] if self.where == "list" else place[key]
                 momentum.mul_(0.9).add_(p.grad)
                 p.add_(momentum, alpha=-group["lr"])
-
-
-class Trading(Written):
-    """Two states that trade places in each step, and the parameter as it was before."""
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state.update(even=torch.zeros_like(p), odd=torch.ones_like(p), before=torch.zeros_like(p))
-        state["before"].copy_(p)
-        state["even"], state["odd"] = state["odd"].clone(), state["even"].clone()
-        state["even"].add_(g)
-        p.sub_(group["lr"] * state["even"])
 
 
 class Counting(Optimizer):
