@@ -72,7 +72,7 @@ WITHOUT_FP64 = {"Adahessian", "AdaHessian", "SophiaH", "FAdam"}
 
 
 def tried(name: str) -> list[str]:
-    """Every sixth one, whose updates share their operations with the others': random ones are in test_random.py."""
+    """Every sixth one, whose updates share their operations with the others'."""
     return part([o for o in optimizers(name) if o not in WITHOUT_FP64], 6)
 
 
