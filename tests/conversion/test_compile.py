@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import collage_neuron
-from collage_neuron import Compiled, exact_value
+from collage_neuron import Compiled
 
 PAIRS = ("light", "plus", "full")
 
@@ -120,27 +120,6 @@ def test_all_that_is_fp32_in_the_model_becomes_bf16_and_nothing_else(form: str) 
     assert (model["norm"].num_batches_tracked.dtype, model["mask"].weight.dtype) == (torch.int64, torch.int64)
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["(first), (model, second)", "(model)"])
-def test_two_optimizers_over_one_model_keep_every_low_word(alone: bool) -> None:
-    model = mlp()
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    before = [p.detach().clone() for p in model.parameters()]
-    first, second = (
-        SGD(ps, lr=0.0) for ps in (layers[0].parameters(), [p for m in layers[1:] for p in m.parameters()])
-    )
-    if alone:
-        collage_neuron.compile(model)
-    else:
-        collage_neuron.compile(first)
-        collage_neuron.compile(model, second)
-    set_gradients(list(model.parameters()), 0)
-    first.step()
-    second.step()
-    owners = [first] * 2 + [second] * (len(before) - 2)
-    for p, w, owner in zip(model.parameters(), before, owners, strict=True):
-        torch.testing.assert_close(exact_value(owner, p), w, rtol=2**-17, atol=0)
-
-
 def test_tied_parameters_stay_tied() -> None:
     model = gpt()
     model, optimizer = collage_neuron.compile(model, adamw(model))
@@ -185,15 +164,6 @@ def test_groups_may_have_strategies_of_their_own() -> None:
     model, optimizer = collage_neuron.compile(model, optimizer, strategy="full")
     train(model, optimizer, range(2))
     assert states(optimizer) == [ADAM | {"param_lo", "exp_avg_lo", "exp_avg_sq_lo"}, ADAM | {"param_master"}]
-
-
-def test_groups_of_a_compiled_class_may_have_strategies_of_their_own() -> None:
-    model = mlp().bfloat16()
-    groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-    groups[1]["collage_strategy"] = "bf16"
-    optimizer = collage_neuron.compile(AdamW, strategy="plus")(groups)
-    train(model, optimizer, range(2))
-    assert states(optimizer) == [ADAM | {"param_lo", "exp_avg_sq_lo"}, ADAM]
 
 
 def test_the_default_is_split433_and_in_the_papers_arithmetic_plus() -> None:

@@ -185,17 +185,6 @@ def test_weights_written_in_a_copy_are_noticed_there_and_not_in_the_original(
     assert not torch.equal(before, first(run[0]).float())
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
-def test_weights_written_before_a_copy_was_made_are_noticed_in_the_copy(duplicate: Callable[[Any], Any]) -> None:
-    model, optimizer = new_run("plus")
-    train(model, optimizer, [0])
-    with torch.no_grad():
-        first(model).mul_(0.1)
-    model, optimizer = duplicate((model, optimizer))
-    external_writes.drop_stale(optimizer)
-    assert torch.equal(exact_value(optimizer, first(model)).bfloat16(), first(model))
-
-
 def test_parameters_exchanged_in_a_copy_before_its_first_step_take_their_low_words() -> None:
     """What a move to an XLA device does."""
     model, optimizer = copy.deepcopy(new_run("plus"))

@@ -170,19 +170,6 @@ def test_exports_have_what_was_written() -> None:
     assert all((state["exp_avg_sq"] == 0).all() for state in states["state"].values())
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda run: pickle.loads(pickle.dumps(run))])
-def test_states_written_before_a_copy_was_made_are_noticed_in_both(duplicate: Callable[[Any], Any]) -> None:
-    p, optimizer = trained()
-    restart(optimizer.state[p])
-    q, other = duplicate((p, optimizer))
-    runs = [(p, optimizer)] if q is p else [(p, optimizer), (q, other)]
-    for mine, of_mine in runs:
-        train(mine, of_mine, range(20, 23), 2.0**-6)
-        assert (read_exact(mine, of_mine.state[mine], "exp_avg_sq") >= 0).all()
-    assert p.isfinite().all()
-    assert torch.equal(p, q)
-
-
 def test_a_checkpoint_between_a_write_and_a_step_is_noticed_where_it_is_loaded() -> None:
     p, optimizer = trained()
     restart(optimizer.state[p])
@@ -193,14 +180,6 @@ def test_a_checkpoint_between_a_write_and_a_step_is_noticed_where_it_is_loaded()
     train(q, other, range(20, 23), 2.0**-6)
     train(p, optimizer, range(20, 23), 2.0**-6)
     assert torch.equal(exact_value(other, q), exact_value(optimizer, p))
-
-
-def test_a_write_is_noticed_beside_an_exact_value_that_is_written() -> None:
-    p, optimizer = trained()
-    optimizer.state[p]["exp_avg_sq"].zero_()
-    collage_neuron.set_exact_value(optimizer, p, exact_value(optimizer, p))
-    train(p, optimizer, range(20, 21), 0.0)
-    assert (read_exact(p, optimizer.state[p], "exp_avg_sq") == 0).all()
 
 
 def test_states_written_on_xla_are_noticed(xla: torch.device) -> None:

@@ -18,7 +18,6 @@ from collage_neuron.trace import number_tape as tapes
 from collage_neuron.trace import recorded_step as recording
 from collage_neuron.trace import replayed_steps
 from collage_neuron.trace.number_tape import Tape
-from collage_neuron.trace.scalar_program import GroupNumbers
 
 FOLLOWED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
@@ -103,12 +102,6 @@ def test_a_comparison_with_another_result_runs_the_code_again(recorded: list[Any
     assert len(recorded) == before + 1
 
 
-@pytest.mark.parametrize("value", [True, 0, torch.tensor(0.01), [0.9], (1, "x")])
-def test_settings_of_other_types_are_other_settings(value: Any) -> None:
-    one, other = GroupNumbers({"lr": 0.1}, ["lr"]), GroupNumbers({"lr": value}, ["lr"])
-    assert one.key != other.key or one.key is None
-
-
 class Own(torch.optim.SGD):
     """A class of the user's."""
 
@@ -178,30 +171,6 @@ def test_a_wrong_number_is_noticed_when_the_code_runs_again(monkeypatch: pytest.
     optimizer.step()
     with pytest.raises(TranslationError, match="has other numbers than were computed"):
         optimizer.step()
-
-
-def test_a_tape_plays_other_numbers_and_leaves_inputs_alone() -> None:
-    tape = Tape()
-    lr, count = tape.give(0.5), tape.give(torch.tensor(3.0))
-    tape.apply(torch.Tensor.add_, count, 1)
-    x = (1 - lr) ** tape.apply(torch.Tensor.item, count) / 3
-    place, program, given = tape.place_of(x), tape.played(), torch.tensor(1.0)
-    assert place is not None
-    values = program.again([0.25, given])
-    assert values is not None
-    assert (values[place], given.item()) == ((1 - 0.25) ** 2 / 3, 1.0)
-
-
-def test_a_comparison_and_a_failure_end_the_play() -> None:
-    tape = Tape()
-    x = tape.give(2.0)
-    assert x > 1
-    assert isinstance(1 / x, float)
-    assert tape.played().again([3.0]) is not None
-    assert tape.played().again([0.5]) is None
-    other = Tape()
-    1 / other.give(2.0)
-    assert other.played().again([0.0]) is None
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from torch.nn import Parameter
 from worlds import run_script
 
 import collage_neuron
-from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import calls, ir
 from collage_neuron.passes.backends.nki.backend import run_step
@@ -39,7 +38,6 @@ from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reaso
 from collage_neuron.passes.backends.nki.stages import Before, before_of
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
-from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.ir.stage import NUMBERS
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -292,14 +290,6 @@ def test_memory_order_does_not_matter() -> None:
 def test_a_reduction_that_reads_no_component() -> None:
     shapes = ((24, 40), (24, 40), (3, 5, 37), (0, 4))
     assert found_by(Products, "nki", "plus", shapes=shapes) == found_by(Products, "reference", "plus", shapes=shapes)
-
-
-def test_words_of_blocks_are_rejected() -> None:
-    with pytest.raises(UnsupportedUpdate, match="words of blocks beside sums of rows or columns"):
-        compiled(ByNeuron, strategy="split311", shapes=((40, 24),))
-    with pytest.raises(UnsupportedUpdate, match="words of blocks of parameters seen in another shape"):
-        compiled(Flat, strategy="split312", shapes=((8, 80),))
-    assert get("nki").sees_as
 
 
 @pytest.mark.parametrize(("make", "loaded", "graphs"), [(Mini, 12, 3), (Factored, 16, 5), (Came, 24, 7)])
