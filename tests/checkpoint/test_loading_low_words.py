@@ -10,15 +10,14 @@ import pytest
 import torch
 from checkpoints_of_both import are_alike_after
 from loading_cases import adamw, compiled, ours
-from models import MODES, differences, first, mlp, parameters, set_gradients, snapshot, train
+from models import MODES, differences, mlp, parameters, set_gradients, snapshot, train
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron import STRATEGIES, exact_value, set_exact_value
-from collage_neuron.checkpoint import get_fp32_state_dict
+from collage_neuron import STRATEGIES, exact_value
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.states import fitting_words, state_writes
+from collage_neuron.states import state_writes
 
 
 @pytest.mark.parametrize("model_first", [True, False])
@@ -56,33 +55,6 @@ def test_an_optimizer_state_beside_the_weights_of_another_run_is_noticed(strateg
 
 def every_bf16() -> torch.Tensor:
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_master_belongs_if_it_rounds_to_the_weight(seed: int) -> None:
-    """Masters of all bits beside every bf16 number, those that round to it among them."""
-    hi = every_bf16()
-    drawn = torch.randint(-(2**31), 2**31, hi.shape, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
-    near = hi.view(torch.int16).int() * 2**16 + drawn % 2**17 - 2**16  # less than two bf16 away
-    for bits_of_master in (drawn, near):
-        master = bits_of_master.view(torch.float32)
-        for weight in (hi, master.bfloat16()):
-            p = nn.Parameter(weight.clone())
-            optimizer = collage_neuron.compile(SGD([p], lr=0.1), strategy="fp32")
-            optimizer.state[p]["param_master"] = master
-            fits = (master.bfloat16() == weight) | ~weight.isfinite()
-            assert torch.equal(state_writes.belongs(optimizer, p), fits)
-
-
-def test_with_the_model_alone_a_state_beside_the_weights_of_another_run_is_noticed() -> None:
-    model = collage_neuron.compile(mlp(1), strategy="plus")  # integer low words fit any weight
-    optimizer = adamw(model)
-    optimizer.load_state_dict(ours("plus"))
-    weights = [p.detach().clone() for p in model.parameters()]
-    with pytest.warns(UserWarning, match=r"low words that were loaded do not belong to the weights \(in .* % of the"):
-        after_idle_step(first(model), optimizer)
-    for p, w in zip(model.parameters(), weights, strict=True):
-        assert torch.equal(exact_value(optimizer, p).bfloat16(), w)
 
 
 def loaded_by_torch(weights: Any, states: Any, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Optimizer]:
@@ -189,76 +161,3 @@ def test_a_low_word_belongs_if_it_is_at_most_half_an_ulp(seed: int) -> None:
         optimizer.state[p]["param_lo"] = lo
         half = torch.where(lo > 0, up, down) / 2
         assert torch.equal(state_writes.belongs(optimizer, p), (lo.double().abs() <= half) | ~hi.isfinite())
-
-
-def test_a_refused_step_leaves_low_words_alone() -> None:
-    model, optimizer = compiled()
-    model.load_state_dict(mlp(1).bfloat16().state_dict())
-    before = snapshot(optimizer)
-    optimizer.param_groups[0]["lr"] = float("nan")
-    with pytest.raises(ValueError, match="nothing was updated"):
-        optimizer.step()
-    optimizer.param_groups[0]["lr"] = 1e-2
-    assert differences(snapshot(optimizer), before) == []
-
-
-def test_nothing_is_asked_of_the_device_between_ordinary_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two numbers a parameter are compared on the host; words are looked at only where those differ."""
-    model, optimizer = compiled("plus")
-    for module, name in ((state_writes, "belongs"), (fitting_words, "_reset")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("looked at the words"))
-    train(model, optimizer, range(2))
-    with torch.no_grad():
-        first(model).mul_(0.5)
-    with pytest.raises(pytest.fail.Exception, match="looked at the words"):
-        train(model, optimizer, [2])
-
-
-def exchange(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = p.data.clone()
-
-
-MOVES: dict[str, Callable[[nn.Module], object]] = {
-    "another layout": lambda model: model.apply(lambda m: m.to(memory_format=torch.channels_last)),  # type: ignore[call-overload]
-    "shared memory": lambda model: model.share_memory(),
-    "p.data": exchange,
-}
-
-
-@pytest.mark.parametrize("how", MOVES)
-@pytest.mark.parametrize("strategy", ["plus", "fp32", "split433"])
-def test_memory_that_is_exchanged_costs_no_low_word(how: str, strategy: str) -> None:
-    """Before the first step and after it."""
-    model = nn.Conv2d(3, 4, 3)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = collage_neuron.compile(SGD(model.parameters(), lr=0.0), strategy=strategy)
-    MOVES[how](model)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    for p, value in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(exact_value(optimizer, p), value, rtol=2**-16, atol=0)
-        set_exact_value(optimizer, p, torch.full(p.shape, 1.001))
-    optimizer.step()
-    MOVES[how](model)
-    optimizer.step()
-    assert all(bool((exact_value(optimizer, p) - 1.001).abs().max() < 2**-14) for p in model.parameters())
-
-
-@pytest.mark.parametrize("strategy", ["split433", "fp32"])
-def test_an_export_drops_nothing_of_weights_that_came_and_went(strategy: str) -> None:
-    model, optimizer = compiled(strategy)
-    train(model, optimizer, range(2))
-    values = {p: exact_value(optimizer, p) for p in model.parameters()}
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    own = {p: p.detach().clone() for p in values}
-    with torch.no_grad():
-        for p in own:
-            p.mul_(0.5)
-        get_fp32_state_dict(model, optimizer)
-        for p, x in own.items():
-            p.copy_(x)
-    assert all(torch.equal(exact_value(optimizer, p), value) for p, value in values.items())

@@ -21,7 +21,6 @@ import collage_neuron.optimizer
 from collage_neuron.checkpoint.fp32 import get_fp32_state_dict
 from collage_neuron.numerics.eft import Value, narrow, round_to, widen
 from collage_neuron.numerics.formats import BUILT_IN, FORMATS, Component, Format
-from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
 from collage_neuron.settings import FORMATS_KEPT
 
@@ -104,15 +103,6 @@ def test_a_format_that_is_gone_is_asked_for_by_name(fmt: Format, use: str) -> No
         USES[use](model, optimizer)
 
 
-def test_a_checkpoint_that_is_saved_without_its_format_has_the_record() -> None:
-    FORMATS["pair"] = pair(scale=2.0)
-    model, optimizer = start({"*": "pair"})
-    stepped(model, optimizer)
-    del FORMATS["pair"]
-    kept = json.loads(optimizer.state_dict()["param_groups"][0][FORMATS_KEPT])
-    assert kept == dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), "pair")
-
-
 @pytest.mark.parametrize("record", ["{", "[]", "", None, 3, '{"param": 3}', '{"param": ["bf16", "bf16"]}'])
 def test_a_damaged_record_is_named(record: Any) -> None:
     _, optimizer = start("plus")
@@ -154,20 +144,6 @@ def test_a_cell_of_a_notebook_that_is_run_again() -> None:
     assert FORMATS["cell"] is first
     with pytest.raises(ValueError, match="another meaning"):
         exec(CELL.format(8.0), notebook)
-
-
-@pytest.mark.filterwarnings("ignore:.* keeps parameters as pair, :collage_neuron.SmallSteps")  # the second has 8 bits
-def test_what_is_known_of_a_format_is_not_that_of_another_of_its_name() -> None:
-    FORMATS["pair"] = pair()
-    fine = digits(FORMATS["pair"])
-    model, optimizer = start({"*": "pair"})
-    stepped(model, optimizer)
-    del FORMATS["pair"]
-    FORMATS["pair"] = replace(pair(), decode=lambda words: widen(words[0]) + widen(words[1]) * 0.0)
-    assert digits(FORMATS["pair"]) < fine
-    model, optimizer = start({"*": "pair"})
-    stepped(model, optimizer)  # validated: the update is that of this one
-    assert torch.equal(collage_neuron.exact_value(optimizer, model[0]), model[0].float())
 
 
 def test_a_strategy_of_another_meaning_is_followed_and_a_missing_one_named() -> None:
@@ -238,18 +214,6 @@ def test_an_unusable_format_is_rejected_when_it_is_registered(reason: str) -> No
     assert "bad" not in FORMATS
     with pytest.raises(TypeError, match=r"register a collage_neuron\.Format"):
         FORMATS["bad"] = "bf16"  # type: ignore[assignment]
-
-
-def test_conversions_need_no_hash() -> None:
-    class Encode:
-        __hash__ = None  # type: ignore[assignment]
-
-        def __call__(self, x: Value) -> Sequence[Value]:
-            return pair().encode(x)
-
-    FORMATS["pair"] = replace(pair(), encode=Encode())
-    stepped(*start("plus"))
-    stepped(*start({"*": "pair"}))
 
 
 def test_the_base_class_of_torch_has_no_compiled_form_and_no_parameters_need_no_bytes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,7 +14,7 @@ import pytest
 from worlds import run_script
 
 from collage_neuron.cli import builtin_gpt, compare
-from collage_neuron.cli.compare_results import UNCOMPILED, Run, above
+from collage_neuron.cli.compare_results import UNCOMPILED, above
 from collage_neuron.cli.main import main
 from collage_neuron.cli.user_script import load_script, losses_in, make_of
 
@@ -153,22 +152,6 @@ def test_a_variable_that_is_left_set_does_not_make_all_rows_the_same(
     monkeypatch.setenv("COLLAGE_STRATEGY", "bf16")
     assert main(["compare", str(script), "--steps", "1"]) == 2
     assert "COLLAGE_STRATEGY is set, and would override every strategy" in capsys.readouterr().err
-
-
-def test_one_seed_of_the_default_strategies_recommends_nothing_and_says_how_to(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compare, "train", lambda make, strategy, seed, *_: Run(strategy, seed, 12.0, [2.0], [0.1]))
-    assert main(["compare", str(script), "--steps", "1"]) == 0
-    said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines()[1:9]] == list(compare.DEFAULT)
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    recommended = re.findall(r"`(split\d+)`", readme.split("| any device, any learning rate")[1].split("\n")[0])
-    assert len(recommended) == 4
-    assert set(recommended) < set(compare.DEFAULT)
-    again = f"`collage_neuron compare {script} --seeds 0 1 2`"
-    last = f"One seed cannot tell a difference from chance: {again} gives a recommendation."
-    assert said.splitlines()[-1] == last
 
 
 def test_without_plotly_the_table_is_printed_all_the_same(

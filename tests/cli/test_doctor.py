@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -65,39 +64,11 @@ def test_a_strategy_of_the_environment_is_named(strategy: str, said: str, monkey
     assert verdict(SOUND | {"environment": [row]}).startswith("ready" if strategy == "bf16" else "not ready: change C")
 
 
-def test_rows_are_printed_as_they_are_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown: list[str] = []
-
-    def slow() -> Iterator[Row]:
-        shown.append(capsys.readouterr().out)
-        yield from SOUND["probes"]
-
-    rest = {name: (lambda rows=rows: iter(rows)) for name, rows in SOUND.items() if name != "probes"}
-    monkeypatch.setattr(doctor, "SECTIONS", rest | {"probes": slow})
-    assert main(SimpleNamespace(json=False)) == 0  # type: ignore[arg-type]
-    assert len(shown[0].splitlines()) == 5
-    assert capsys.readouterr().out.splitlines()[-1].startswith("ready on: reference, xla; ")
-
-
 def test_what_is_wrong_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SECTIONS", {name: (lambda: iter([("x", "y", "set it")])) for name in SOUND})
     found: dict[str, list[Row]] = {}
     assert list(lines(found))[-1] == "not ready: change x (reasons above)"
     assert main(SimpleNamespace(json=False)) == 1  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("nothing_installed")
-def test_the_last_lines_say_what_updates_parameters_where() -> None:
-    where, native, nki = doctor.in_words(SOUND)
-    assert where == "Parameters on cpu are updated by `reference` (eager PyTorch, slow)."
-    assert native == "Not by `native`: llvmlite is not installed."
-    assert nki.startswith("Not on Trainium (`nki`): libneuronxla or torch_neuronx, and nki or neuronxcc are not insta")
-    assert nki.endswith(", as expected without a Trainium device.")
-    assert verdict(SOUND, reasons=False) == (
-        "ready on: reference, xla; not: native (reasons above); not: nki (reasons above)"
-    )
 
 
 def test_json_has_the_rows_and_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,14 +35,6 @@ def test_every_strategy_has_a_colour_of_its_own_that_is_seen_on_its_paper() -> N
             assert (high + 0.05) / (low + 0.05) >= 3, colour
 
 
-def test_two_runs_of_a_strategy_have_two_colours_and_none_that_are_reserved() -> None:
-    found = palette.assigned(["plus", "plus", None, "bf16", {"param": "bf16x2"}, "light"])
-    assert [found[i] for i in (0, 3, 5)] == ["plus", "bf16", "light"]
-    assert len(set(found)) == 6
-    assert not {found[i] for i in (1, 2, 4)} & set(palette.RESERVED)
-    assert set(palette.assigned([None] * 40)) <= set(palette.COLOURS)
-
-
 def test_no_other_file_has_colours_of_strategies() -> None:
     """Whoever draws asks the palette: in the code, no other colour is written down but what is no strategy's."""
     for folder in ("collage_neuron", "examples", "benchmarks"):

@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from run_logs import ABOUT, Write, line
 
-import collage_neuron
 from collage_neuron.cli.charts import COLUMNS, FLOOR, above_fp32
 from collage_neuron.cli.main import main
-from collage_neuron.cli.report import LATE, conclusion, page, title, verdicts
+from collage_neuron.cli.report import conclusion, page, title, verdicts
 from collage_neuron.errors import LogError
-from collage_neuron.explanation import about
 from collage_neuron.monitoring.metrics import ADVICE
 from collage_neuron.monitoring.run_log import read_log, read_logs
 
@@ -136,14 +133,6 @@ def test_losses_are_drawn_above_those_of_fp32_from_the_same_seed(write: Write) -
     assert "Loss above fp32" in Page(page(logs[:2])).texts
 
 
-def test_a_log_says_the_learning_rate_that_a_schedule_begins_from() -> None:
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=3e-4)
-    collage_neuron.compile(optimizer)
-    assert about(optimizer)["lr"] == "0.0003"
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 10)
-    assert (optimizer.param_groups[0]["lr"], about(optimizer)["lr"]) == (0, "0.0003")
-
-
 # --- logs in: what a killed run leaves is read, and what is no log is refused by its line -----------------------------
 
 pytest.importorskip("plotly")
@@ -252,20 +241,6 @@ def test_the_conclusion_judges_by_fp32_and_names_what_is_lost(write: Write) -> N
         "at step 2; bf16 (8 bytes per parameter) 0.2500 above. These are runs of one seed: small differences may be "
         "chance. Under bf16, 66.7 % of the updates changed nothing; under plus, 50 %."
     )
-
-
-def test_it_says_when_updates_were_lost_because_the_rate_was_almost_zero(write: Write) -> None:
-    (log,) = runs(write, {"strategy": "plus"}, steps=10)
-    for record in log.records:
-        record["total"]["pair"]["lost"] = 0.01 if record["step"] < 9 else 40.0
-        record["total"]["raw_norm"] = 1.0 if record["step"] < 9 else 0.01
-    assert conclusion([log]).endswith(f"plus {LATE}.")
-    for record in log.records:
-        record["total"]["raw_norm"] = 1.0  # lost late, while the rate was as before: that is another reason
-    assert "last fifth" not in conclusion([log])
-    for record in log.records:
-        record["total"] |= {"raw_norm": 1.0 / record["step"] ** 3, "pair": record["total"]["pair"] | {"lost": 5.0}}
-    assert "last fifth" not in conclusion([log])  # lost all along
 
 
 def test_a_verdict_for_each_run_in_the_order_given(write: Write) -> None:

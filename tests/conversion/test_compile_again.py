@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compile_forms import adamw, by_both
-from models import differences, mlp, parameters, snapshot, through_torch_save, train
+from models import differences, mlp, snapshot, through_torch_save, train
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -40,13 +40,6 @@ def test_an_optimizer_compiled_in_mid_training_keeps_its_moments(form: str) -> N
             value = now[name].double() + now[f"{name}_lo"].double()
             torch.testing.assert_close(value, was[name].double(), rtol=2**-17, atol=0)
             assert not torch.equal(now[name].float(), was[name])
-
-
-def test_a_group_added_after_compiling_anew_has_the_new_strategy() -> None:
-    optimizer = collage_neuron.compile(SGD(parameters()), strategy="light")
-    collage_neuron.compile(optimizer, strategy="full")
-    optimizer.add_param_group({"params": parameters(dtype=torch.bfloat16)})
-    assert [g["collage_strategy"] for g in optimizer.param_groups] == ["full", "full"]
 
 
 def test_compiling_again_with_the_same_strategy_changes_nothing() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from models import bits
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 import collage_neuron
 from collage_neuron import Compiled, UnsafeEnvironment, UnsupportedUpdate
@@ -143,20 +141,6 @@ def test_every_route_keeps_the_strategy_and_takes_the_same_steps(
     assert same(all_bits(model, optimizer), plain)
 
 
-def test_an_instance_with_a_replaced_step_would_have_lost_it(
-    xla: torch.device, plain: list[list[torch.Tensor]]
-) -> None:
-    """The control: what the libraries rebuild knows nothing of the object it was rebuilt from."""
-    model = bf16_model(xla)
-    optimizer = nl.create_optimizer(model, AdamW, SETTINGS)
-    replaced = collage_neuron.compile(nl.create_optimizer(model, AdamW, SETTINGS), strategy="full").step
-    optimizer.step = replaced  # type: ignore[method-assign]
-    rebuilt = nl.prepare_optimizer_for_zero_1(optimizer)
-    train(model, rebuilt, range(STEPS))
-    assert not isinstance(innermost(rebuilt), Compiled)
-    assert not all(torch.equal(a, b) for a, b in zip(all_bits(model, rebuilt)[0], plain[0], strict=True))
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route_goes_on_from_its_state_dict_bit_for_bit(
     route: str, xla: torch.device, plain: list[list[torch.Tensor]]
@@ -172,34 +156,6 @@ def test_every_route_goes_on_from_its_state_dict_bit_for_bit(
     resumed.load_state_dict(saved)
     train(other, resumed, range(STEPS - 1, STEPS))
     assert same(all_bits(other, resumed), plain)
-
-
-@pytest.mark.parametrize("route", ["neuronx_distributed, ZeRO-1", "optimum-neuron, optimizer_cls_and_kwargs"])
-def test_a_scheduler_on_the_wrapper_drives_the_optimizer_inside(route: str, xla: torch.device) -> None:
-    model = bf16_model(xla)
-    optimizer: Any = ROUTES[route](model)
-    scheduler = LambdaLR(getattr(optimizer, "optimizer", optimizer), lambda step: 0.5**step)
-    for i in range(2):
-        train(model, optimizer, range(i, i + 1))
-        scheduler.step()
-    train(model, optimizer, range(2, 3))
-    assert {g["lr"] for g in innermost(optimizer).param_groups} == {0.25 * SETTINGS["lr"]}
-
-
-@pytest.mark.parametrize("route", ["neuronx_distributed", "optimum-neuron"])
-def test_fp32_shards_are_warned_of(route: str, xla: torch.device) -> None:
-    """What ZeRO-1 makes if nobody says otherwise."""
-    model = bf16_model(xla)
-    prepare: Callable[[], object] = {
-        "neuronx_distributed": partial(
-            nl.initialize_parallel_optimizer, {"zero_one_enabled": True}, full(), groups_of(model), **SETTINGS
-        ),
-        "optimum-neuron": partial(
-            nl.prepare_optimizer_for_zero_1, nl.create_optimizer(model, full(), SETTINGS), master_weights=True
-        ),
-    }[route]
-    with pytest.warns(UserWarning, match="optimizer_dtype=torch.bfloat16 under ZeRO-1"):
-        prepare()
 
 
 @pytest.mark.parametrize("wrapper", ["NxDOptimizer", "ZeroRedundancyOptimizer"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -72,39 +70,6 @@ def test_weights_that_one_graph_finds_changed_are_measured_by_the_other() -> Non
     assert [half.recalibration.history[-1] for half in graph(model).halves] == [21, 21]
 
 
-class Sites(nn.Module):
-    """A layer that is called for small values and for large ones, or only for these."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor, both: bool = True) -> Tensor:
-        y = self.layer(x * 2.0**14) * 2.0**-14
-        return self.head(self.layer(x * 2.0**-14) + y if both else y)  # type: ignore[no-any-return]  # as above
-
-
-class Swapped(Sites):
-    """The same in the other order, so that the site in use has another number in each graph."""
-
-    def forward(self, x: Tensor, both: bool = True) -> Tensor:
-        first = self.layer(x * 2.0**-14) if both else 0
-        return self.head(first + self.layer(x * 2.0**14) * 2.0**-14)  # type: ignore[no-any-return]  # as above
-
-
-@pytest.mark.parametrize("kind", [Sites, Swapped])
-@pytest.mark.parametrize("rescale", [0, 50])
-def test_a_graph_with_other_sites_has_scales_of_its_own(kind: type[Sites], rescale: int) -> None:
-    model = compiled(kind().bfloat16(), rescale=rescale)
-    plain = kind().bfloat16()
-    for seed in range(3):
-        model(batch(seed)).float().sum().backward()
-    with torch.no_grad():
-        assert error(model(batch(), False), plain(batch(), False)) < 0.1
-    assert error(model(batch(), False), plain(batch(), False)) < 0.1
-
-
 def test_a_graph_without_gradients_that_came_first_takes_the_scales_of_training() -> None:
     model = compiled(small(), rescale=50)
     with torch.no_grad():
@@ -142,17 +107,6 @@ def test_a_hook_of_all_modules_that_is_added_later_runs() -> None:
     assert torch.equal(model(batch()), before)
 
 
-def test_a_forward_that_is_exchanged_in_its_class_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    model = compiled(nn.Sequential(nn.Linear(64, 64), Scaled(), nn.Linear(64, 8, bias=False)).bfloat16())
-    before = model(batch())
-    monkeypatch.setattr(Scaled, "forward", lambda self, x: x * 4)
-    assert torch.equal(model(batch()), before * 4)
-
-
 class Doubled(nn.Sequential):
     """A class that a model has later."""
 
@@ -160,16 +114,6 @@ class Doubled(nn.Sequential):
         for layer in self:
             x = layer(x)
         return 2 * x
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["", "after an error"])
-def test_a_model_that_has_another_class_runs_its_forward(fails: bool) -> None:
-    model = compiled(small())
-    before = compiled(small())(batch())
-    with pytest.raises(TypeError) if fails else nullcontext():
-        model(None if fails else batch())
-    model.__class__ = Doubled
-    assert torch.equal(model(batch()), 2 * before)
 
 
 def test_a_shallow_copy_has_attributes_of_its_own() -> None:
@@ -182,51 +126,6 @@ def test_a_shallow_copy_has_attributes_of_its_own() -> None:
     around.__class__ = Doubled
     assert torch.equal(torch.compile(around, backend="eager")(batch()), 2 * before)
     assert torch.equal(model(batch()), before)
-
-
-@pytest.mark.usefixtures("wide_numbers")
-def test_scales_do_not_depend_on_the_default_dtype() -> None:
-    model = compiled(small(), rescale=50)
-    model(batch()).float().sum().backward()
-
-
-@pytest.fixture
-def wide_numbers() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-class Attending(nn.Module):
-    """Attention as torch has it, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.layer = nn.MultiheadAttention(64, 4, batch_first=True), nn.Linear(64, 64)
-        self.head = nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.attention(x, x, x, need_weights=False)[0]
-        return self.head(self.layer(y))  # type: ignore[no-any-return]  # a Module returns Any
-
-
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True, dropout=0.0)
-    return nn.Sequential(nn.TransformerEncoder(layer, 1), nn.Linear(64, 8))
-
-
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-@pytest.mark.parametrize("make", [Attending, encoder])
-def test_attention_of_torch_runs_in_fp8_without_gradients(make: Any) -> None:
-    torch.manual_seed(0)
-    model = compiled(make().bfloat16())
-    x = batch().unflatten(0, (4, 8))
-    before = torch.backends.mha.get_fastpath_enabled()
-    y = model.eval()(x)
-    with torch.no_grad():
-        assert torch.equal(model(x), y)
-    assert len({tuple(p.parameter for p in g.plan.products if p.role == "output") for g in graphs(model)}) == 1
-    assert torch.backends.mha.get_fastpath_enabled() == before
 
 
 def graphs(model: nn.Module) -> list[Any]:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from coded import LEAST, NAMES, UNSIGNED, as_codes, as_words, blocks, codes, exact, large
+from coded import LEAST, NAMES, UNSIGNED, as_codes, as_words, blocks, codes, exact
 from exact import fractions, update_of
 from torch import Tensor
 
@@ -116,36 +116,6 @@ def is_nearest_root(name: str, x: Fraction, code: int | Fraction, away: Fraction
     return exact(name, max(code - away, Fraction(0))) <= x <= exact(name, code + away)
 
 
-@names
-def test_what_was_stored_is_stored_again_without_a_change(name: str) -> None:
-    fmt, g = FORMATS[name], torch.Generator().manual_seed(0)
-    x = torch.rand(500, 300, generator=g) ** 8 * torch.exp(15 * torch.randn(500, 1, generator=g))
-    x = x if name in UNSIGNED else x * (1 - 2 * (torch.rand(x.shape, generator=g) < 0.5).float())
-    x[:, ::7], x[:3] = 0, torch.tensor([1.0, 2.0, 2.0**-30])[:, None]
-    random = torch.randint(0, 2**16, x.shape, generator=g, dtype=torch.int32)
-    for stored in [fmt.encode(x)] + ([] if fmt.draw is None else [fmt.draw(x, random)]):
-        value = fmt.decode(stored)
-        assert torch.equal(fmt.decode(fmt.encode(value)), value)
-        assert fmt.error is not None
-        assert ((value - x).abs() <= 1.01 * fmt.error(x.abs())).all()
-        if name in UNSIGNED:
-            assert torch.equal(value != 0, x != 0)  # nothing that is not 0 becomes 0
-
-
-@stochastic
-def test_what_was_decoded_is_drawn_as_the_same_words(name: str) -> None:
-    """By every code of what is drawn between values, whatever the random numbers."""
-    draw = FORMATS[name].draw
-    assert draw is not None
-    for power in (LEAST[name], 1.0, 2.0**100):
-        block = blocks(name, power)
-        value = FORMATS[name].decode(block)
-        for random in (0, 1, 2**15, 2**16 - 1):
-            again = draw(value, torch.full(value.shape, random, dtype=torch.int32))
-            assert torch.equal(as_codes(name, again[0]), as_codes(name, block[0]))
-            assert torch.equal(again[1], block[1])
-
-
 # --- chances --------------------------------------------------------------------------------------------------------
 
 
@@ -208,45 +178,6 @@ def assert_chance(name: str, x: Tensor, low: Tensor, ups: Tensor) -> None:
     values = (fractions(FORMATS[name].decode([as_words(name, c[:, None]), one])[:, 0]) for c in (low, low + 1))
     for of, up, below, above in zip(fractions(x), ups.tolist(), *values, strict=True):
         assert abs((of - below) / (above - below) - Fraction(up, 2**16)) <= Fraction(1, 2**16)
-
-
-# --- decay ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("b", [0.9, 0.97])
-@pytest.mark.parametrize("name", ["i8q4", "i8q8"])
-def test_an_average_of_8_bits_decays_to_zero_at_its_rate(name: str, b: float) -> None:
-    """To nearest i8q4 would stall, at 5e-4 of the maximum for .9 and .05 for .97, while second moments decay."""
-    g = torch.Generator().manual_seed(0)
-    first = torch.rand(30, BLOCK, generator=g) * 0.5
-    first[:, 0] = 1.0
-    steps, x = round(1 / (1 - b)), first
-    for step in range(30 * steps):
-        x = torch.cat([first[:, :1], x[:, 1:] * b], 1)
-        x = ROOTS[name].decode(ROOTS[name].draw(x, torch.randint(0, 2**16, x.shape, generator=g, dtype=torch.int32)))
-        if step + 1 in (steps, 5 * steps):
-            assert x[:, 1:].sum() == pytest.approx(b ** (step + 1) * first[:, 1:].sum().item(), rel=0.05)
-    assert (x[:, 1:] == 0).all()
-
-
-QUOTIENTS = (
-    ("i16q4", "u16q8", 0.9, 2e-6), ("i16q4", "u16q8", 0.95, 4e-5), ("i16q4", "u16q8", 0.98, 2e-3),
-    ("i16q4", "u16q8", 0.99, 3e-2),
-    ("i16q8", "u16q16", 0.9, 2e-9), ("i16q8", "u16q16", 0.99, 5e-8), ("i16q8", "u16q16", 0.999, 1.0),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "second", "b", "bound"), QUOTIENTS)
-def test_where_an_average_stalls_its_quotient_is_small(name: str, second: str, b: float, bound: float) -> None:
-    """Every code: the largest that stays when its value is times b, over the root of the smallest second moment."""
-    code = torch.arange(6000, dtype=torch.int16)
-    block, power = torch.stack([code, torch.full_like(code, large(name)[1])], -1), torch.ones(6000, 2)
-    value = FORMATS[name].decode([block, power])
-    value[:, 0] *= b
-    stalled = code[FORMATS[name].encode(value)[0][:, 0] == code].max()
-    assert int(stalled) < 5000
-    least = ROOTS[second].decode([torch.full((1,), int(ROOTS[second].floor)), torch.ones(1)])
-    assert (exact(name, int(stalled)) / 2) / (float(least) / 2) ** 0.5 < bound
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------

@@ -264,11 +264,6 @@ class Guarded(Written):
         return all([norm < 4.0 for norm in norms])  # noqa: C419
 
 
-class Most(Guarded):
-    def is_calm(self, norms: list[float]) -> bool:
-        return [max(FOUR, norm) is FOUR for norm in norms].count(True) > len(norms) // 2
-
-
 class Each(Guarded):
     """Lowers the rate of each parameter alone."""
 
@@ -278,18 +273,3 @@ class Each(Guarded):
                 for p in group["params"]:
                     calm = max(FOUR, p.grad.norm().item()) is FOUR
                     p.sub_(p.grad, alpha=group["lr"] if calm else 0.1 * group["lr"])
-
-
-@pytest.mark.parametrize("count", [2, 5])
-@pytest.mark.parametrize("make", [Guarded, Most, Each])
-@as_written_too()
-def test_what_is_decided_by_all_parameters_or_for_each_is_right(make: type[Written], count: int) -> None:
-    params, wanted = ([Parameter(torch.ones(4, 8)) for _ in range(count)] for _ in range(2))
-    optimizer, plain = collage_neuron.compile(make(params), strategy="fp32"), make(wanted)
-    for size in (1.0, 1.0, 100.0, 1.0):
-        for ps in (params, wanted):
-            for p, scale in zip(ps, (size, *[1.0] * (count - 1)), strict=True):
-                p.grad = torch.full_like(p, 0.125 * scale)
-        optimizer.step()
-        plain.step()
-    assert near(values(optimizer, params), [p.detach() for p in wanted])

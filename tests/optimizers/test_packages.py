@@ -99,41 +99,12 @@ def test_each_agrees_in_the_papers_arithmetic_too(name: str) -> None:
     assert {o for o, found in outcomes.items() if isinstance(found, str)} == STAGED[name] & outcomes.keys()
 
 
-def test_a_state_that_is_a_deep_copy_of_the_parameter() -> None:
-    cls = package("torch_optimizer").AccSGD
-    p, exact = torch.nn.Parameter(initial()), torch.nn.Parameter(initial().double())
-    optimizer = collage_neuron.compile(cls([p], lr=1e-3), strategy="full")
-    stepped(optimizer)
-    stepped(cls([exact], lr=1e-3))
-    # Three steps; each stores pairs (2**-17), and adds and takes away a momentum of at most 2**4 times the parameter.
-    error = (collage_neuron.exact_value(optimizer, p).double() - exact.detach()).abs().max()
-    assert error <= 3 * 2**4 * 2**-17 * exact.detach().abs().max()
-
-
 @pytest.mark.parametrize("name", NOTES)
 def test_what_is_rewritten_without_a_rank_is_refused_with_one(name: str) -> None:
     groups = [{"params": [torch.nn.Parameter(initial())], "rank": 2, "update_proj_gap": 1, "scale": 1.0,
                "projection_type": "std"}]  # fmt: skip
     with pytest.raises(UnsupportedUpdate, match=r"not elementwise: aten\._linalg_svd"):
         collage_neuron.compile(getattr(package("pytorch_optimizer"), name)(groups))
-
-
-def test_a_list_with_an_entry_for_each_group_is_read_at_the_groups_place() -> None:
-    """AdaBound keeps the initial learning rate of each group in a list beside its groups."""
-    cls = package("torch_optimizer").AdaBound
-
-    def made(dtype: torch.dtype) -> torch.optim.Optimizer:
-        groups = [{"params": [torch.nn.Parameter(initial().to(dtype))], "lr": lr} for lr in (1e-3, 1e-1)]
-        return cls(groups, final_lr=0.5, gamma=0.1)  # type: ignore[no-any-return]
-
-    optimizer, exact = collage_neuron.compile(made(torch.bfloat16), strategy="full"), made(torch.float64)
-    stepped(optimizer)
-    stepped(exact)
-    for group, group64 in zip(optimizer.param_groups, exact.param_groups, strict=True):
-        value = collage_neuron.exact_value(optimizer, group["params"][0]).double()
-        moved = (group64["params"][0].detach() - initial().double()).abs().max()
-        # Three steps, of which each stores pairs of numbers below 4; the other group's rate would be 100 times off.
-        assert (value - group64["params"][0].detach()).abs().max() <= 3 * 4 * 2**-17 < 0.1 * moved
 
 
 def test_schedule_free_goes_to_evaluation_and_back_as_in_float64() -> None:

@@ -26,7 +26,7 @@ from collage_neuron.numerics.matrix_sums import mean_to
 from collage_neuron.numerics.tensor_sums import norm_of
 from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import get
-from collage_neuron.passes.backends.xla import lower, sums
+from collage_neuron.passes.backends.xla import sums
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.validation import validate
@@ -87,15 +87,6 @@ def check_ten_steps(xla: torch.device, make: Any, strategy: str, shapes: Shapes)
     for optimizer in (ours, theirs):
         run(optimizer, 1, first=10, special=math.nan)
     assert differing(ours, theirs) == []
-
-
-def test_xla_would_leave_out_roundings_that_are_not_kept(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "ROUNDING", frozenset())
-    monkeypatch.setattr(get("xla"), "_lowered", {})
-    ours, theirs = (compiled(Lamb, ((91, 91),), d, strategy="fp32", backend=b) for d, b in both(xla))
-    run(ours, 3)
-    run(theirs, 3)
-    assert differing(ours, theirs) != []
 
 
 SHAPES = ((13, 11), (17,))

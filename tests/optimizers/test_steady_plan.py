@@ -14,8 +14,6 @@ from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
 
 import collage_neuron
 from collage_neuron.optimizer import compiled_step, steady_plan
-from collage_neuron.passes.backends import registry
-from collage_neuron.passes.backends.reference import BACKEND
 from collage_neuron.states import step_inventory
 
 MAKES: dict[str, Callable[..., Any]] = {
@@ -255,49 +253,10 @@ def test_nothing_is_planned_where_only_numbers_change(
     assert planned == [1, 2, 3, 4, 8]  # what there is, and what is validated
 
 
-def test_neither_is_it_with_names_settings_of_the_users_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3))).bfloat16()
-    optimizer: Any = AdamW(model.named_parameters(), betas=[0.9, 0.99])  # type: ignore[arg-type]  # of a YAML file
-    collage_neuron.compile(optimizer, strategy="plus", verbose=False)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    for t in range(10):
-        group(optimizer, lr=np.float64(0.1) / (t + 1), mine=object())
-        if t == 8:
-            monkeypatch.setattr(compiled_step, "_planned", None)
-        optimizer.step()
-
-
 @pytest.mark.parametrize("rate", [1e39, -1e39, float("inf"), float("nan")])
 def test_a_rate_that_is_no_fp32_number_is_rejected(rate: float) -> None:
     with pytest.raises(ValueError, match="set a finite learning rate"):
         trained(MAKES["SGD"], at(FIRST, partial(group, lr=rate)))
-
-
-def test_momentum_that_is_none_begins_anew() -> None:
-    (p, q), made = [Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)], []
-    for x in (p, q):
-        made.append(SGD([x], lr=0.125, momentum=0.5))
-        made[-1].load_state_dict(made[-1].state_dict() | {"state": {0: {"momentum_buffer": None}}})
-        if x is p:
-            collage_neuron.compile(made[0], strategy="plus", verbose=False)
-        for _ in range(3):
-            x.grad = torch.ones_like(x)
-            made[-1].step()
-    assert torch.equal(collage_neuron.exact_value(made[0], p), q)
-
-
-def test_a_backend_that_has_gone_is_not_used_again() -> None:
-    class Own(type(BACKEND)):  # type: ignore[misc]
-        name = "own"
-
-    registry.register(Own())
-    try:
-        with pytest.raises(ValueError, match="unknown backend 'own'"):
-            trained(MAKES["AdamW"], at(FIRST, lambda _: registry.unregister("own")), backend="own")
-    finally:
-        if "own" in registry.names():
-            registry.unregister("own")
 
 
 @pytest.mark.parametrize("step", [2, FIRST])

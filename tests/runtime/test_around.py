@@ -16,7 +16,6 @@ from torch.optim import swa_utils as torchs
 
 import collage_neuron
 from collage_neuron import RoundedAverage, exact_value, set_exact_value, trainers
-from collage_neuron.states import coarse_writes
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -281,21 +280,3 @@ def test_exact_averages_and_copies_of_exact_values_are_not_spoken_of() -> None:
         with torch.no_grad():
             for a, p in zip(exact.parameters(), model.parameters(), strict=True):
                 a.copy_(collage_neuron.exact_value(optimizer, p))
-
-
-def test_most_steps_look_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = collage_neuron.compile(SGD(params, lr=0.1))
-
-    def copies(held: set[int]) -> list[Any]:
-        looks.append(len(held))
-        return []
-
-    monkeypatch.setattr(coarse_writes, "copies_of_models", copies)
-    monkeypatch.setattr(coarse_writes, "_sample", lambda model: pytest.fail("there is no copy"))
-    for _ in range(300):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    assert looks == [2, 2, 2]  # after 16, 64 and 256 steps

@@ -21,7 +21,6 @@ from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.native.backend import BACKEND
 from collage_neuron.passes.backends.reference import ReferenceUpdate
-from collage_neuron.passes.backends.xla.lower import write_hlo
 from collage_neuron.runtime import nonfinite, step_plan
 from collage_neuron.states.format_record import record_of
 
@@ -210,20 +209,6 @@ def test_skipped_steps_agree_with_plain_torch_that_does_not_step(make: Any, back
         torch.testing.assert_close(exact_value(optimizer, p), q.detach(), rtol=2.0**-20, atol=2.0**-24)
 
 
-def test_a_step_that_a_scaler_skips_is_not_counted() -> None:
-    params = parameters()
-    optimizer: Any = collage_neuron.compile(AdamW(params, fused=True), nonfinite="skip")
-    scaler: Any = torch.amp.grad_scaler.GradScaler("cpu")
-    for i in range(3):
-        set_gradients(params, i)
-        scaler.scale(torch.ones(()))  # sets up its tensors
-        if i == 1:
-            poison(params[0])
-        scaler.step(optimizer)
-        scaler.update()
-    assert [int(state["step"]) for state in optimizer.state.values()] == [2] * len(params)
-
-
 def test_groups_that_let_them_through_step_beside_groups_that_skip() -> None:
     params = parameters()
     groups: list[dict[str, Any]] = [
@@ -366,20 +351,6 @@ def test_empty_parameters_step_beside_others(name: str, strategy: str, shape: tu
     assert skipped_steps(optimizer) == 0
 
 
-def test_an_empty_parameter_steps_on_xla(xla: torch.device) -> None:
-    import torch_xla
-
-    params = [nn.Parameter(torch.ones(s).to(xla)) for s in ((0, 3), (2,))]
-    optimizer = collage_neuron.compile(AdamW(params, lr=0.5))
-    for _ in range(2):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        torch_xla.sync()
-    assert params[0].shape == (0, 3)
-    assert (params[1].cpu() < 1).all()
-
-
 # --- more elements than 32 bits count -------------------------------------------------------------------------------
 
 MANY = 2**31 + 7
@@ -421,14 +392,3 @@ def test_the_reference_backend_cuts_large_tensors_into_pieces_that_cover_them(
     ends = [offset + size for offset, size in pieces]
     assert [offset for offset, _ in pieces] == [0, *ends[:-1]]
     assert ends[-1] == torch.Size(shape).numel() > 2**31
-
-
-def test_xla_reads_a_program_over_more_elements_than_32_bits_count(xla: torch.device) -> None:
-    """The computation is built and its shapes are read back; nothing of that size is allocated."""
-    xb = pytest.importorskip("torch_xla.core.xla_builder")
-    job = planned("plus")
-    text, module = write_hlo(job.update, (MANY,), [torch.bfloat16] * len(job.update.inputs))
-    assert f"bf16[{MANY}]" in text.text[0]
-    hlo = xb.get_computation_hlo(xb.computation_from_module_proto("large", module))
-    assert f"bf16[{MANY}]" in hlo
-    assert f"f32[{MANY}]" in hlo

@@ -13,7 +13,6 @@ import torch
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
-from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace import number_tape as tapes
 from collage_neuron.trace import recorded_step as recording
 from collage_neuron.trace import replayed_steps
@@ -186,10 +185,13 @@ def test_a_number_that_leaves_the_tape_is_lost(take: Callable[[Any], Any]) -> No
     assert tape.lost
 
 
-def test_what_is_known_does_not_grow_with_settings_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replayed_steps, "_KINDS", 8)
-    _, optimizer = _made(torch.optim.AdamW)
-    for i in range(30):
-        optimizer.param_groups[0]["iteration"] = i
-        optimizer.step()
-    assert len(bookkeeping(optimizer).structure.known["followed"]) <= 8
+def test_a_comparison_and_a_failure_end_the_play() -> None:
+    tape = Tape()
+    x = tape.give(2.0)
+    assert x > 1
+    assert isinstance(1 / x, float)
+    assert tape.played().again([3.0]) is not None
+    assert tape.played().again([0.5]) is None
+    other = Tape()
+    1 / other.give(2.0)
+    assert other.played().again([0.0]) is None

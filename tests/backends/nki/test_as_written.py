@@ -11,7 +11,6 @@ import torch
 from as_written import Written
 
 import collage_neuron
-from collage_neuron.passes.backends.registry import get
 
 
 class ByNorm(Written):
@@ -56,10 +55,3 @@ def test_formats_without_kernels_are_those_of_the_reference(name: str, states: s
     options = {"strategy": {"param": "bf16x2", "*": states}, "validate": "off"}
     found, wanted = (trained(OPTIMIZERS[name], backend=b, **options) for b in ("nki", "reference"))
     assert (found - wanted).abs().max() <= (2**-6 * 0.03 if name != "Muon" else 0)
-
-
-def test_values_on_xla_are_converted_by_the_backend_for_xla() -> None:
-    """No graph has a kernel for them: trn1 takes one."""
-    assert get("nki").converter(torch.device("xla", 0)).name == "xla"
-    assert get("nki").converter(torch.device("cpu")).name == "reference"
-    assert get("native").converter(torch.device("cpu")).name == "native"

@@ -32,8 +32,6 @@ import collage_neuron
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
 from collage_neuron.passes.backends.nki import custom_op, target
-from collage_neuron.passes.backends.nki.chunk_totals import measure_of
-from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import Cut
 
@@ -114,17 +112,6 @@ def test_the_second_reader_of_the_older_dialect_gets_the_bits_of_the_reference(
         assert not differing(results(k, components, s.vector, cut), wanted)
 
 
-def test_both_readers_measure_the_same() -> None:
-    """Counts are exact and what is stored has the bits; sums of 900 terms in fp32 are within their roundings."""
-    s = wild(step_of(CASES["sgd_momentum"], "plus", "fp32", measured=True), n=900)
-    k = lower_to_nki(s.update, "trn1", "beta1")
-    first, second = (f(k, s.components, s.vector) for f in (lambda *a: run(*a).results, results))
-    a, b = (measure_of(s.update, x.pop(MEASURES)) for x in (first, second))
-    assert not differing(first, second)
-    assert torch.equal(a.counts, b.counts)
-    assert torch.allclose(a.sums, b.sums, rtol=900 * 2.0**-24, atol=0)
-
-
 def test_the_second_reader_rounds_as_torch_does() -> None:
     """All upper halves of fp32's bits, with lower halves on, beside and far from ties."""
     lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
@@ -169,13 +156,6 @@ def test_what_two_cores_share_is_found(src: str, dst: str, said: str, tmp_path: 
         pytest.raises(StandinError, match=said) if said else nullcontext(),
     ):
         nki_standin.load(path).kernel[2](torch.zeros(2, 8), torch.zeros(4, 8))
-
-
-def test_what_is_measured_is_that_of_one_core() -> None:
-    s = step_of(CASES["sgd_momentum"], "plus", "fp32", measured=True)
-    k = lower_to_nki(s.update, "trn2")
-    one, two = (run(k, s.components, s.vector, cut=Cut(6, 2), cores=cores).results for cores in CORES)
-    assert not differing(two, one)
 
 
 # Whole steps
