@@ -6,12 +6,12 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_logs import ABOUT, Write, line
 
 from collage_neuron.cli.charts import COLUMNS, FLOOR, above_fp32
 from collage_neuron.cli.main import main
@@ -19,6 +19,22 @@ from collage_neuron.cli.report import conclusion, page, title, verdicts
 from collage_neuron.errors import LogError
 from collage_neuron.monitoring.metrics import ADVICE
 from collage_neuron.monitoring.run_log import read_log, read_logs
+
+Write = Callable[..., Path]
+"""Writes a log: its name, and its lines."""
+
+ABOUT = {"strategy": "plus", "bytes_per_parameter": 12.0}
+
+
+def measures(ratio: float) -> dict[str, Any]:
+    effect = {"norm": 1.0, "edq": ratio, "ratio": ratio, "lost": 100 * (1 - ratio)}
+    return {"elements": 4, "raw_norm": 1.0, "pair": effect, "high": effect, "stalled": {"exp_avg_sq": 12.5}}
+
+
+def line(step: int, ratio: float = 0.5) -> dict[str, Any]:
+    modules = {"head": measures(ratio), "body.0": measures(1.0)}
+    return {"step": step, "loss": 3.0 / step, "total": measures(ratio), "modules": modules, "memory": {"peak": 2**20}}
+
 
 # --- one page out: it stands alone, shows every run, and is written whole or not at all -------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from images import images, loss_of, resnet
+from buffer_models import images, loss_of, resnet
 from models import equal_states, mlp, train
 from torch import nn
 from torch.optim import SGD, AdamW

@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from buffer_models import LENGTH, VOCABULARY, Rotary, Sinusoidal, compiled, dtypes, sinusoidal, tokens
-from images import images, loss_of, resnet
+from buffer_models import (
+    LENGTH,
+    VOCABULARY,
+    Rotary,
+    Sinusoidal,
+    compiled,
+    dtypes,
+    images,
+    loss_of,
+    resnet,
+    sinusoidal,
+    tokens,
+)
 from models import equal_states, mlp
 from torch import nn
 from torch.optim import SGD, AdamW

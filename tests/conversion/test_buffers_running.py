@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from buffer_models import compiled
-from images import images, loss_of, resnet
+from buffer_models import compiled, images, loss_of, resnet
 from torch import nn
 from torch.optim import SGD
 

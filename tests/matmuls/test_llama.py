@@ -9,7 +9,7 @@ from typing import Any
 import fp8_models
 import pytest
 import torch
-from fp8_models import by_layer, compiled, dots, graph, hlo, largest_difference, reference, small_llama, tokens
+from fp8_models import by_layer, compiled, dots, graph, hlo, largest_difference, reference, tokens
 from sampling import WHOLE
 from torch import nn
 
@@ -82,15 +82,15 @@ def test_dots_of_8_bits_on_xla_and_gradients_close_to_eager_ones(
 
 def test_it_trains_with_states_in_fp16() -> None:
     """Both claims of Scalify at once: matmuls in fp8, and moments in fp16 with powers of two."""
-    model = small_llama()
+    model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     states = {"param": "bf16+int16", "exp_avg": "fp16", "exp_avg_sq": "u16q16"}
     model, optimizer = collage_neuron.compile(model, optimizer, strategy=states, matmul="fp8", verbose=False)
     losses = []
     for _ in range(12):
-        loss, _ = fp8_models.trained(model, tokens())
+        loss, _ = trained(model, tokens())
         optimizer.step()
         losses.append(float(loss))
     assert losses[-1] < losses[0] / 1.5
-    p = model.get_parameter("layers.0.up.weight")
+    p = model.get_parameter("model.layers.0.mlp.up_proj.weight")
     assert optimizer.state[p]["exp_avg"].dtype == torch.float16

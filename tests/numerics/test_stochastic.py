@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.fx as fx
 from as_written import Written
-from chances import MASK, hoeffding, threefry_of_integers
 from exact import edited, on_reference, on_xla
+from oracles import hoeffding
 from planned import capture
 from torch import Tensor, nn
 from updates import rewritten
@@ -21,10 +21,26 @@ from updates import rewritten
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import shift_right, stochastic_round
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.numerics.threefry import Words, rotate_left, threefry
+from collage_neuron.numerics.threefry import ROTATIONS, Words, rotate_left, threefry
 from collage_neuron.passes.backends import reference
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
+
+MASK = 2**32 - 1
+
+
+def threefry_of_integers(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
+    """The algorithm on Python's integers, from the paper."""
+    ks = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
+    x, y = (counter[0] + ks[0]) & MASK, (counter[1] + ks[1]) & MASK
+    for i in range(20):
+        x = (x + y) & MASK
+        r = ROTATIONS[i % 8]
+        y = (y << r & MASK | y >> 32 - r) ^ x
+        if i % 4 == 3:
+            x, y = (x + ks[(i // 4 + 1) % 3]) & MASK, (y + ks[(i // 4 + 2) % 3] + i // 4 + 1) & MASK
+    return x, y
+
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 

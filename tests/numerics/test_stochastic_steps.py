@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from chances import hoeffding
 from models import differences, gpt, snapshot, train
+from oracles import hoeffding
 from torch import nn
 
 import collage_neuron

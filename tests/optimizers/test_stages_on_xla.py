@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from headed import ALL, Flat, Fused, Mini, Moments, Vectors
-from items import Between
 from planned import plan
 from pytorch_optimizer import Ranger
 from rowed import Came, Factored
@@ -62,10 +61,8 @@ def test_with_the_numbers_of_the_host_so_has_one_that_reads_some(
     check_ten_steps(xla, Adafactor, "full", ((33, 65), (17,)))
 
 
-@pytest.mark.sampled(of=2, each=False)
-@pytest.mark.parametrize("make", [Between, Adafactor])
-def test_numbers_of_the_device_are_those_of_the_host_but_for_roundings(xla: torch.device, make: Any) -> None:
-    ours, theirs = (compiled(make, ((33, 65), (17,)), d, strategy="full", backend=b) for d, b in both(xla))
+def test_numbers_of_the_device_are_those_of_the_host_but_for_roundings(xla: torch.device) -> None:
+    ours, theirs = (compiled(Adafactor, ((33, 65), (17,)), d, strategy="full", backend=b) for d, b in both(xla))
     for optimizer in (ours, theirs):
         run(optimizer, 10)
         assert not bookkeeping(optimizer).as_written

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from as_written import Written
-from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, Idiom
+from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, Idiom, error, gradient, start, stepped
 from planned import plan
 from sampling import part
-from slow_states import error, gradient, start, stepped
 from torch import Tensor
 
 import collage_neuron

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from idioms import Following
+from idioms import Following, gradient, start
 from planned import plan
-from slow_states import gradient, start
 from torch import Tensor
 from torch_cases import CASES
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from as_written import Written
-from idioms import Dividing, Following, of_v, then
+from idioms import Dividing, Following, error, gradient, of_v, start, stepped, then
 from planned import capture, plan
 from running import as_written_too
-from slow_states import error, gradient, start, stepped
 from torch import Tensor
 
 import collage_neuron

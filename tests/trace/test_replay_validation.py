@@ -187,8 +187,6 @@ def lists(params: Any) -> Any:
 RIGHT: dict[str, Any] = {
     "adan": foreign.Adan,
     "schedule_free": foreign.ScheduleFreeAdamW,
-    "cautious_adamw": foreign.CautiousAdamW,
-    "foreach_adam": foreign.ForeachAdam,
     "lamb": foreign.Lamb,
     "rmsprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
     "rprop": torch.optim.Rprop,

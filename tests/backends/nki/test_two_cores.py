@@ -1,7 +1,7 @@
 """One text of a kernel, by two readers, on logical cores of one and of two physical cores: the same bits.
 
 Evidence level: stand-in, which runs the programs of both cores in both orders and fails where one uses what the other
-writes; and independent interpreters (`nki_reading`, `beta1_reading`), in which such a fault leaves wrong bits. They
+writes; and independent interpreters (`second_reader`, `beta1_reading`), in which such a fault leaves wrong bits. They
 share nothing with the stand-in: a mistake in one of them would have to be in all. Roots and reciprocals are exact here.
 """
 
