@@ -112,6 +112,11 @@ def test_it_is_near_its_float64_run(name: str, strategy: str, arithmetic: str) -
     assert found.error < FARTHEST[arithmetic]
 
 
+def test_a_parameter_of_one_word_is_divided_in_the_papers_arithmetic() -> None:
+    """Most of each update is lost, and nothing beyond it."""
+    assert compare(foreign.Adan, "bf16", "bf16").error <= 1.0
+
+
 @pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("name", CASES)
 def test_plus_on_xla_is_as_near(xla: torch.device, name: str) -> None:

@@ -162,7 +162,8 @@ def share(optimizer: Any, of: Callable[[Any, Any, dict[str, Any]], Any]) -> None
     p, q = optimizer.param_groups[0]["params"][:3:2]
     q.grad = None
     with torch.no_grad():
-        q.grad = of(p, q, optimizer.state[p]).detach().flatten()[:1].expand(q.shape)
+        x = of(p, q, optimizer.state[p]).detach()
+        q.grad = x if x.shape == q.shape else x.flatten()[:1].expand(q.shape)
 
 
 def exchange_groups(optimizer: Any) -> None:

@@ -116,7 +116,7 @@ def test_numbers_of_all_parameters_in_one_tensor(traced: None) -> None:
     assert optimizer._collage_bookkeeping.traces.misses == 0
 
 
-OF_DEVICES = "schedule_free", "foreach_adam"
+OF_DEVICES = "schedule_free", "adan"
 
 
 @pytest.mark.parametrize("name", OF_DEVICES)
@@ -128,9 +128,14 @@ def halving_its_rate(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(torch.tensor(lr, device=p.device).mul_(0.5) * g)
 
 
-def test_a_number_that_a_step_makes_on_xla_has_what_was_written_to_it() -> None:
+def with_its_rate(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(torch.tensor(lr, device=p.device) * g)
+
+
+@pytest.mark.parametrize("update", [halving_its_rate, with_its_rate])
+def test_a_number_that_a_step_makes_on_xla_has_what_was_written_to_it(update: Any) -> None:
     device = pytest.importorskip("torch_xla").device()
-    assert_right(lambda params: Stepping(params, halving_its_rate), "xla", device=device)
+    assert_right(lambda params: Stepping(params, update), "xla", device=device)
 
 
 def test_one_on_xla_has_the_bits_of_a_recorded_one(monkeypatch: pytest.MonkeyPatch) -> None:
