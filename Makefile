@@ -53,7 +53,7 @@ mutants: $(READY)  ## plant faults in the source, and see the tests notice each:
 # needs the torch that it was built for. And TorchNeuron's device, which torch 2.9 cannot have: in processes of its own,
 # since autograd takes the devices that it knows when it is first used.
 NEWEST_TESTS := tests/conversion/test_wrapping.py tests/checkpoint/test_old_pickles.py tests/checkpoint/test_dcp.py \
-    tests/optimizers/test_torch_optim.py tests/passes/test_capture.py \
+    tests/optimizers/test_torch_optim.py \
     tests/passes/test_rules.py tests/runtime/test_exact_methods.py tests/repository/test_torch_privates.py tests/trace \
     tests/distributed/test_traced.py
 

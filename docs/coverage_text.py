@@ -105,9 +105,8 @@ Compiled in [stages](#stages): {staged}.
 
 Each optimizer is used as installed, unmodified, built from a list of parameters and its own defaults: {rewritten} are
 compiled, {written} run [as written](../as_written.md), and {rejected} are rejected. For each compiled one a
-test runs the same optimizer in float64, derives an error bound operation by operation, and checks the compiled update
-against it (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`). Each that runs as written gives, under the
-strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/eager/test_packages.py`).
+test runs the same optimizer in float64 beside it (`tests/optimizers/test_packages.py`). Each that runs as written
+gives, under the strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/eager/test_packages.py`).
 
 {packages}
 

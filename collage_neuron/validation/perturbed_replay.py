@@ -27,8 +27,8 @@ RUNS = 12
 """Number of perturbed copies of a sample that are stepped."""
 AMOUNT = {"fp32": 2.0**-20, "bf16": 2.0**-6}
 """Relative perturbation of a result: 16 roundings of fp32, or 4 of bf16. The rewritten update rounds at most three
-times for one operation of the user's (FP32 in tests/support/bounds.py), torch once or twice; the rest allows for the
-sum of roundings of several operations, which some of the copies show only in part."""
+times for one operation of the user's, torch once or twice; the rest allows for the sum of roundings of several
+operations, which some of the copies show only in part."""
 SPREAD = {"fp32": 2.0, "bf16": 4.0}
 """Factor on the largest deviation among the copies. Copies are independent: the largest of 12 is below half of a
 standard deviation once in 10**5 elements, and the perturbations are 4 to 16 times the real roundings. In bf16

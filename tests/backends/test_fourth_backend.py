@@ -19,7 +19,6 @@ from sampling import part
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch_cases import CASES
-from worlds import run_script
 
 import collage_neuron
 from collage_neuron.cli import doctor
@@ -126,30 +125,6 @@ def test_a_step_is_handed_to_it_as_a_whole(numpy: Counted) -> None:
     assert numpy.steps == [2, 2, 2]
 
 
-def test_each_backend_of_a_step_gets_its_own_groups(numpy: Counted) -> None:
-    groups: list[dict[str, Any]] = [{"params": parameters()}, {"params": parameters(), "collage_backend": "reference"}]
-    optimizer = collage_neuron.compile(SGD(groups, momentum=0.9), strategy="plus", validate="off")
-    numpy.steps.clear()
-    found = train(optimizer)
-    assert numpy.steps == [1] * 4
-    plain: list[dict[str, Any]] = [{"params": parameters()}, {"params": parameters()}]
-    assert_same_bits(
-        found, train(collage_neuron.compile(SGD(plain, momentum=0.9), strategy="plus", backend="reference"))
-    )
-
-
-def test_a_step_that_is_skipped_changes_nothing(numpy: Counted) -> None:
-    optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus", nonfinite="skip")
-    before = [t.clone() for t in train(optimizer)]
-    params = optimizer.param_groups[0]["params"]
-    for p in params:
-        p.grad = torch.full_like(p, torch.nan)
-    optimizer.step()
-    after = [t for p in params for t in (p.detach(), *optimizer.state[p].values()) if isinstance(t, Tensor)]
-    assert_same_bits([t for t in after if t.dtype == torch.bfloat16], [t for t in before if t.dtype == torch.bfloat16])
-    assert collage_neuron.skipped_steps(optimizer) == 1
-
-
 def test_the_probe_and_the_doctor_ask_it(numpy: Counted) -> None:
     assert failures(numpy, CPU) == []
     (row,) = (row for row in doctor.probes() if row[0] == "numpy on cpu")
@@ -173,15 +148,6 @@ def test_what_it_cannot_draw_is_rejected(numpy: Counted) -> None:
     message = r"backend 'numpy' does not store stochastically yet; use backend='(native|reference)'"
     for backend in ("numpy", "auto"):
         rejected(UnsupportedUpdate, message, strategy="stochastic", backend=backend)
-
-
-def test_what_it_cannot_measure_is_rejected(numpy: Counted) -> None:
-    optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus")
-    with pytest.raises(
-        ValueError,
-        match=r"runs on backend 'numpy', which cannot .*set group\['collage_backend'\] = '(native|reference)' while",
-    ):
-        collage_neuron.monitor(optimizer)
 
 
 class NoRoots(NumPy):
@@ -240,20 +206,3 @@ def test_a_backend_that_is_gone_is_unknown() -> None:
         registry.get("numpy")
     with pytest.raises(ValueError, match="no backend 'numpy' was registered; registered are: none"):
         registry.unregister("numpy")
-
-
-def test_a_step_on_the_cpu_imports_no_other_backend(tmp_path: Path) -> None:
-    """Names are checked, and the CPU is served, without the compilers of the devices that are not there."""
-    script = """
-import sys, torch, collage_neuron
-p = torch.nn.Parameter(torch.ones(3))
-optimizer = collage_neuron.compile(torch.optim.SGD([p]))
-p.grad = torch.ones_like(p)
-optimizer.step()
-group = optimizer.param_groups[0]
-for group["collage_backend"] in ("nki", "xla"):
-    collage_neuron.settings.Settings.of(group)
-others = [name for name in sys.modules if "backends.nki" in name or "backends.xla" in name]
-print([name for name in others if not name.endswith((".nki", ".nki.target"))])  # this tells what a device is
-"""
-    assert run_script(tmp_path, script) == "[]\n"

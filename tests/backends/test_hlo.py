@@ -66,15 +66,6 @@ def test_xla_reads_back_what_was_written(dims: tuple[int, ...]) -> None:
     assert "constant(0.5)" in text
 
 
-def test_xla_reads_the_signature() -> None:
-    """Parameters are the components in order, then the scalar vector; the result is the tuple of outputs."""
-    text = read_by_xla(TINY, (2, 3), [BF16, FP32])
-    layout = "(bf16[2,3]{1,0}, f32[2,3]{1,0}, f32[1]{0})->(bf16[2,3]{1,0}, f32[2,3]{1,0})"
-    assert f"entry_computation_layout={{{layout}}}" in text
-    for number, shape in enumerate(("bf16[2,3]", "f32[2,3]", "f32[1]")):
-        assert re.search(rf"= {re.escape(shape)}\S* parameter\({number}\)", text)
-
-
 # After XLA's optimiser ----------------------------------------------------------------------------------------------
 
 

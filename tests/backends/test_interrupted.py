@@ -114,25 +114,6 @@ def test_an_error_before_anything_is_written_stays_what_it_is(error: BaseExcepti
         assert torch.equal(exact_value(optimizer, p), exact_value(wanted, q))
 
 
-def test_a_failure_in_the_second_backend_of_a_step_is_half_a_step_too(fragile: Fragile) -> None:
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    groups: list[Any] = [{"params": params[:1], "collage_backend": "reference"}, {"params": params[1:]}]
-    optimizer = collage_neuron.compile(AdamW(groups), backend="fragile", validate="off")
-    fragile.fails_at = 0
-    with pytest.raises(StepInterrupted, match="device lost"):
-        train(params, optimizer, range(1))
-
-
-def test_a_failure_while_a_sample_is_validated_changes_nothing(fragile: Fragile) -> None:
-    params, optimizer = made()
-    fragile.fails_at = 0
-    with pytest.raises(RuntimeError, match="device lost") as raised:
-        train(params, optimizer, range(1))
-    assert not isinstance(raised.value, StepInterrupted)
-    fragile.fails_at = None
-    train(params, optimizer, range(1))
-
-
 def test_no_measurements_may_be_none_and_missing_ones_are_told(fragile: Fragile) -> None:
     params, optimizer = made(validate="off")
     fragile.returns_nothing = True

@@ -14,7 +14,7 @@ from collage_neuron.numerics.eft import narrow, widen
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.lower import user_computation
-from collage_neuron.passes.backends.xla.nodes import gather, lower_block_max, reduced, spread, words_of
+from collage_neuron.passes.backends.xla.nodes import gather, reduced, spread, words_of
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
@@ -55,14 +55,6 @@ def by_hand(x: Tensor, k: int) -> Tensor:
 
 def bits(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.nan, x).view(torch.int32)
-
-
-@pytest.mark.parametrize("k", [128, 3])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_block_max_has_the_bits_of_each_block_by_hand(xla: torch.device, shape: tuple[int, ...], k: int) -> None:
-    x = numbers(shape)
-    (found,) = run(x, xla, lambda hlo, v: [lower_block_max(hlo, v, k)])
-    assert torch.equal(bits(found), bits(by_hand(x, k)))
 
 
 @pytest.mark.parametrize("k", [128, 3])
@@ -135,10 +127,3 @@ def test_all_words_of_a_narrow_type_and_what_lies_between_them(xla: torch.device
     x = x[(x == 0) | ~(x.abs() < 2.0**-126)]  # what XLA flushes
     (found,) = run(x, xla, lambda hlo, v: [reduced(hlo, v, *NARROW[dtype])])
     assert torch.equal(bits(found), bits(x.to(dtype).float()))
-
-
-def test_reduce_precision_alone_loses_subnormals(xla: torch.device) -> None:
-    """The control: why states in fp16 lost them."""
-    x = torch.tensor([2.0**-15, 2.0**-14])
-    (found,) = run(x, xla, lambda hlo, v: [hlo.reduce_precision(v, 5, 10)])
-    assert found.tolist() == [0.0, 2.0**-14]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value
 from collage_neuron.numerics.strategies import DEFAULT
-from collage_neuron.states.store import States
 
 Run = tuple[nn.Module, Optimizer]
 
@@ -105,40 +103,6 @@ def test_the_hidden_first_step_makes_all_states_and_changes_no_bit_of_a_paramete
     assert differences(after, before) == []
     assert all({"step", "exp_avg", "exp_avg_sq"} <= state.keys() for state in optimizer["state"].values())  # type: ignore[union-attr]
     assert not any(p.grad is not None for p in run[0].parameters())
-
-
-def test_without_the_rule_for_an_empty_state_moments_would_be_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The control: low words that `compile` made count as an initialised state, and the step is not taken."""
-    trained(start("plus", 0), tmp_path)
-    monkeypatch.setattr(States, "__bool__", lambda self: len(self) > 0)
-    other = start("plus", 1)
-    load(other, tmp_path, StateDictOptions())
-    assert {tuple(state) for state in other[1].state.values()} == {("param_lo",)}
-
-
-def test_an_empty_state_stays_one_of_ours() -> None:
-    """Through copies and loading."""
-    _, optimizer = start("plus", 0)
-    assert isinstance(optimizer.state, States)
-    assert len(optimizer.state) > 0
-    assert not optimizer.state
-    assert isinstance(optimizer.state, defaultdict)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert isinstance(optimizer.state, States)
-    assert not optimizer.state
-
-
-def test_a_template_of_another_strategy_is_refused_by_the_key(tmp_path: Path) -> None:
-    """It reads what it knows; the words that it does not know would be lost without a word."""
-    trained(start("full", 0), tmp_path)
-    other = start("plus", 1)
-    with (
-        pytest.warns(UserWarning, match="goes on with those of the checkpoint"),
-        pytest.raises(ValueError, match=r"has no 'exp_avg_lo'.*the template of an optimizer compiled for another stra"),
-    ):
-        load(other, tmp_path, StateDictOptions())
 
 
 @pytest.mark.filterwarnings("ignore:.*goes on with those of the checkpoint")

@@ -72,23 +72,6 @@ def test_what_keys_would_tell_wrong_is_saved() -> None:
     assert recorded(stepped(optimizer)).keys() == {"param"}  # of states in codes it has the values
 
 
-@pytest.mark.sampled(of=3)
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if not s.startswith("split")])
-def test_what_keys_tell_is_recorded_and_not_saved(strategy: str) -> None:
-    """So that a checkpoint has the keys that it had before there was a record, and templates of both load either."""
-    optimizer, p = start(strategy)
-    assert recorded(stepped(optimizer)) is None
-    assert record_of(optimizer, p).keys() == {"param", "exp_avg", "exp_avg_sq"}
-
-
-@pytest.mark.filterwarnings("ignore::collage_neuron.StrategyChanged")
-def test_a_state_that_moves_back_is_no_longer_saved() -> None:
-    optimizer, _ = start({"*": NAME})
-    stepped(optimizer)
-    collage_neuron.compile(optimizer, strategy="full")
-    assert recorded(stepped(optimizer)) is None
-
-
 @pytest.mark.filterwarnings("ignore:a parameter group with float32 parameters")
 def test_parameters_of_a_group_may_differ() -> None:
     p, q = nn.Parameter(initial()), nn.Parameter(initial().float())

@@ -125,12 +125,6 @@ def test_a_run_that_is_killed_again_and_again_is_the_uninterrupted_one(tmp_path:
     assert found["left over"] > 0
 
 
-def test_a_file_that_is_written_in_place_does_not_survive_this(tmp_path: Path) -> None:
-    """The control."""
-    with pytest.raises(AssertionError, match=r"CheckpointError: .* is truncated, or no checkpoint|could not go on"):
-        kills(tmp_path, "in place")
-
-
 def test_a_file_that_is_cut_short_anywhere_is_named_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     import checkpoint_file  # as the examples import it

@@ -174,20 +174,6 @@ def test_a_checkpoint_of_ours_brings_its_strategy_and_says_so() -> None:
 # --- from a plain torch run -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(of=3)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_plain_torch_checkpoint_keeps_the_strategy_and_goes_on_like_compiling_in_mid_training(strategy: str) -> None:
-    """So the moments are split, not cast: bit for bit as `compile` splits those it finds."""
-    model, optimizer = in_torch()
-    saved, weights = copy.deepcopy((optimizer.state_dict(), model))
-    collage_neuron.compile(model, optimizer, strategy=strategy)
-    other = adamw(weights)
-    collage_neuron.compile(weights, other, strategy=strategy)
-    other.load_state_dict(saved)
-    assert other.param_groups[0]["collage_strategy"] == strategy
-    are_alike_after((model, optimizer), (weights, other), range(HALF, WHOLE))
-
-
 def test_a_plain_torch_checkpoint_leaves_the_low_words_of_weights_that_were_compiled_from_fp32() -> None:
     weights, trained = in_torch()
     saved = trained.state_dict()

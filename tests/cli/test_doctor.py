@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -63,22 +62,6 @@ def test_a_strategy_of_the_environment_is_named(strategy: str, said: str, monkey
     assert row[:2] == ("COLLAGE_STRATEGY", strategy)
     assert said in row[2]
     assert verdict(SOUND | {"environment": [row]}).startswith("ready" if strategy == "bf16" else "not ready: change C")
-
-
-def test_rows_are_printed_as_they_are_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown: list[str] = []
-
-    def slow() -> Iterator[Row]:
-        shown.append(capsys.readouterr().out)
-        yield from SOUND["probes"]
-
-    rest = {name: (lambda rows=rows: iter(rows)) for name, rows in SOUND.items() if name != "probes"}
-    monkeypatch.setattr(doctor, "SECTIONS", rest | {"probes": slow})
-    assert main(SimpleNamespace(json=False)) == 0  # type: ignore[arg-type]
-    assert len(shown[0].splitlines()) == 5
-    assert capsys.readouterr().out.splitlines()[-1].startswith("ready on: reference, xla; ")
 
 
 def test_what_is_wrong_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:

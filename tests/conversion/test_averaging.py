@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from images import images, loss_of, resnet
+from buffer_models import images, loss_of, resnet
 from models import equal_states, mlp, train
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -229,23 +229,6 @@ def test_several_optimizers_frozen_parameters_and_ties() -> None:
         assert torch.equal(averaged[4].weight, model[4].weight.float())
 
 
-def test_weights_that_were_written_between_steps_count_within_half_an_ulp() -> None:
-    """As in a step: a low word stays where the sum still rounds to what was written. Weights may come back."""
-    model, optimizer = small_steps()
-    drift(model, 0)
-    optimizer.step()
-    average, p = AveragedModel(model, optimizer), next(model.parameters())
-    high, exact = p.detach().clone(), exact_value(optimizer, p)
-    with torch.no_grad():
-        p.fill_(small := 1.5 * 2**-9)  # most low words of what was there do not fit
-    average.update_parameters(model)
-    assert ((next(average.parameters()) - small).abs() <= 2**-17).all()
-    assert (next(average.parameters()).bfloat16() == small).all()
-    with torch.no_grad():
-        p.copy_(high)
-    assert torch.equal(exact_value(optimizer, p), exact)
-
-
 # --- what is rejected -------------------------------------------------------------------------------------------------
 
 
@@ -361,17 +344,3 @@ def test_shards_and_replicas_end_with_the_average_of_one_process(tmp_path: Path)
     for found in run_world(2, tmp_path, in_turn, {wrap: (_sharded, wrap) for wrap in ("ddp", "fsdp2")}):
         for averages in found.values():
             assert all(torch.equal(a, b) for a, b in zip(averages, expected, strict=True))
-
-
-def test_a_parameter_without_dimensions_is_averaged_more_than_once() -> None:
-    model, scale = torch.nn.Module(), torch.nn.Parameter(torch.tensor(2.0))
-    model.register_parameter("scale", scale)
-    _, optimizer = collage_neuron.compile(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    average = collage_neuron.AveragedModel(model, optimizer)
-    average.update_parameters(model)
-    scale.grad = torch.ones_like(scale)
-    optimizer.step()
-    average.update_parameters(model)
-    (mean,) = average.module.parameters()
-    assert mean.shape == ()
-    assert torch.equal(mean, torch.tensor(2 + (exact_value(optimizer, scale).item() - 2) / 2))

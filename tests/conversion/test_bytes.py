@@ -18,7 +18,6 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 import collage_neuron
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES
-from collage_neuron.states.word_encoding import bytes_of
 
 Build = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -164,27 +163,7 @@ def test_a_model_alone_gets_it_at_the_first_step_and_keeps_its_low_words() -> No
         assert torch.equal(collage_neuron.exact_value(optimizer, p), collage_neuron.exact_value(whole[1], q))
 
 
-def test_under_the_arithmetic_of_the_paper_it_chooses_among_its_strategies() -> None:
-    _, optimizer = compiled("AdamW", bytes=12, arithmetic="bf16")
-    assert strategy_of(optimizer) == "plus"
-
-
 @pytest.mark.parametrize("wrong", [12.0, True, "12"])
 def test_what_is_not_a_whole_number_is_rejected(wrong: Any) -> None:
     with pytest.raises(TypeError, match="give a whole number of bytes per parameter"):
         compiled("AdamW", bytes=wrong)
-
-
-def test_an_optimizer_that_is_rejected_stays_as_it_was() -> None:
-    optimizer = AdamW(mlp().parameters())
-    with pytest.raises(ValueError, match="less than any strategy needs"):
-        collage_neuron.compile(optimizer, bytes=1)
-    assert type(optimizer) is AdamW
-    assert vars(optimizer).keys() == vars(AdamW(mlp().parameters())).keys()
-
-
-def test_the_words_that_blocks_share_are_not_counted() -> None:
-    for name, strategy in STRATEGIES.items():
-        formats = {role: format_named(getattr(strategy, role)) for role in ("param", "state", "slow")}
-        if name.startswith("split"):
-            assert bytes_of(formats) == sum(map(int, name.removeprefix("split")))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from compile_forms import FORMS, adamw, by_optimizer, states
-from models import bits, differences, gpt, mlp, parameters, set_gradients, snapshot, train
+from compile_forms import FORMS, adamw, states
+from models import bits, mlp, parameters, set_gradients, train
 from torch import nn
 from torch.optim import SGD, AdamW
 
 import collage_neuron
-from collage_neuron import Compiled, exact_value
 
 PAIRS = ("light", "plus", "full")
 
@@ -30,30 +28,12 @@ def test_the_objects_that_come_back_are_those_that_were_given() -> None:
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
 
 
-@pytest.mark.parametrize("form", ["(model, optimizer)", "(optimizer)"])
-def test_a_compiled_optimizer_is_still_what_it_was(form: str) -> None:
-    optimizer = FORMS[form](mlp())
-    assert isinstance(optimizer, AdamW)
-    assert isinstance(optimizer, Compiled)
-    assert type(optimizer) is collage_neuron.compile(AdamW)
-
-
 def test_a_class_gives_a_subclass_and_the_same_one_every_time() -> None:
     compiled = collage_neuron.compile(AdamW, strategy="full")
     assert issubclass(compiled, AdamW)
     assert compiled is collage_neuron.compile(AdamW, strategy="full")
     assert compiled is not collage_neuron.compile(AdamW, strategy="light")
     assert collage_neuron.compile(AdamW) is collage_neuron.compile(collage_neuron.compile(AdamW))
-
-
-def test_an_optimizer_of_the_compiled_class_is_a_compiled_one() -> None:
-    model = mlp().bfloat16()
-    twin = copy.deepcopy(model)
-    optimizer = collage_neuron.compile(AdamW, strategy="full")(model.parameters(), lr=1e-2, weight_decay=0.1)
-    train(model, optimizer, range(3))
-    other = by_optimizer(twin, strategy="full")
-    train(twin, other, range(3))
-    assert differences(snapshot(optimizer), snapshot(other)) == []
 
 
 def test_fp32_parameters_in_a_compiled_class_are_warned_of() -> None:
@@ -120,35 +100,6 @@ def test_all_that_is_fp32_in_the_model_becomes_bf16_and_nothing_else(form: str) 
     assert (model["norm"].num_batches_tracked.dtype, model["mask"].weight.dtype) == (torch.int64, torch.int64)
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["(first), (model, second)", "(model)"])
-def test_two_optimizers_over_one_model_keep_every_low_word(alone: bool) -> None:
-    model = mlp()
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    before = [p.detach().clone() for p in model.parameters()]
-    first, second = (
-        SGD(ps, lr=0.0) for ps in (layers[0].parameters(), [p for m in layers[1:] for p in m.parameters()])
-    )
-    if alone:
-        collage_neuron.compile(model)
-    else:
-        collage_neuron.compile(first)
-        collage_neuron.compile(model, second)
-    set_gradients(list(model.parameters()), 0)
-    first.step()
-    second.step()
-    owners = [first] * 2 + [second] * (len(before) - 2)
-    for p, w, owner in zip(model.parameters(), before, owners, strict=True):
-        torch.testing.assert_close(exact_value(owner, p), w, rtol=2**-17, atol=0)
-
-
-def test_tied_parameters_stay_tied() -> None:
-    model = gpt()
-    model, optimizer = collage_neuron.compile(model, adamw(model))
-    train(model, optimizer, range(2))
-    assert model.head.weight is model.embedding.weight
-    assert model.head.weight.dtype == torch.bfloat16
-
-
 def test_gradients_that_are_there_are_kept() -> None:
     params = parameters()
     set_gradients(params, 0)
@@ -156,19 +107,6 @@ def test_gradients_that_are_there_are_kept() -> None:
     collage_neuron.compile(SGD(params))
     assert all(torch.equal(p.grad.float(), g) for p, g in zip(params, before, strict=True) if p.grad is not None)
     assert {p.grad.dtype for p in params if p.grad is not None} == {torch.bfloat16}
-
-
-def test_the_settings_live_in_the_groups() -> None:
-    optimizer = collage_neuron.compile(adamw(mlp()), strategy="light", arithmetic="bf16", backend="reference")
-    found = {k: v for k, v in optimizer.param_groups[0].items() if k.startswith("collage_")}
-    assert found == {
-        "collage_strategy": "light",
-        "collage_arithmetic": "bf16",
-        "collage_backend": "reference",
-        "collage_nonfinite": "pass",
-        "collage_seed": 0,
-        "collage_validate": "on",
-    }
 
 
 def two_groups(model: nn.Sequential, **own: Any) -> AdamW:
@@ -185,15 +123,6 @@ def test_groups_may_have_strategies_of_their_own() -> None:
     model, optimizer = collage_neuron.compile(model, optimizer, strategy="full")
     train(model, optimizer, range(2))
     assert states(optimizer) == [ADAM | {"param_lo", "exp_avg_lo", "exp_avg_sq_lo"}, ADAM | {"param_master"}]
-
-
-def test_groups_of_a_compiled_class_may_have_strategies_of_their_own() -> None:
-    model = mlp().bfloat16()
-    groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-    groups[1]["collage_strategy"] = "bf16"
-    optimizer = collage_neuron.compile(AdamW, strategy="plus")(groups)
-    train(model, optimizer, range(2))
-    assert states(optimizer) == [ADAM | {"param_lo", "exp_avg_sq_lo"}, ADAM]
 
 
 def test_the_default_is_split433_and_in_the_papers_arithmetic_plus() -> None:

@@ -27,14 +27,6 @@ def test_rebuilding_from_class_groups_and_defaults_keeps_the_settings(base: type
         assert rebuilt.param_groups[1]["collage_arithmetic"] == "bf16"
 
 
-def test_rebuilding_from_an_optimizer_compiled_as_an_object_keeps_the_settings() -> None:
-    given: Any = collage_neuron.compile(SGD(parameters()), strategy="full")
-    for rebuilt in (type(given)(given.param_groups, **given.defaults), type(given)(given.param_groups)):
-        assert rebuilt.param_groups[0]["collage_strategy"] == "full"
-    fresh = type(given)(parameters(dtype=torch.bfloat16), **given.defaults)
-    assert fresh.param_groups[0]["collage_strategy"] == "full"
-
-
 @pytest.mark.parametrize("wrong", [{"learning_rate": 0.1}, {"decoupled_weight_decay": False}])
 def test_an_argument_that_the_optimizer_does_not_take_is_refused(wrong: dict[str, Any]) -> None:
     compiled: Any = collage_neuron.compile(AdamW)
@@ -52,15 +44,6 @@ class Decorated(collage_neuron.compile(SGD)):  # type: ignore[misc]  # a class m
     """A user's subclass of a compiled class."""
 
     label = "mine"
-
-
-def test_a_subclass_of_a_compiled_class_steps_like_it() -> None:
-    params, twins = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
-    optimizers: list[Any] = [Decorated(params, lr=1e-2), collage_neuron.compile(SGD)(twins, lr=1e-2)]
-    for group, optimizer in zip((params, twins), optimizers, strict=True):
-        set_gradients(group, 0)
-        optimizer.step()
-    assert differences(*map(snapshot, optimizers)) == []
 
 
 def test_a_subclass_of_a_compiled_class_pickles_as_itself() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -15,13 +14,11 @@ from models import backward, differences, gpt, mlp, set_gradients, snapshot, tra
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import collage_neuron
 from collage_neuron import Compiled, exact_value, torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer.bypass import answer
 
 
 @pytest.mark.whole
@@ -100,13 +97,6 @@ def test_the_first_step_runs_hooks_around_it_and_the_closure_once() -> None:
     assert results[0] > results[1] > 0
 
 
-def test_the_first_step_without_a_closure_returns_none_and_happens_once() -> None:
-    events, results, optimizer = recorded_first_step(closure=False)
-    assert events[:4] == ["global pre at 0", "pre at 0", "post at 1", "global post at 1"]
-    assert results == [None, None]
-    assert {float(s["step"]) for s in optimizer.state.values()} == {2.0}
-
-
 class Counting(Optimizer):
     """Takes its rates from a list, an iterator and Python's generator; raises without parameters."""
 
@@ -156,19 +146,6 @@ def test_the_first_step_runs_its_own_code_once(cls: Any, kept: bool) -> None:
     assert found[1][1:3] == ([0.125], "count(4)")
 
 
-def test_a_step_that_is_answered_is_another_optimizers_step_too() -> None:
-    """As when two threads step optimizers of one class, one of them for the first time."""
-    one, other = Derived(mlp().parameters()), Derived(mlp().parameters())
-    steps = torch_privates.hooked_steps(Derived)
-    before = [step.cell_contents for step in steps]
-    answer(steps, one, 7)
-    for p in other.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    assert (other.step(lambda: 5), len(other.rates), one.step(), len(one.rates)) == (5, 3, 7, 4)
-    assert [step.cell_contents for step in steps] == before
-    assert list(map(type, before)) == [FunctionType] * 2
-
-
 def test_a_kept_step_whose_class_has_another_one_now_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own code would run too."""
     model = mlp()
@@ -184,29 +161,6 @@ def test_a_kept_step_whose_class_has_another_one_now_is_rejected(monkeypatch: py
     assert len(optimizer.rates) == 4
     optimizer.step()
     assert len(optimizer.rates) == 3
-
-
-def test_a_closure_given_by_keyword_is_called_once_in_the_first_step() -> None:
-    model = collage_neuron.compile(mlp())
-    calls: list[float] = []
-
-    def closure() -> float:
-        calls.append(7.0)
-        return 7.0
-
-    assert adamw(model).step(closure=closure) == 7.0
-    assert calls == [7.0]
-
-
-def test_a_scheduler_attached_before_the_first_step_keeps_counting() -> None:
-    model = collage_neuron.compile(mlp())
-    optimizer = adamw(model, lr=1.0)
-    scheduler = LambdaLR(optimizer, lambda i: 2.0**-i)
-    for i in range(4):  # a warning, that the scheduler saw no step, would be an error
-        assert optimizer.param_groups[0]["lr"] == 2.0**-i
-        train(model, optimizer, [i])
-        scheduler.step()
-    assert isinstance(optimizer, Compiled)
 
 
 def test_weights_loaded_before_the_first_step_win_over_the_low_words() -> None:
@@ -285,21 +239,6 @@ def test_a_model_that_is_compiled_once_more_keeps_its_values(edit: Callable[[Any
         assert ((exact_value(optimizer, p) - value).abs() <= bound * value.abs()).all()
 
 
-@pytest.mark.parametrize("edit", [lambda layer: None, lambda layer: layer.float()], ids=["as it is", "in fp32"])
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_layer_that_is_taken_out_of_its_model_keeps_its_values(alone: bool, edit: Callable[[Any], object]) -> None:
-    model, plain = collage_neuron.compile(stack()), stack()
-    layer, model[1] = model[1], nn.Linear(8, 8, dtype=torch.bfloat16)
-    edit(layer)
-    optimizer = adamw(layer if alone else nn.ModuleList([model, layer]), lr=0.0)
-    set_gradients([p for group in optimizer.param_groups for p in group["params"]], 0)
-    new = model[1].weight.detach().float()
-    optimizer.step()
-    for p, value in zip(layer.parameters(), plain[1].parameters(), strict=True):
-        assert torch.equal(exact_value(optimizer, p), value)
-    assert alone or torch.equal(exact_value(optimizer, model[1].weight), new)
-
-
 @pytest.mark.parametrize("rows", [5, 11])
 def test_a_vocabulary_of_another_size_keeps_the_rows_that_it_has(rows: int) -> None:
     """As `resize_token_embeddings` of transformers makes it: new parameters, into which rows are copied."""
@@ -327,16 +266,6 @@ def test_what_is_saved_before_the_first_step_has_low_words() -> None:
     train(model, optimizer, range(2))
     train(twin, other, range(2))
     assert differences(snapshot(optimizer), snapshot(other)) == ["group 0, collage_formats"]  # of what was loaded
-
-
-def test_a_method_that_is_looked_up_before_another_one_compiles_is_the_compiled_ones() -> None:
-    model, plain = collage_neuron.compile(stack(), strategy="fp32"), stack()
-    optimizer = adamw(model, lr=0.0)
-    optimizer.load_state_dict(optimizer.state_dict())
-    set_gradients(list(model.parameters()), 0)
-    optimizer.step()
-    for p, value in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(exact_value(optimizer, p), value)
 
 
 def test_a_refused_first_step_leaves_all_as_it_was_and_the_next_is_the_first() -> None:

@@ -151,13 +151,6 @@ def test_weights_that_were_rounded_while_frozen_are_named_when_an_optimizer_gets
     assert six_steps(model, optimizer, values) < 2**-8
 
 
-def test_what_the_warning_is_about() -> None:
-    model, optimizer, values = half_frozen("both")
-    with pytest.warns(RoundedWeights):
-        LATER["a group"](model, optimizer)
-    assert six_steps(model, optimizer, values) > 1
-
-
 @pytest.mark.parametrize("later", ["a group", "an optimizer"])
 def test_a_model_that_is_compiled_alone_keeps_the_values_of_frozen_weights(later: str) -> None:
     model, optimizer, values = half_frozen("model alone")
@@ -173,14 +166,6 @@ def test_frozen_weights_that_stay_fp32_are_trained_from_their_values() -> None:
         warnings.simplefilter("error")
         LATER["a group"](model, optimizer)
     assert six_steps(model, optimizer, values) < 2**-8
-
-
-def test_frozen_weights_that_bf16_holds_are_not_spoken_of() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16().float()
-    model[0].requires_grad_(False)
-    _, optimizer = collage_neuron.compile(model, AdamW(model[1].parameters()))
-    model[0].requires_grad_(True)
-    optimizer.add_param_group({"params": [*model[0].parameters()]})
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])

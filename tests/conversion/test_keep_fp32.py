@@ -113,17 +113,6 @@ def test_a_layer_that_reads_the_weights_of_one_in_it_stays_as_a_whole(given: Any
     assert model.norm1.weight.dtype == torch.bfloat16
 
 
-def test_a_layer_derived_from_torchs_computes_in_one_dtype_and_a_list_of_parameters_does_not() -> None:
-    class Mine(nn.Linear):
-        pass
-
-    with pytest.raises(ValueError, match=r"'bias' of 'the model' \(Mine\), and not 'weight'"):
-        compiled(Mine(4, 4), "pair", keep_fp32=["bias"])
-    several = nn.ParameterList([torch.ones(2), torch.ones(2)])
-    compiled(several, "pair", keep_fp32=["0"])
-    assert [p.dtype for p in several] == [torch.float32, torch.bfloat16]
-
-
 def test_they_are_updated_as_torch_updates_fp32() -> None:
     """On the same gradients, to the rounding of fp32; 20 steps that bf16 would lose, at gains of 1."""
     model, optimizer = Experts(), None
@@ -141,55 +130,6 @@ def test_they_are_updated_as_torch_updates_fp32() -> None:
         plain.step()
     for p, q in zip(left, twins, strict=True):
         torch.testing.assert_close(p.double(), q, rtol=20 * 2**-24, atol=20 * 1e-5 * 2**-20)
-
-
-@pytest.mark.filterwarnings("error")
-def test_one_that_joins_later_is_no_surprise() -> None:
-    """A frozen norm in a group of its own, once it is to be trained."""
-    model = Experts()
-    model.input_norm.requires_grad_(False)
-    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    collage_neuron.compile(model, optimizer, keep_fp32=["input_norm"], buffers="keep", verbose=False)
-    optimizer.add_param_group({"params": list(model.input_norm.requires_grad_().parameters())})
-    model(tokens(0)).float().square().mean().backward()
-    optimizer.step()
-    assert model.input_norm.weight.dtype == torch.float32
-
-
-def test_inside_of_a_module_that_stays_everything_is_fp32() -> None:
-    """Casts are at its borders only, for arguments by name and for tuples of results too."""
-    found: list[torch.dtype] = []
-
-    class Inner(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found.append(x.dtype)
-            x = super().forward(x)
-            found.append(x.dtype)
-            return x
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleList([Inner(4, 4), Inner(4, 4)])
-
-        def forward(self, *, x: torch.Tensor, rest: dict[str, torch.Tensor]) -> Any:
-            assert rest["mask"].dtype == torch.bool
-            return self.inner[1](self.inner[0](x)), (rest["y"] + x, rest["mask"])
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outer, self.last = Outer(), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            a, (b, mask) = self.outer(x=x, rest={"y": x, "mask": x > 0})
-            assert (a.dtype, b.dtype, mask.dtype) == (torch.bfloat16, torch.bfloat16, torch.bool)
-            return self.last(a + b)  # type: ignore[no-any-return]
-
-    model = Model()
-    model, _ = compiled(model, keep_fp32=["outer"])
-    model(torch.ones(2, 4).bfloat16()).float().sum().backward()
-    assert found == [torch.float32] * 4
 
 
 def test_explain_the_first_step_and_logs_say_so() -> None:

@@ -84,14 +84,6 @@ def test_what_loses_nothing_is_loaded_without_a_word() -> None:
         frozen.load_state_dict(weights)  # frozen weights are cast as by `model.to`
 
 
-@pytest.mark.parametrize("form", ["both", "model", "optimizer"])
-def test_frozen_weights_of_which_low_words_are_kept_are_spoken_of(form: str) -> None:
-    """They may be trained later, and would begin with rounded weights."""
-    model = in_form(form).requires_grad_(False)
-    with pytest.warns(RoundedWeights, match=r"0.weight and \d other weights"):
-        model.load_state_dict(widened())
-
-
 def test_set_fp32_state_dict_keeps_what_the_warning_says_is_lost() -> None:
     model, optimizer = compiled()
     plain = mlp(1)
@@ -129,20 +121,3 @@ def test_models_are_looked_for_once_for_all_optimizers_of_their_parameters(monke
     assert searches == [1]
     told = loaded(model)
     assert [text.split()[0] for text in told] == [name for name in model.state_dict() if name.endswith("weight")]
-
-
-def test_only_the_part_that_the_optimizer_trains_is_watched() -> None:
-    """A module beside it that was bf16 before is not ours, and has no low words."""
-    both = torch.nn.ModuleDict({"ours": mlp(), "other": mlp().bfloat16()})
-    optimizer = adamw(both["ours"])
-    collage_neuron.compile(optimizer)
-    assert loaded(both["other"]) == []
-    (told,) = loaded(both)
-    assert told.startswith("ours.0.weight and 5 other weights")
-
-
-def test_the_hook_leaves_torch_compile_one_graph() -> None:
-    model, _ = compiled()
-    x = torch.ones(2, next(model.parameters()).shape[1], dtype=torch.bfloat16)
-    whole = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(whole(x), model(x))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import warnings
 import weakref
 from collections import defaultdict
@@ -18,9 +17,7 @@ from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
 import collage_neuron
 from collage_neuron import RoundedWeights, exact_value
-from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.states.low_words import LEFT
-from collage_neuron.states.store import read_exact, store_beside
 
 
 def steps(model: nn.Module, *optimizers: Any, count: int = 5) -> None:
@@ -124,18 +121,6 @@ def test_optimizers_of_two_strategies_have_one_value_as_far_as_their_formats_go(
         torch.testing.assert_close(ours, theirs, rtol=bound, atol=0.0)
 
 
-def test_a_value_half_way_between_two_first_words_keeps_the_parameter() -> None:
-    """In fp32 it would be rounded to the even one, and a master tells its parameter by that."""
-    high = torch.tensor([1 + 2.0**-7, -1 - 2.0**-7, 0.5]).bfloat16()
-    p, state = nn.Parameter(high.clone()), dict[str, Any]()
-    value = torch.tensor([1 + 2.0**-8, -1 - 2.0**-8, 0.5])
-    store_beside(p, state, FORMATS["bf16+fp32"], value, {})
-    kept = read_exact(p, state, "param")
-    assert torch.equal(p, high)
-    assert torch.equal(kept.bfloat16(), high)
-    torch.testing.assert_close(kept, value, rtol=2**-23, atol=0.0)
-
-
 @pytest.mark.parametrize("when", ["at once", "in copies", "gone"])
 def test_optimizers_that_have_the_same_parameters_hand_on_what_they_store(when: str) -> None:
     """Whoever was compiled first: the steps in which the other's rate is zero change nothing."""
@@ -171,38 +156,6 @@ def test_words_of_weights_that_were_written_meanwhile_are_not_taken() -> None:
     optimizer = compiled("both", model)
     assert torch.equal(exact_value(optimizer, model.weight), model.weight.float())
     assert not hasattr(model.weight, LEFT)
-
-
-def test_a_parameter_that_moves_to_another_compiled_optimizer_keeps_its_value() -> None:
-    model: Any = collage_neuron.compile(nn.Sequential(linear(), linear()), verbose=False)
-    first = AdamW([{"params": [model[0].weight]}, {"params": [model[0].bias]}], lr=1e-5)
-    second = AdamW(model[1].parameters(), lr=1e-5)
-    steps(model, first, second)
-    value = exact_value(first, model[0].weight).clone()
-    second.add_param_group({**first.param_groups.pop(0), "lr": 0.0})
-    steps(model, first, second, count=1)
-    assert torch.equal(exact_value(second, model[0].weight), value)
-
-
-@pytest.mark.parametrize("when", ["state first", "group first", "steps between"])
-def test_a_parameter_that_left_with_its_state_keeps_its_value(when: str) -> None:
-    """Its old optimizer lives on, without it: what it knows of the low words goes to the next one."""
-    model: Any = collage_neuron.compile(nn.Sequential(linear(), linear()), verbose=False)
-    first = AdamW(model.parameters(), lr=1e-5)
-    steps(model, first)
-    moved = list(model[0].parameters())
-    values = [exact_value(first, p) for p in moved]
-    leaving = [
-        lambda: [first.state.pop(p) for p in moved],
-        lambda: first.param_groups[0].update(params=list(model[1].parameters())),
-    ]
-    for action in leaving if when == "state first" else reversed(leaving):
-        action()
-    if when == "steps between":
-        steps(model[1], first)
-    second = collage_neuron.compile(AdamW(moved, lr=0.0), verbose=False)
-    steps(model, second, count=1)
-    assert all(torch.equal(exact_value(second, p), value) for p, value in zip(moved, values, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -256,37 +209,6 @@ def test_a_plain_optimizer_over_a_compiled_model_is_told_once_and_a_wrapper_is_n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         steps(model, head, body, Wrapper(head), AdamW(linear().parameters()), count=2)
-
-
-@pytest.mark.parametrize("strategies", [("fp32", "split433"), ("split433", "fp32")])
-def test_words_are_of_the_weights_that_were_stored_though_others_are_there_for_a_moment(
-    strategies: tuple[str, str],
-) -> None:
-    model = linear()
-    made = (SGD(model.parameters(), lr=1e-3), AdamW(model.parameters(), lr=1e-3))
-    first, second = (
-        collage_neuron.compile(each, strategy=strategy, verbose=False)
-        for each, strategy in zip(made, strategies, strict=True)
-    )
-    steps(model, first)
-    value, own = exact_value(first, model.weight), model.weight.data
-    model.weight.data = torch.randn_like(own)
-    second.state_dict()
-    model.weight.data = own
-    assert torch.equal(exact_value(first, model.weight), value)
-    torch.testing.assert_close(exact_value(second, model.weight), value, rtol=2.0**-22, atol=0.0)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_that_is_let_go_before_it_steps_leaves_its_words(copied: Any) -> None:
-    model: Any = linear()
-    optimizer = compiled("both", model)
-    steps(model, optimizer)
-    value = exact_value(optimizer, model.weight)
-    model, optimizer = copied((model, optimizer))
-    del optimizer
-    optimizer = compiled("optimizer", model)
-    assert torch.equal(exact_value(optimizer, model.weight), value)
 
 
 def test_no_memory_stays_of_optimizers_that_are_gone_and_of_parameters_that_are() -> None:

@@ -176,14 +176,6 @@ def test_views_of_a_flat_buffer() -> None:
     assert torch.equal(buffer[:6].view(2, 3), narrow.weight)
 
 
-def test_parts_of_memory_that_nobody_else_sees() -> None:
-    """Weights cut from one tensor, as some loaders leave them, are compiled, though it is larger than each."""
-    params = [nn.Parameter(t) for t in torch.linspace(-1.0, 1.0, 12).split(6)]
-    apart = [nn.Parameter(p.detach().clone()) for p in params]
-    one, other = collage_neuron.compile(AdamW(params)), collage_neuron.compile(AdamW(apart))
-    assert_train_alike(one, other, range(2))
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_two_parameters_in_one_place(dtype: torch.dtype) -> None:
     first, second = nn.Linear(2, 2).to(dtype), nn.Linear(2, 2).to(dtype)
@@ -260,14 +252,6 @@ def test_a_buffer_that_is_held_sees_parameters_that_interleave() -> None:
         collage_neuron.compile(of([held[:, ::2], held[:, 1::2]]))
 
 
-def test_a_state_dict_that_is_kept() -> None:
-    """Plain tensors over the whole of a parameter stop no compile."""
-    model = nn.Linear(2, 2)
-    kept = model.state_dict()
-    collage_neuron.compile(model, AdamW(model.parameters()))
-    assert kept["weight"].dtype == F32
-
-
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda t: t.transpose(0, 2),
     "permuted": lambda t: t.permute(3, 0, 1, 2),
@@ -330,27 +314,7 @@ def test_step_in_inference_mode() -> None:
     assert_same(one, other)
 
 
-def test_a_closure_is_evaluated_once_in_inference_mode() -> None:
-    p = nn.Parameter(torch.ones(3))
-    optimizer = collage_neuron.compile(AdamW([p]))
-    p.grad, losses = torch.ones_like(p), iter((0.5, 0.25))
-    with torch.inference_mode():
-        assert optimizer.step(lambda: next(losses)) == 0.5
-    assert [*losses] == [0.25]
-
-
 # --- states that are empty --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("strategy", ["bf16", "stochastic"])
-def test_no_state_is_left_behind(strategy: str, dtype: torch.dtype) -> None:
-    """An optimizer without states, and without low words, has no entries in `state`, as torch's SGD has none."""
-    p = nn.Parameter(torch.ones(3, dtype=dtype))
-    optimizer = collage_neuron.compile(torch.optim.SGD([p], lr=0.1), strategy=strategy)
-    assert not dict(optimizer.state)
-    follow(optimizer, range(2))
-    assert optimizer.state_dict()["state"] == {}
 
 
 @pytest.mark.parametrize("strategy", ["bf16", "plus", "fp32"])

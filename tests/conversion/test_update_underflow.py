@@ -14,19 +14,18 @@ import torch
 from models import mlp, step_with
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
 import collage_neuron
 from collage_neuron import ImpreciseState, SmallSteps
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
-from collage_neuron.numerics.underflow import LOST, Scale, cheapest, is_short, lost
+from collage_neuron.numerics.underflow import LOST, Scale, is_short, lost
 
 pytestmark = pytest.mark.filterwarnings("error::collage_neuron.SmallSteps")
 
 SHORT = [name for name, s in STRATEGIES.items() if is_short(format_named(s.param))]
-OTHERS = [name for name in STRATEGIES if name not in SHORT]
 
 
 def rounding_of(strategy: str) -> float:
@@ -127,37 +126,6 @@ def test_it_is_said_where_decay_is_lost(strategy: str) -> None:
     collage_neuron.compile(adamw(0.02, 0.1, lr=1e-3), strategy=strategy, verbose=False)
 
 
-@pytest.mark.sampled(of=3)
-@pytest.mark.parametrize("strategy", OTHERS)
-def test_other_strategies_do_not_look(strategy: str) -> None:
-    collage_neuron.compile(adamw(0.3, 0.01, lr=6e-7), strategy=strategy, verbose=False)
-
-
-@pytest.mark.parametrize(("rate", "size"), [(6e-7, 0.07), (6e-7, 0.3), (1e-5, 0.3), (2e-6, 1.0)])
-@pytest.mark.parametrize("strategy", ["plus", "light", "full"])
-def test_fine_tuning_under_the_pair(strategy: str, rate: float, size: float) -> None:
-    with pytest.warns(SmallSteps, match=r"strategy='split412' \(9 bytes .* The default, 'split433'"):
-        collage_neuron.compile(adamw(size, lr=rate), strategy=strategy, verbose=False)
-
-
-def test_what_even_fp32_loses_has_no_other_remedy() -> None:
-    assert cheapest(Scale(rate=1e-9, size=1.0, decay=0.0)) is None
-    with pytest.warns(SmallSteps, match=r"is lost .*\. The default, 'split433' .* loses what fp32 loses"):
-        collage_neuron.compile(adamw(1.0, lr=1e-9), strategy="plus", verbose=False)
-
-
-def test_one_parameter_is_enough_and_is_named() -> None:
-    """Gains of 1 among matrices of N(0, 0.02), which alone would have steps that are large enough."""
-    matrix, gains = (nn.Parameter(x) for x in (0.02 * torch.randn(64, 64), torch.ones(128)))
-    with pytest.warns(SmallSteps, match=r"of 1 of its 2 parameters is lost \(the worst has shape \[128\]\)"):
-        collage_neuron.compile(AdamW([matrix, gains], lr=1e-5, weight_decay=0.0), strategy="split322", verbose=False)
-
-
-def test_the_arithmetic_that_the_remedy_needs() -> None:
-    with pytest.warns(SmallSteps, match=r"it needs arithmetic='fp32', and this is 'bf16'"):
-        collage_neuron.compile(adamw(0.3, lr=1e-6), strategy="plus", arithmetic="bf16", verbose=False)
-
-
 # --- rates of later -------------------------------------------------------------------------------------------------
 
 
@@ -177,32 +145,6 @@ def test_learning_rates_of_later_are_looked_at_once_they_stay() -> None:
     of_class = made([torch.ones(8, 64, dtype=torch.bfloat16)], lr=1e-7)
     with pytest.warns(SmallSteps, match=r"param_groups\[0\].*the learning rate is 1e-07"):
         take(of_class, 2)
-
-
-def test_rates_that_rise_are_not_warned_of() -> None:
-    """By hand, and of schedulers that have the largest rate in another key."""
-    optimizer = collage_neuron.compile(adamw(1.0, lr=1e-2), strategy="split322", verbose=False)
-    for i in range(5):
-        optimizer.param_groups[0]["lr"] = 1e-6 * 10**i
-        take(optimizer)
-    optimizer = adamw(1.0, lr=1e-2)
-    OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
-    assert optimizer.param_groups[0]["initial_lr"] < 1e-4
-    take(collage_neuron.compile(optimizer, strategy="split322", verbose=False), 3)
-    optimizer = adamw(0.02, lr=1e-4)
-    LinearLR(optimizer, start_factor=1e-4)
-    assert optimizer.param_groups[0]["lr"] < 1e-7
-    collage_neuron.compile(optimizer, strategy="split322", verbose=False)
-
-
-def test_steps_are_told_of_after_a_decay() -> None:
-    with pytest.warns(SmallSteps, match="cannot hold a decay"):
-        optimizer = collage_neuron.compile(adamw(0.02, 0.01, lr=1e-4), strategy="plus", verbose=False)
-    take(optimizer, 2)
-    optimizer.param_groups[0]["lr"] = 1e-7
-    take(optimizer)
-    with pytest.warns(SmallSteps, match=r"the learning rate is 1e-07: .* is lost \(the worst has shape \[8, 64\]\)\. "):
-        take(optimizer)
 
 
 SCHEDULES: dict[str, Callable[[Optimizer, int], Any]] = {
@@ -233,31 +175,7 @@ def test_a_schedule_that_falls_too_far_is_warned_of_once(name: str, strategy: st
             take(optimizer, 200, scheduler)
 
 
-def test_a_run_that_is_resumed_at_the_end_of_its_schedule_is_silent() -> None:
-    optimizer = adamw(1.0, lr=1e-3)
-    scheduler = CosineAnnealingLR(optimizer, 1000)
-    scheduler.last_epoch = 960
-    optimizer = collage_neuron.compile(optimizer, strategy="plus", verbose=False, validate="off")
-    take(optimizer, 40, scheduler)
-
-
 # --- many optimizers, usual recipes ---------------------------------------------------------------------------------
-
-
-def test_optimizers_of_one_parameter_each_are_warned_of_once() -> None:
-    """As in `register_post_accumulate_grad_hook`: 48 of them, of different sizes, compiled and stepped."""
-
-    def use() -> None:
-        params = [nn.Parameter(weights(size=0.1 + 0.01 * i)) for i in range(48)]
-        optimizers = [AdamW([p], lr=1e-6, weight_decay=0.0) for p in params]
-        optimizers = [collage_neuron.compile(o, strategy="plus", verbose=False) for o in optimizers]
-        for optimizer in optimizers:
-            take(optimizer, 2)
-
-    with pytest.warns(SmallSteps) as all_of_them:
-        use()
-    assert len(all_of_them) == 1
-    assert all_of_them[0].filename == __file__  # the line of the program
 
 
 RECIPES: dict[str, Callable[[Any], Optimizer]] = {
@@ -290,13 +208,6 @@ def test_a_second_moment_that_cannot_decrease_is_warned_of(strategy: str) -> Non
     with pytest.warns(ImpreciseState, match=said):
         collage_neuron.compile(adamw(0.02, lr=1e-3, betas=(0.9, 0.999)), strategy=strategy, verbose=False)
     collage_neuron.compile(adamw(0.02, lr=1e-3, betas=(0.9, 0.99)), strategy=strategy, verbose=False)
-
-
-@pytest.mark.sampled(of=3)
-@pytest.mark.filterwarnings("error::collage_neuron.ImpreciseState")
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in ("light", "stochastic")])
-def test_others_can_or_are_rounded_by_choice(strategy: str) -> None:
-    collage_neuron.compile(adamw(0.02, lr=1e-3, betas=(0.9, 0.999)), strategy=strategy, verbose=False)
 
 
 def second_moment(strategy: str, beta2: float) -> float:

@@ -1,13 +1,13 @@
 """What Neuron's training libraries do to an optimizer class leaves the strategy and the bits alone.
 
-The libraries need a Neuron device; `neuron_libraries` does to the class what each does. `docs/integrations.md` has the
-lines for each.
+The libraries need a Neuron device; what each does to the class is here. `docs/integrations.md` has the lines for each.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,120 @@ import torch
 from models import bits
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 import collage_neuron
 from collage_neuron import Compiled, UnsafeEnvironment, UnsupportedUpdate
 
 pytest.importorskip("torch_xla")
 
-import neuron_libraries as nl
+from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+ZeRO: Any = ZeroRedundancyOptimizer
+"""torch_xla annotates it more narrowly than it is used, by itself too."""
+
+Class = Callable[..., Optimizer]
+"""What the libraries take for an optimizer class: a class, or a `functools.partial` of one."""
+
+
+# --- neuronx_distributed ----------------------------------------------------------------------------------------------
+
+
+class NxDOptimizer(Optimizer):
+    """The wrapper: is an Optimizer by name alone (its constructor never runs), hands everything on."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.optimizer.__getstate__()
+
+    def step(self, closure: Any = None) -> Any:
+        """In the library also: the reduction of gradients where ZeRO-1 is off, and clipping."""
+        return self.optimizer.step(closure=closure)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Marks what belongs to experts, by an attribute of every state: numbers in a state would not do."""
+        saved = self.optimizer.state_dict()
+        for state in saved["state"].values():
+            for value in state.values():
+                value.expert_model_parallel = False
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+def initialize_parallel_optimizer(
+    nxd_config: dict[str, Any], optimizer_class: Class, parameters: Iterable[Any], **defaults: Any
+) -> NxDOptimizer:
+    """neuronx_distributed's: with ZeRO-1 the class goes to it, and `defaults` to both."""
+    if not nxd_config["zero_one_enabled"]:
+        return NxDOptimizer(optimizer_class(parameters, **defaults))
+    own: dict[str, Any] = {"grad_clipping": False, "pin_layout": False}
+    if nxd_config.get("use_fp32_grad_acc", True):
+        own |= {"use_grad_acc_hook": True, "higher_cc_precision": True}
+    return NxDOptimizer(ZeRO(parameters, optimizer_class, **own, **defaults))
+
+
+# --- neuronx_distributed_training (NeMo) ------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {}
+"""NeMo's registry."""
+
+
+def register_optimizer(name: str, optimizer: type[Optimizer]) -> None:
+    """NeMo's, without its third argument, a dataclass of settings that is known by the class's `__name__`."""
+    assert optimizer.__name__
+    OPTIMIZERS[name] = optimizer
+
+
+def get_optimizer(name: str) -> Class:
+    return partial(OPTIMIZERS[name])
+
+
+def configure_optimizers(
+    nxd_config: dict[str, Any], name: str, groups: list[dict[str, Any]], **settings: Any
+) -> NxDOptimizer:
+    """NxDT's: NeMo builds the optimizer once, its `defaults` are all that the one that trains is built with."""
+    first = get_optimizer(name)(groups, **settings)
+    return initialize_parallel_optimizer(nxd_config, get_optimizer(name), groups, **first.defaults)
+
+
+# --- optimum-neuron ---------------------------------------------------------------------------------------------------
+
+
+def mixed_precision_config(stochastic_rounding: bool = True) -> None:
+    """What making optimum's MixedPrecisionConfig does to the process; the trainer's default is True."""
+    os.environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = str(int(stochastic_rounding))
+
+
+def create_optimizer(model: nn.Module, optimizer_class: type[Optimizer], settings: dict[str, Any]) -> Optimizer:
+    """The trainer's, with `optimizer_cls_and_kwargs`: two groups, decayed and not."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return optimizer_class(groups, **settings)
+
+
+def prepare_optimizer_for_zero_1(optimizer: Optimizer, master_weights: bool = False) -> Any:
+    """The accelerator's: from `param_groups` and class, no keyword arguments."""
+    return ZeRO(
+        optimizer.param_groups,
+        optimizer.__class__,
+        pin_layout=False,
+        grad_clipping=False,  # the accelerated optimizer around it sets this before each step
+        bucket_cap_mb_all_gather=130,
+        bucket_cap_mb_reduce_scatter=130,
+        optimizer_dtype=torch.float32 if master_weights else torch.bfloat16,
+    )
+
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -46,24 +152,24 @@ def full() -> Any:
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """As optimum's trainer makes them."""
     return [{k: v for k, v in g.items() if k in ("params", "weight_decay")}
-            for g in nl.create_optimizer(model, AdamW, SETTINGS).param_groups]  # fmt: skip
+            for g in create_optimizer(model, AdamW, SETTINGS).param_groups]  # fmt: skip
 
 
 def nxd(zero: bool) -> Callable[[nn.Module], Optimizer]:
     dtype = {"optimizer_dtype": torch.bfloat16} if zero else {}
     config = {"zero_one_enabled": zero}
-    return lambda model: nl.initialize_parallel_optimizer(config, full(), groups_of(model), **SETTINGS, **dtype)
+    return lambda model: initialize_parallel_optimizer(config, full(), groups_of(model), **SETTINGS, **dtype)
 
 
 def nxdt(zero: bool) -> Callable[[nn.Module], Optimizer]:
-    nl.register_optimizer("collage_adamw", NxDTAdamW)
+    register_optimizer("collage_adamw", NxDTAdamW)
     config = {"zero_one_enabled": zero}
-    return lambda model: nl.configure_optimizers(config, "collage_adamw", groups_of(model), **SETTINGS)
+    return lambda model: configure_optimizers(config, "collage_adamw", groups_of(model), **SETTINGS)
 
 
 def optimum_by_object(model: nn.Module) -> Any:
-    optimizer = nl.create_optimizer(model, AdamW, SETTINGS)
-    return nl.prepare_optimizer_for_zero_1(collage_neuron.compile(optimizer, strategy="full"))
+    optimizer = create_optimizer(model, AdamW, SETTINGS)
+    return prepare_optimizer_for_zero_1(collage_neuron.compile(optimizer, strategy="full"))
 
 
 ROUTES: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -71,8 +177,8 @@ ROUTES: dict[str, Callable[[nn.Module], Optimizer]] = {
     "neuronx_distributed, ZeRO-1": nxd(zero=True),
     "NxDT": nxdt(zero=False),
     "NxDT, ZeRO-1": nxdt(zero=True),
-    "optimum-neuron, optimizer_cls_and_kwargs": lambda model: nl.prepare_optimizer_for_zero_1(
-        nl.create_optimizer(model, full(), SETTINGS)
+    "optimum-neuron, optimizer_cls_and_kwargs": lambda model: prepare_optimizer_for_zero_1(
+        create_optimizer(model, full(), SETTINGS)
     ),
     "optimum-neuron, optimizers=": optimum_by_object,
 }
@@ -143,20 +249,6 @@ def test_every_route_keeps_the_strategy_and_takes_the_same_steps(
     assert same(all_bits(model, optimizer), plain)
 
 
-def test_an_instance_with_a_replaced_step_would_have_lost_it(
-    xla: torch.device, plain: list[list[torch.Tensor]]
-) -> None:
-    """The control: what the libraries rebuild knows nothing of the object it was rebuilt from."""
-    model = bf16_model(xla)
-    optimizer = nl.create_optimizer(model, AdamW, SETTINGS)
-    replaced = collage_neuron.compile(nl.create_optimizer(model, AdamW, SETTINGS), strategy="full").step
-    optimizer.step = replaced  # type: ignore[method-assign]
-    rebuilt = nl.prepare_optimizer_for_zero_1(optimizer)
-    train(model, rebuilt, range(STEPS))
-    assert not isinstance(innermost(rebuilt), Compiled)
-    assert not all(torch.equal(a, b) for a, b in zip(all_bits(model, rebuilt)[0], plain[0], strict=True))
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route_goes_on_from_its_state_dict_bit_for_bit(
     route: str, xla: torch.device, plain: list[list[torch.Tensor]]
@@ -174,41 +266,13 @@ def test_every_route_goes_on_from_its_state_dict_bit_for_bit(
     assert same(all_bits(other, resumed), plain)
 
 
-@pytest.mark.parametrize("route", ["neuronx_distributed, ZeRO-1", "optimum-neuron, optimizer_cls_and_kwargs"])
-def test_a_scheduler_on_the_wrapper_drives_the_optimizer_inside(route: str, xla: torch.device) -> None:
-    model = bf16_model(xla)
-    optimizer: Any = ROUTES[route](model)
-    scheduler = LambdaLR(getattr(optimizer, "optimizer", optimizer), lambda step: 0.5**step)
-    for i in range(2):
-        train(model, optimizer, range(i, i + 1))
-        scheduler.step()
-    train(model, optimizer, range(2, 3))
-    assert {g["lr"] for g in innermost(optimizer).param_groups} == {0.25 * SETTINGS["lr"]}
-
-
-@pytest.mark.parametrize("route", ["neuronx_distributed", "optimum-neuron"])
-def test_fp32_shards_are_warned_of(route: str, xla: torch.device) -> None:
-    """What ZeRO-1 makes if nobody says otherwise."""
-    model = bf16_model(xla)
-    prepare: Callable[[], object] = {
-        "neuronx_distributed": partial(
-            nl.initialize_parallel_optimizer, {"zero_one_enabled": True}, full(), groups_of(model), **SETTINGS
-        ),
-        "optimum-neuron": partial(
-            nl.prepare_optimizer_for_zero_1, nl.create_optimizer(model, full(), SETTINGS), master_weights=True
-        ),
-    }[route]
-    with pytest.warns(UserWarning, match="optimizer_dtype=torch.bfloat16 under ZeRO-1"):
-        prepare()
-
-
 @pytest.mark.parametrize("wrapper", ["NxDOptimizer", "ZeroRedundancyOptimizer"])
 def test_compiling_the_wrapper_is_refused(wrapper: str, xla: torch.device) -> None:
     model = bf16_model(xla)
     config = {"zero_one_enabled": False}
     wrapped: dict[str, Any] = {
-        "NxDOptimizer": nl.initialize_parallel_optimizer(config, AdamW, groups_of(model), **SETTINGS),
-        "ZeroRedundancyOptimizer": nl.prepare_optimizer_for_zero_1(AdamW(model.parameters())),
+        "NxDOptimizer": initialize_parallel_optimizer(config, AdamW, groups_of(model), **SETTINGS),
+        "ZeroRedundancyOptimizer": prepare_optimizer_for_zero_1(AdamW(model.parameters())),
     }
     with pytest.raises(
         UnsupportedUpdate, match=rf"{wrapper} makes its .* optimizer_class=collage_neuron.compile\(AdamW\)"
@@ -222,8 +286,8 @@ def test_stochastic_rounding_switched_on_after_compile_is_refused(
     """optimum's trainer does so by default, and it is made after the class."""
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0")
     model, compiled = bf16_model(xla), full()
-    nl.mixed_precision_config()
+    mixed_precision_config()
     with pytest.raises(UnsafeEnvironment, match="NEURON_RT_STOCHASTIC_ROUNDING_EN"):
-        nl.create_optimizer(model, compiled, SETTINGS)
-    nl.mixed_precision_config(stochastic_rounding=False)
-    nl.create_optimizer(model, compiled, SETTINGS)
+        create_optimizer(model, compiled, SETTINGS)
+    mixed_precision_config(stochastic_rounding=False)
+    create_optimizer(model, compiled, SETTINGS)

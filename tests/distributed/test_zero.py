@@ -248,17 +248,6 @@ def test_two_ranks_go_on_from_their_states_bit_for_bit(strategy: str, monkeypatc
     assert different(resumed.gathered(), expected) == []
 
 
-def test_shards_that_forget_their_low_words_end_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
-    ranks = Ranks(2, "full", monkeypatch)
-    for step in range(STEPS):
-        for optimizer in ranks.optimizers:
-            for state in optimizer.base_optimizer.state.values():
-                state["param_lo"].zero_()
-        ranks.step(step)
-    assert different(ranks.gathered(), unsharded("full")) != []
-
-
 def test_a_nan_in_the_shard_of_one_rank_makes_all_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     """What each rank hands to the sum over the sharding groups, and that it goes by what comes back."""
     ranks = Ranks(2, "full", monkeypatch, nonfinite="skip")

@@ -91,21 +91,6 @@ def test_other_strategies_are_as_far_off_as_their_formats_round(make: Make, stra
         assert found < error([p.detach() for p in plain.param_groups[0]["params"]], exact) / 50
 
 
-def test_what_is_not_shaped_like_the_parameter_stays_as_it_was_made() -> None:
-    optimizer, params = compiled(Adafactor, "plus")
-    run(optimizer, 2)
-    state = optimizer.state[params[0]]
-    assert {k: (str(v.dtype), tuple(v.shape)) for k, v in state.items()} == {
-        "exp_avg": ("torch.bfloat16", (24, 40)),
-        "row": ("torch.float32", (24, 1)), "col": ("torch.float32", (1, 40)),
-        "param_lo": ("torch.bfloat16", (24, 40)),
-    }  # fmt: skip
-    optimizer, params = compiled(Prodigy, "plus")
-    run(optimizer, 2)
-    assert optimizer.state[params[0]]["seen"].dtype == torch.int64
-    assert "p0_lo" in optimizer.state[params[0]]
-
-
 def test_a_mapping_names_the_format_of_each_state() -> None:
     optimizer, params = compiled(Muon, {"param": "bf16+int16", "momentum_buffer": "i8q4"})
     run(optimizer, 12)
@@ -171,17 +156,6 @@ def test_a_plain_checkpoint_of_fp32_is_loaded_and_written() -> None:
         assert found.keys() == expected.keys()
         for name, x in expected.items():
             torch.testing.assert_close(found[name], x, rtol=8 * 2**-20, atol=8 * 2**-24)
-
-
-def test_fp32_parameters_are_split_and_states_that_are_there_too() -> None:
-    model = torch.nn.ParameterList(parameters(torch.float32))
-    optimizer = Muon(model)
-    run(optimizer, 3)
-    model, optimizer = collage_neuron.compile(model, optimizer, strategy="split444")
-    assert all(p.dtype == torch.bfloat16 for p in model)
-    assert optimizer.state[model[0]]["momentum_buffer"].dtype == torch.bfloat16
-    run(optimizer, 3, first=3)
-    assert error(values(optimizer, list(model)), in_fp32(Muon, 6)) < 6 * 2**-21
 
 
 def test_a_class_a_model_alone_and_a_group_added_later() -> None:
@@ -386,22 +360,3 @@ def test_an_optimizer_in_evaluation_mode_is_captured_when_it_trains() -> None:
     optimizer.train()
     run(optimizer, 1)
     assert not bookkeeping(optimizer).as_written
-
-
-def test_states_of_another_type_stay_what_they_are() -> None:
-    class Wide(Written):
-        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-            wide = state.setdefault("wide", torch.zeros(p.shape, dtype=torch.float64))
-            p.sub_((wide.add_(g.double() / g.norm())).float(), alpha=group["lr"])
-
-    optimizer, params = compiled(Wide)
-    run(optimizer, 4)
-    assert optimizer.state[params[0]]["wide"].dtype == torch.float64
-    assert equal(values(optimizer, params), in_fp32(Wide, 4))
-    resumed, others = compiled(Wide)
-    for p, q in zip(others, params, strict=True):
-        p.data.copy_(q)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for o in (optimizer, resumed):
-        run(o, 2, first=4)
-    assert everything(resumed)[:2] == everything(optimizer)[:2]

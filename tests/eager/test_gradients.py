@@ -130,22 +130,6 @@ def test_a_name_of_a_gradient_that_is_not_followed_is_rejected(name: str, looks:
     assert all(torch.equal(p, torch.ones_like(p)) for p in params)
 
 
-@pytest.mark.parametrize("looks", [False, True])
-def test_gradients_may_be_parts_of_a_buffer_that_nobody_keeps(looks: bool) -> None:
-    def put(params: list[Parameter]) -> None:
-        _parts(params, torch.cat([p.grad.flatten() for p in params if p.grad is not None]).mul_(0.5))
-
-    params = [Parameter(torch.ones(n, 3).bfloat16()) for n in (4, 1)]
-    optimizer: Any = OfAGlobal(params, put, _nothing_to, looks)
-    optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
-    for _ in range(2):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        assert all(p.grad is not None and torch.equal(p.grad, torch.full_like(p, 0.5)) for p in params)
-    assert all(torch.allclose(x, torch.tensor(0.9)) for x in values(optimizer, params))
-
-
 # --- memory that is shared, or kept -----------------------------------------------------------------------------------
 
 

@@ -51,16 +51,6 @@ def test_steps_are_those_of_the_cpu(make: Make, xla: torch.device) -> None:
     check_alike(make, xla, 3)
 
 
-def on_the_host(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
-    """Makes tensors of the CPU from those of the device: torch_xla wraps them, and they have no address."""
-    norm = torch.zeros_like(p, device="cpu").add_(float(g.norm()))
-    p.sub_(g + torch.rand_like(p, device="cpu").clamp(0.5, 0.5).to(p.device) + norm.to(p.device), alpha=lr)
-
-
-def test_a_step_may_make_tensors_on_the_host(xla: torch.device) -> None:
-    check_alike(by(on_the_host), xla, 2)
-
-
 def kept_on_the_host(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
     """Its momentum lies on the CPU, beside parameters of the device."""
     m = s.setdefault("m", torch.zeros(p.shape)).mul_(0.5).add_(g.cpu())

@@ -155,14 +155,6 @@ def test_counts_are_exact(strategy: Any, since: int) -> None:
     assert bookkeeping(optimizer).formats[p]["n"] == "fp32"
 
 
-def test_a_count_that_a_strategy_names_is_kept_as_it_says() -> None:
-    p = Parameter(torch.randn(4, 3).bfloat16())
-    optimizer = collage_neuron.compile(Counting([p], 1), strategy={"n": "bf16", "*": "bf16x2"})
-    p.grad = torch.randn_like(p)
-    optimizer.step()
-    assert bookkeeping(optimizer).formats[p]["n"] == "bf16"
-
-
 # --- A mapping may name states that only some parameters have; a name that none has is an error -----------------------
 
 MAPPING = {"param": "bf16+int16", "momentum_buffer": "i8q4", "exp_avg": "bf16", "exp_avg_sq": "fp32"}
@@ -305,14 +297,6 @@ def test_words_and_values_are_those_of_the_format(fmt: Format, name: str, backen
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-
-
-def test_nothing_is_converted_to_nothing() -> None:
-    for fmt in FORMATS.values():
-        x = torch.empty(0, 5)
-        made = codec.empty_words(fmt, x)
-        encoded(choose("auto", CPU), fmt, "param", x, made, [0, 0, 0, 0])
-        assert [w.numel() for w in made] == [0] * len(fmt.components)
 
 
 # --- torch's Muon with its momentum in 1, 2, 3 and 4 bytes: what is kept, how far it is off, and that it resumes ------

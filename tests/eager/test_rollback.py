@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from as_written import Written, compiled, equal, everything, in_fp32, run, values
-from running import compiled_only
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -302,15 +301,6 @@ def test_a_view_of_a_parameter_that_compile_moves_is_rejected(hold: str) -> None
     assert all(p.dtype == torch.float32 for p in params)
 
 
-def test_the_views_are_known_when_the_model_was_compiled_before() -> None:
-    model = torch.nn.Linear(8, 6)
-    optimizer = Normed(model.parameters(), VIEWS["p.data"])
-    collage_neuron.compile(model)
-    model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
-    with pytest.raises(UnsupportedUpdate, match="it holds a view of a float32 parameter"):
-        optimizer.step()
-
-
 def _common(shared: Tensor) -> Hold:
     return _in_states(lambda p, i: {"m": shared} if p.shape == shared.shape else {})
 
@@ -393,25 +383,6 @@ def test_gradients_may_share_one_buffer_and_elements() -> None:
 
 
 # --- names, lists of parameters and attributes ------------------------------------------------------------------------
-
-
-class CalledParam(Written):
-    name = "param"
-
-    def update(self, p: Any, g: Tensor, state: State, group: State) -> None:
-        p.sub_(state.setdefault(self.name, torch.zeros_like(p)).add_(g), alpha=0.1)
-
-
-class CalledGrad(CalledParam):
-    name = "grad"
-
-
-@pytest.mark.parametrize("make", [CalledParam, CalledGrad])
-@compiled_only()
-def test_a_compiled_update_has_no_state_of_these_names(make: Callable[..., Any]) -> None:
-    optimizer = make([Parameter(torch.ones(4, dtype=torch.bfloat16))])
-    with pytest.raises(UnsupportedUpdate, match=f"a state called '{make.name}'"):  # type: ignore[attr-defined]
-        collage_neuron.compile(optimizer)
 
 
 CHANGES: dict[str, Callable[[list[Any]], Any]] = {

@@ -217,37 +217,3 @@ def test_bits_are_those_of_steps_that_look_anew(
     assert len(found) == len(anew)
     assert all(map(torch.equal, found, anew))
     assert steady[5]  # before anything has happened
-
-
-def raises(optimizer: Any, params: Any) -> None:
-    optimizer.state[params[0]]["list"].append(1)
-    optimizer.state[params[1]]["named"].clear()
-    raise ValueError("on purpose")
-
-
-@pytest.mark.filterwarnings("ignore::collage_neuron.RunsAsWritten")
-def test_a_step_that_raises_after_many_leaves_lists_as_they_were() -> None:
-    """What is in them is not presented, and was written."""
-
-    def kept(optimizer: Any) -> list[Any]:
-        states = [optimizer.state[p] for p in params]
-        tensors = [(x, x.detach().clone()) for state in states for x in tensors_in(state)]
-        return [*tensors, *((state["list"], list(state["list"]), dict(state["named"])) for state in states)]
-
-    torch.manual_seed(0)
-    params = [Parameter(torch.randn(shape).bfloat16()) for shape in ((4, 4), (5,), (4, 4))]
-    optimizer: Any = collage_neuron.compile(Listed(params), strategy="plus", verbose=False)
-    for i in range(8):
-        for p in params:
-            p.grad = torch.randn(p.shape).bfloat16()
-        if i == 6:
-            before, optimizer.also = kept(optimizer), raises
-            with pytest.raises(ValueError, match="on purpose"):
-                optimizer.step()
-            optimizer.also = None
-            for (x, value, *named), (now, is_now, *named_now) in zip(before, kept(optimizer), strict=True):
-                assert now is x
-                assert torch.equal(is_now, value) if isinstance(x, torch.Tensor) else is_now == value
-                assert named_now == named
-        optimizer.step()
-        assert i != 5 or pool(optimizer).steady is not None

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_models import compiled, loss_of, small_gpt, tokens
 
 from collage_neuron import UnsupportedModel
-from collage_neuron.matmuls import requirements
 from collage_neuron.matmuls.requirements import FLAG, OPTION, check_target
 from collage_neuron.passes.backends.nki import target
 
@@ -42,18 +40,3 @@ def test_a_trn3_takes_the_type_and_other_devices_pass(kind: str, monkeypatch: py
     on(kind, monkeypatch)
     check_target(NEURON, {})
     check_target(torch.device("cpu"), {})
-
-
-@pytest.mark.parametrize("kind", ["CPU", "cpu"])  # torch_xla 2.9 has the second
-def test_a_cpu_is_none_even_if_kernels_are_for_a_trn1(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "_kind", lambda device: kind)
-    monkeypatch.setenv(target.TARGET, "trn1")
-    assert target.generation(NEURON) is None
-    assert target.generation(torch.device("cpu")) is None
-
-
-def test_a_forward_checks_before_it_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = compiled(small_gpt())
-    monkeypatch.setattr(requirements, "generation", lambda device: "trn1")
-    with pytest.raises(UnsupportedModel, match="gains nothing on trn1"):
-        loss_of(model, tokens())

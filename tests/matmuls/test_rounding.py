@@ -79,13 +79,6 @@ def test_an_amax_fills_the_range_and_saturates_nothing(fmt: str, size: float) ->
     assert torch.frexp(scale).mantissa == 0.5
 
 
-def test_an_amax_of_zeros_gives_zeros_and_of_nan_nan() -> None:
-    scale, inverse = amax_powers(torch.zeros(3), "e4m3")
-    assert scale * inverse == 1
-    scale, inverse = amax_powers(torch.tensor([1.0, torch.nan]), "e4m3")
-    assert (torch.tensor([1.0]) * scale * inverse).isnan()
-
-
 def test_what_is_measured_of_an_operand() -> None:
     x = torch.tensor([300.0, -1000.0, 0.0, 2.0**-11, 1.0, 2.0**-12, 1.0, 1.0])
     power, saturated, vanished = measured(x, 1.0)
@@ -99,33 +92,10 @@ def test_what_is_measured_of_an_operand() -> None:
     assert measured(torch.zeros(0, 3), 1.0) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("power", [-120, -40, 40, 120])
-def test_a_drift_is_measured_however_large(power: int) -> None:
-    x = torch.tensor([1.0, -1.0]) * 2.0**power
-    assert measured(x, 1.0)[0] == 2.0**power
-    assert measured(x * 1.25, 2.0**-40)[0] == 2.0 ** max(power - 40, -120)
-
-
 def measured(x: torch.Tensor, scale: float) -> list[float]:
     """What is measured of an operand in e4m3."""
     found: list[float] = measure(x, torch.tensor(scale), cast(x * scale, "e4m3"), "e4m3").tolist()
     return found
-
-
-def test_ones_beside_zeros_fit_and_outliers_beside_numbers_saturate() -> None:
-    """Root mean squares are 2**-10 and 2**6: of the first all fits under 240 at 2**-7, of the second all else is 0."""
-    ones = torch.zeros(1 << 20)
-    ones[5] = 1
-    power = measured(ones, 1.0)[0]
-    assert power == 2.0**-7
-    assert measured(ones, 1 / power) == [1, 0, 0]
-    beside = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-    beside[5] = 2.0**16
-    power, _, _ = measured(beside, 1.0)
-    assert power == 2.0**6
-    _, saturated, vanished = measured(beside, 1 / power)
-    assert saturated == pytest.approx(1 - (240 * 2.0**6 / 2.0**16) ** 2, abs=0.01)
-    assert vanished < 0.06
 
 
 @pytest.mark.parametrize("fmt", DTYPES)

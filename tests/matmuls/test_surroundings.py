@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
-import pickle
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from fp8_models import compiled, forward, gradients, graph, loss_of, perceptron, small_gpt, small_llama, tokens
+from fp8_models import compiled, forward, gradients, graph, loss_of, perceptron, small_gpt, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import collage_neuron
 from collage_neuron import UnsupportedModel
 from collage_neuron.matmuls.install import install
-
-
-def two_graphs(model: nn.Module) -> int:
-    """How many graphs were captured."""
-    return len(forward(model).backend.graphs)
 
 
 def small() -> nn.Module:
@@ -58,49 +50,6 @@ def test_the_model_keeps_its_class_its_keys_and_its_signature() -> None:
     assert inspect.signature(model.forward) == signature
     assert [n for n, _ in model.named_modules()] == [n for n, _ in small_gpt().named_modules()]
     model.load_state_dict(small_gpt(1).bfloat16().state_dict())
-
-
-def shallow(model: nn.Module) -> nn.Module:
-    """A copy by hand, as torch replicates modules, with layers of its own."""
-    other: Any = type(model).__new__(type(model))
-    other.__dict__ = {**vars(model), "_modules": copy.deepcopy(vars(model)["_modules"])}
-    return other  # type: ignore[no-any-return]  # made without a constructor
-
-
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "shallow": shallow,
-}
-
-
-@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
-def test_copies_run_in_fp8_apart_from_the_original(how: Callable[[nn.Module], nn.Module]) -> None:
-    model = compiled(small(), keep=())
-    before = trained(model, batch())
-    other = how(model)
-    assert same(trained(other, batch()), before)
-    assert forward(other).model is other
-    assert forward(other).keep == ()
-    with torch.no_grad():
-        next(other.parameters()).mul_(2)
-    assert not torch.equal(other(batch()), model(batch()))
-
-
-def test_the_optimizer_is_compiled_as_ever() -> None:
-    model = small().float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = collage_neuron.compile(model, optimizer, strategy="light", matmul="fp8")
-    plain = small().float()
-    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    plain, other = collage_neuron.compile(plain, other, strategy="light")
-    for seed in range(3):
-        found = trained(model, batch(seed=seed))
-        for p, g in zip(plain.parameters(), found.values(), strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-        other.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_compiling_again_begins_anew_and_without_matmul_changes_nothing() -> None:
@@ -159,18 +108,6 @@ def test_dropout_follows_train_and_eval() -> None:
     assert torch.equal(model(batch()), model(batch()))
 
 
-def test_another_shape_is_captured_with_gradients_of_its_own() -> None:
-    model = compiled(small())
-    trained(model, batch(16))
-    found = trained(model, batch(4))
-    assert two_graphs(model) == 2
-    fresh = compiled(small())
-    assert same(found, trained(fresh, batch(4)))
-    assert "0.gradient@1" in forward(model).backend.scales.places
-    trained(model, batch(16))
-    assert two_graphs(model) == 2
-
-
 def test_autocast_around_fp32() -> None:
     model = small().float()
     install(model, None, 0)
@@ -190,62 +127,12 @@ def test_frozen_layers_have_no_gradients_of_weights() -> None:
     assert sorted(roles) == ["input gradient", "output"]
 
 
-def test_a_layer_called_twice_and_a_tied_head() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.layer, self.head = nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 64, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.embed(x)
-            return self.head(torch.relu(self.layer(torch.relu(self.layer(h)))))  # type: ignore[no-any-return]  # a Module's
-
-    torch.manual_seed(0)
-    model = Twice().bfloat16()
-    plain = copy.deepcopy(model)
-    compiled(model)
-    for m in (model, plain):
-        loss_of(m, tokens()).backward()
-    plan = graph(model).plan
-    assert plan.kept == ["embed.weight"]
-    assert sorted(p.role for p in plan.products) == ["input gradient"] * 2 + ["output"] * 2 + ["weight gradient"] * 2
-    assert {"layer.input", "layer.input#2", "layer.gradient", "layer.gradient#2"} <= set(
-        forward(model).backend.scales.places
-    )
-    for n, g in gradients(plain).items():
-        assert (gradients(model)[n] - g).norm() < 2.0**-2 * g.norm(), n
-
-
-def test_gradients_accumulate_and_are_clipped() -> None:
-    model, other = compiled(small()), compiled(small())
-    one, two = trained(model, batch(seed=1)), trained(other, batch(seed=1))
-    assert same(one, two)
-    other(batch(seed=2)).float().square().mean().backward()
-    model.zero_grad()
-    model(batch(seed=2)).float().square().mean().backward()
-    assert all(torch.equal(one[n] + g, gradients(other)[n]) for n, g in gradients(model).items())
-    nn.utils.clip_grad_norm_(other.parameters(), 1e-3)
-    assert torch.stack([g.float().norm() for g in gradients(other).values()]).norm() <= 1.01e-3
-
-
 def test_a_backward_can_be_kept_and_run_again() -> None:
     model = compiled(small())
     loss = model(batch()).float().square().mean()
     loss.backward(retain_graph=True)
     once = {n: g.clone() for n, g in gradients(model).items()}
     loss.backward()
-    assert all(torch.equal(2 * once[n], g) for n, g in gradients(model).items())
-
-
-def test_a_backward_can_be_kept_after_one_that_was_not() -> None:
-    model = compiled(small())
-    trained(model, batch())
-    test = model(batch()).float().square().mean()
-    model.zero_grad()
-    test.backward(retain_graph=True)
-    test.backward()
-    once = trained(compiled(small()), batch())
     assert all(torch.equal(2 * once[n], g) for n, g in gradients(model).items())
 
 
@@ -289,26 +176,6 @@ def test_what_changes_about_a_model_is_noticed() -> None:
     first.weight.data = first.weight.data.float()
     with pytest.raises(RuntimeError, match="have the same dtype"):  # as without fp8
         model(batch())
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile, of what leaves a graph
-def test_under_a_compiler_of_the_whole_it_stays_in_fp8() -> None:
-    model = compiled(small())
-    wanted = model(batch())
-    assert not torch.equal(small()(batch()), wanted)
-    assert torch.equal(torch.compile(model, backend="aot_eager")(batch()), wanted)
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) + 0  # type: ignore[no-any-return]  # a Module returns Any
-
-    with pytest.raises(Exception, match=r"marked that the function `Fp8Forward.begin` should not"):
-        torch.compile(Outer(), backend="aot_eager", fullgraph=True)(batch())
-    assert torch.equal(torch.compile(Outer(), backend="aot_eager")(batch()), wanted)
 
 
 def test_programs_of_torchs_have_the_models_own_forward() -> None:
@@ -404,13 +271,13 @@ def test_a_forward_that_was_replaced_is_rejected() -> None:
 
 
 def test_explain_says_what_is_done_and_why_not() -> None:
-    model = small_llama()
+    model = small_gpt()
     assert "captured at its first forward" in collage_neuron.explain(compiled(model, rescale=50))
     loss_of(model, tokens()).backward()
     text = collage_neuron.explain(model)
-    assert "graph 0 (forward and backward): 21 matmuls of linear layers in fp8" in text
+    assert "graph 0 (forward and backward): 12 matmuls of linear layers in fp8" in text
     assert "as they are: head.weight" in text
-    assert "layers.0.down.gradient: e5m2, scale 2**" in text
+    assert "layers.0.think.3.gradient: e5m2, scale 2**" in text
     assert "% saturated" in text
     assert "largest magnitude" not in text
     with pytest.raises(ValueError, match="was not compiled with matmul='fp8'"):

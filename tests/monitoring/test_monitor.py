@@ -172,21 +172,6 @@ def test_numbers_are_there_for_groups_modules_parameters_and_whatever_is_under_a
         record.under("0.1")
 
 
-def test_strategies_of_different_groups_add_up() -> None:
-    """A group without low words counts its pair as its high word."""
-    model = mlp().bfloat16()
-    groups: list[dict[str, Any]] = [
-        {"params": [p], "collage_strategy": s} for p, s in zip(model.parameters(), [*STRATEGIES], strict=False)
-    ]
-    optimizer = collage_neuron.compile(torch.optim.AdamW(groups, lr=1e-3))
-    monitor = collage_neuron.monitor(optimizer, model)
-    train(model, optimizer, [0])
-    record = last(monitor)
-    parts = list(record.groups.values())
-    assert [bool(m.low_norms) for m in parts] == [False, True, True, True, False, True]
-    assert record.total.high.norm == pytest.approx(math.hypot(*(m.high.norm for m in parts)))
-
-
 def test_names_are_the_models_or_the_optimizers_or_numbers() -> None:
     model = mlp().bfloat16()
     named = collage_neuron.compile(torch.optim.SGD(model.named_parameters(), lr=0.1))
@@ -230,18 +215,6 @@ def test_a_monitored_run_keeps_the_same_bits(arithmetic: str) -> None:
     )
     train(other, plain, range(4))
     assert differences(snapshot(optimizer), snapshot(plain)) == []
-
-
-@pytest.mark.parametrize("last", [5, 7])
-def test_measured_steps_go_on_where_the_first_parameter_is_frozen(last: int) -> None:
-    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
-    optimizer = collage_neuron.compile(torch.optim.AdamW(params), verbose=False)
-    monitor = collage_neuron.monitor(optimizer, every=4)
-    for t in range(1, 21):
-        for p in params:
-            p.grad = torch.ones_like(p) if t <= last or p is params[1] else None
-        optimizer.step()
-    assert [record.step for record in monitor.history] == [4, 8, 12, 16, 20]
 
 
 def test_only_steps_that_are_due_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,16 +279,6 @@ def test_it_outlives_a_checkpoint_a_scheduler_and_a_new_group() -> None:
     optimizer.step()
     assert set(last(monitor).groups) == {0, 1}
     assert last(monitor).modules["1.0"].elements == 7
-
-
-def test_a_step_that_is_refused_counts_for_nothing() -> None:
-    model, optimizer, monitor = trained(steps=1)
-    optimizer.param_groups[0]["lr"] = math.nan
-    with pytest.raises(ValueError, match="nothing was updated"):
-        train(model, optimizer, [1])
-    optimizer.param_groups[0]["lr"] = 1e-3
-    train(model, optimizer, [1])
-    assert [r.step for r in monitor.history] == [1, 2]
 
 
 def test_closing_ends_it_and_makes_room_for_another() -> None:
@@ -413,20 +376,3 @@ def test_parameters_of_equal_names_are_told_apart() -> None:
     (record,) = measured.history
     assert list(record.parameters) == ["weight", "bias", "weight (1.0)", "bias (1.1)"]
     assert record.total.elements == 40
-
-
-@pytest.mark.parametrize("count", [None, "first", math.nan, torch.ones(3)])
-def test_a_state_called_step_may_be_no_number(count: Any) -> None:
-    class Own(torch.optim.Optimizer):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["step"] = count
-                p.sub_(p.grad, alpha=0.01)
-
-    p = nn.Parameter(torch.ones(3))
-    optimizer = collage_neuron.compile(Own([p], {}), verbose=False)
-    measured = collage_neuron.monitor(optimizer)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert [record.step for record in measured.history] == [1]

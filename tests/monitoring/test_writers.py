@@ -97,14 +97,6 @@ def counted(method: Any, name: str, calls: list[str]) -> Any:
     return call
 
 
-def test_unread_says_how_many_wait_and_a_writer_may_ask_for_fewer() -> None:
-    for unread, expected in ((3, 2), (None, 4)):
-        kept = Kept()
-        monitored = started([kept, Live(lambda text: None)], unread=unread)
-        run(monitored, range(5))
-        assert len(kept.got) == 1 + expected
-
-
 def test_what_is_logged_belongs_to_the_step_before_even_if_that_was_read_already() -> None:
     kept = Kept()
     model, optimizer, monitor = monitored = started(kept, every=2)
@@ -120,18 +112,6 @@ def test_what_is_logged_belongs_to_the_step_before_even_if_that_was_read_already
     monitor.close()
     monitor.log(loss=1)  # nobody is left to get it
     assert kept.got[-1] == "closed"
-
-
-def test_a_sum_that_is_added_up_in_place_is_logged_as_it_was() -> None:
-    kept = Kept()
-    _, _, monitor = monitored = started(kept)
-    so_far = torch.zeros(())
-    for seed in range(3):
-        run(monitored, range(seed, seed + 1))
-        so_far += 1
-        monitor.log(so_far=so_far)
-    monitor.close()
-    assert [x[1]["so_far"] for x in kept.got[1:-1]] == [1, 2, 3]
 
 
 def test_what_is_no_number_is_refused_at_the_first_step() -> None:

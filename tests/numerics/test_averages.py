@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from exact import on_reference
 from oracles import one_thread
 from torch import Tensor
 
@@ -21,12 +20,8 @@ import collage_neuron
 from collage_neuron.numerics.block_formats import ROOTS
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.threefry import Words, halves, threefry
-from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.rewrite.graph_writer import Writer
-from collage_neuron.passes.rewrite.round_and_store import Randomness
 
 SHAPE = (32, 128)
-BITS = 1 << 16
 SEED, CHUNK = 7, 64
 STANDARD_ERRORS = 5.0
 """What a sum of many noises exceeds in either direction with a chance of 6e-7."""
@@ -47,18 +42,6 @@ def _many(chunk: int) -> Tensor:
 def drawn(step: int) -> Iterator[Tensor]:
     """The draws of the package for its first state."""
     return iter(_many(step // CHUNK)[step % CHUNK])
-
-
-def test_draws_are_those_of_the_graph() -> None:
-    """Two for a state in blocks, two for the next one; other bits in each step."""
-    writer = Writer(["x"])
-    random = Randomness(writer.scalar, lambda: writer.index)
-    body = writer.finish([random() for _ in range(4)])
-    outputs, fp32 = tuple(f"draw{i}" for i in range(4)), {"x": format_named("fp32")}
-    update = Update.elementwise(body, ("x",), outputs, writer.scalars, fp32, draws=True)
-    for step in (0, 1, CHUNK + 3):
-        entries = torch.tensor(update.scalars.run([], [SEED, step, 0, 0]), dtype=torch.float32)
-        assert all(map(torch.equal, on_reference(update, [torch.zeros(SHAPE)], entries), drawn(step)))
 
 
 class Run(NamedTuple):
@@ -160,24 +143,6 @@ def test_a_second_moment_and_a_sum_are_right_in_expectation(name: str, case: str
     assert abs(found.errors) < STANDARD_ERRORS, found
 
 
-@pytest.mark.parametrize("decay", [0.995, 0.998])
-def test_the_noise_of_a_second_moment_is_a_matter_of_its_gaps(decay: float) -> None:
-    """Its relative variance is near h / 2 for codes h apart, whatever the decay is.
-
-    A step moves a code v by d = (1 - decay) * (g**2 - v), drawn with variance |d| * h * v - d**2. In the long run
-    noise**2 = decay**2 * noise**2 + E|d| * h * v - E d**2. For normal g, E|z**2 - 1| is .968, and E (z**2 - 1)**2 is 2.
-    """
-    fmt, g, steps = format_named("u8q16"), torch.Generator().manual_seed(2), round(3 / (1 - decay))
-    value = exact = torch.ones(SHAPE)
-    for step in range(steps):
-        new = (1 - decay) * torch.randn(SHAPE, generator=g).square()
-        left = drawn(step)
-        value = fmt.decode(fmt.store("m", value * decay + new, lambda left=left: next(left)))  # type: ignore[misc]
-        exact = exact * decay + new
-    expected = (0.968 * gap_at_one() - 2 * (1 - decay)) / (1 + decay)
-    assert float((value - exact).square().mean()) == pytest.approx(expected, rel=0.1)  # v and its gaps vary by .1
-
-
 @pytest.mark.parametrize("decay", [0.9, 0.99])
 def test_to_nearest_an_average_stops_within_half_a_gap_over_one_less_the_decay(decay: float) -> None:
     """Of i16q8: a step (1 - decay) * (g - m) is lost once it is below half a gap between codes."""
@@ -191,13 +156,6 @@ def test_to_nearest_an_average_stops_within_half_a_gap_over_one_less_the_decay(d
     assert float(short.max()) < 1.02
     assert float(short.max()) > 0.7  # so the bound is not far off
     assert float(short.min()) > -0.02
-
-
-def gap_at_one() -> float:
-    """The mean relative distance between codes around an average of 1, in blocks whose power of two is 2 or 1."""
-    c = ROOTS["u8q16"].curve
-    roots = [(2 / power + c.linear) ** 0.0625 for power in (1, 2)]
-    return float(sum(16 * c.step / root for root in roots) / 2)
 
 
 def test_weights_of_rows_that_are_zero_98_percent_of_the_time_move_as_far_as_in_float64() -> None:
@@ -218,20 +176,3 @@ def test_weights_of_rows_that_are_zero_98_percent_of_the_time_move_as_far_as_in_
     moved = collage_neuron.exact_value(optimizer, p).double().sum(1) / theta.sum(1) - 1
     assert abs(float(moved.mean())) < STANDARD_ERRORS * float(moved.std()) / n**0.5
     assert float(moved.std()) / n**0.5 < 0.005  # the error was 4.3 % with draws in sequence
-
-
-@pytest.mark.parametrize(("name", "decay"), [("u8q16", 0.99), ("u8q16", 0.997), ("i8q8", 0.99), ("i8q4", 0.99)])
-@pytest.mark.parametrize("start", [2.0**-3, 2.0**3])
-def test_the_largest_of_a_block_passes_powers_of_two(name: str, decay: float, start: float) -> None:
-    """Averages of constants reach them, from below and from above, by steps smaller than the gaps at powers of two."""
-    fmt, g = format_named(name), torch.Generator().manual_seed(0)
-    values = torch.exp(torch.randn(64, 3, generator=g))
-    value = values * start
-    for _ in range(round(8 / (1 - decay))):
-        numbers = torch.randint(0, BITS, (2, 64, 3), generator=g, dtype=torch.int32)
-        assert fmt.draw is not None
-        value = fmt.decode(fmt.draw(value * decay + values * (1 - decay), *numbers))
-    ratio = value / values
-    assert float(ratio.min()) > 0.6
-    assert float(ratio.max()) < 1.6
-    assert abs(float(ratio.mean()) - 1) < STANDARD_ERRORS * float(ratio.std()) / 8

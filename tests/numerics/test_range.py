@@ -19,7 +19,6 @@ tested in test_block_formats.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -30,11 +29,7 @@ from torch.optim import Optimizer
 from torch_cases import CASES, Case, parameter
 
 import collage_neuron
-from collage_neuron.numerics import eft
-from collage_neuron.numerics.eft import LARGEST, Expansion, capped, round_to
-from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.strategies import has_blocks
-from collage_neuron.passes.ir.scalars import high_word, low_word
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.store import read_exact
 
@@ -140,24 +135,6 @@ def test_finite_exactly_where_torch_in_fp32_is(name: str) -> None:
     assert plain.unsure.double().mean() <= 0.5
 
 
-@pytest.mark.sampled(of=9, each=False)  # each format is above; here it is that XLA keeps what they need
-@pytest.mark.parametrize(("strategy", "arithmetic"), [("plus", "fp32"), ("full", "fp32"), ("plus", "bf16")])
-@pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad"])
-def test_so_it_is_on_xla(name: str, strategy: str, arithmetic: str, xla: torch.device) -> None:
-    import torch_xla
-
-    plain = Plain(CASES[name])
-    p = torch.nn.Parameter(start().bfloat16().to(xla))
-    settings: Any = {"strategy": strategy, "arithmetic": arithmetic, "validate": "off"}
-    optimizer = collage_neuron.compile(CASES[name].of(p), **settings)
-    for t, g in enumerate(gradients()):
-        plain.step(g)
-        p.grad = g.to(xla)
-        optimizer.step()
-        torch_xla.sync()
-        assert not differing(plain, optimizer, p), f"step {t}"
-
-
 @pytest.mark.parametrize("strategy", ["plus", "full", "light", "fp32", "fp32_states", "bf16"])
 def test_large_gradients_train_as_in_torch(strategy: str) -> None:
     """At 1e20 the square overflows, times 1 - beta2 it does not: the steps are those of fp32, not zero."""
@@ -172,35 +149,3 @@ def test_large_gradients_train_as_in_torch(strategy: str) -> None:
             optimizer.step()
     assert torch.allclose(collage_neuron.exact_value(optimizers[1], compiled), plain, rtol=2**-5, atol=0)
     assert (plain < -0.09).all()
-
-
-OVERFLOWING = torch.tensor([torch.inf, MAX, LARGEST, LARGEST * (1 + 2**-9), 3e38, 0.0])
-
-
-def test_a_state_kept_as_a_pair_has_the_range_of_fp32() -> None:
-    """Infinity is infinity again; the last numbers below it, which bf16 does not have, are off by half an ulp of lo."""
-    fmt = FORMATS["bf16x2"]
-    words = fmt.encoder("exp_avg_sq")(OVERFLOWING)
-    back = fmt.decode(words)
-    assert back[0] == torch.inf
-    assert torch.allclose(back[2:], OVERFLOWING[2:], rtol=2**-17, atol=0)
-    assert not back.isnan().any()
-    assert fmt.decode(fmt.encoder("param")(OVERFLOWING)).isnan()[0]  # the model is to see inf: see docs/checkpoints.md
-
-
-@pytest.mark.parametrize("factor", [0.999, 1.0, 1000.0])
-def test_an_expansion_that_overflows_is_infinite_and_stays_it(factor: float) -> None:
-    c = Expansion(torch.tensor(high_word(factor)), torch.tensor(low_word(factor)))
-    e = Expansion(torch.full((3,), LARGEST), torch.zeros(3))
-    for _ in range(4):
-        e = eft.grow(eft.scale(e, c), torch.tensor([LARGEST, torch.inf, LARGEST / 2]))
-        assert (e.hi == torch.inf).all()
-        assert not e.lo.isnan().any()
-
-
-def test_a_cap_changes_nothing_but_infinity() -> None:
-    x = torch.tensor([-torch.inf, -LARGEST, -1.0, -0.0, 0.0, 1e-45, LARGEST, torch.inf, torch.nan])
-    found = capped(round_to(x, "bf16"))
-    assert torch.equal(found[:-2].view(torch.int32), round_to(x, "bf16")[:-2].view(torch.int32))
-    assert found[-2] == LARGEST
-    assert found[-1].isnan()

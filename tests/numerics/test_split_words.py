@@ -14,7 +14,6 @@ from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import inverse_power_of_two, narrow, power_of_two, round_to, widen
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.integer_words import INT8, INT16, IntegerWord
-from collage_neuron.numerics.rounding import digits, leading
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
@@ -160,12 +159,6 @@ def test_specials(name: str) -> None:
     assert torch.equal(bits(fmt.decode([hi, lo])), bits(x))
     for n in torch.tensor([-int(words.most // words.unit) - 1, -1, 1, int(words.most // words.unit)]):
         assert torch.equal(bits(fmt.decode([hi, (lo + n).to(lo.dtype)]))[[0, 1, 4]], bits(x)[[0, 1, 4]])
-
-
-@names
-def test_the_product_measures_what_the_format_rounds(name: str) -> None:
-    assert digits(FORMATS[name]) == {"bf16+int16": 24, "bf16+int8": 15}[name]
-    assert leading(FORMATS[name]) == leading(FORMATS["bf16"])
 
 
 # --- the operations -------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from chances import hoeffding
 from models import differences, gpt, snapshot, train
-from planned import plan_update
+from oracles import hoeffding
 from torch import nn
 
 import collage_neuron
@@ -92,48 +91,6 @@ def test_parameters_of_one_update_and_of_two_groups_draw_apart() -> None:
         assert abs((p.detach() != 1).double().mean().item() - 0.5) <= hoeffding(4096)
         for q in params[:i]:
             assert abs((p == q).double().mean().item() - 0.5) <= hoeffding(4096)
-
-
-def test_a_step_that_is_refused_draws_nothing() -> None:
-    p, optimizer = sgd("stochastic", 4)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = math.nan
-    with pytest.raises(ValueError, match="nothing was updated"):
-        optimizer.step()
-    assert optimizer.param_groups[0]["collage_drawn"] == 1
-
-
-def test_other_strategies_have_nothing_of_it() -> None:
-    p, optimizer = sgd("plus", 4)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert "collage_drawn" not in optimizer.param_groups[0]
-    job = plan_update(torch.optim.SGD, optimizer, optimizer.param_groups[0], [p])
-    assert not job.update.draws
-    assert "index" not in {n.target for n in job.update.graph.graph.nodes}
-
-
-def test_a_monitor_sees_an_unbiased_update_that_is_mostly_lost_or_too_large() -> None:
-    """A step of half an ulp arrives whole in half of the elements: EDQ 1 within Hoeffding's bound, half are lost."""
-    n = 1 << 14
-    p, optimizer = sgd("stochastic", n)
-    with collage_neuron.monitor(optimizer) as monitor:
-        p.grad = torch.full_like(p, -(2.0**-8))
-        optimizer.step()
-    record = monitor.latest()
-    assert record is not None
-    assert record.total.pair.ratio == pytest.approx(1, abs=2 * hoeffding(n))
-    assert record.total.pair.lost == pytest.approx(50, abs=100 * hoeffding(n))
-
-
-def test_explain_shows_where_chance_comes_in() -> None:
-    _, optimizer = sgd("stochastic", 4)
-    text = collage_neuron.explain(optimizer, graphs=True)
-    assert "bf16_stochastic" in text
-    assert "stochastic_round(" in text
-    assert "= upper16(seed)" in text
-    assert collage_neuron.bytes_per_parameter(optimizer) == 4
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import bounds
 import pytest
 import torch
 from agreement import compare, initial, stepped
@@ -17,7 +16,6 @@ import collage_neuron
 from collage_neuron.numerics.eft import Value, bf16, narrow, widen
 from collage_neuron.numerics.formats import FORMATS, Component, Format
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
-from collage_neuron.states.store import read_exact
 
 
 def adamw(**settings: Any) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
@@ -113,39 +111,9 @@ def test_what_a_strategy_means_for_an_optimizer_never_seen_is_read_from_its_grap
     }
 
 
-class Averages(Written):
-    """A running average of what `of` makes of the gradient."""
-
-    def __init__(self, params: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(params)
-        self.of = of
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state.setdefault("v", torch.zeros_like(p)).mul_(0.999).add_(self.of(g), alpha=0.001)
-        p.sub_(g / (state["v"].abs().sqrt() + 1e-4), alpha=1e-3)
-
-
-def test_an_average_of_absolute_values_follows_them_down_under_plus() -> None:
-    """From 1 towards 0.01: after 500 steps the average has 0.999**500 of the way to go, and in bf16 it stands still."""
-    kept = {}
-    for strategy in ("bf16", "plus"):
-        p = torch.nn.Parameter(torch.zeros(8).bfloat16())
-        optimizer = collage_neuron.compile(Averages([p], torch.abs), strategy=strategy)
-        optimizer.state[p]["v"] = torch.ones(8).bfloat16()
-        for _ in range(500):
-            p.grad = torch.full_like(p, 0.01)
-            optimizer.step()
-        kept[strategy] = read_exact(p, optimizer.state[p], "v")[0].item()
-    exact = 0.01 + 0.99 * 0.999**500
-    assert kept["bf16"] == 1.0
-    assert abs(kept["plus"] - exact) <= 2**-16 / 0.001 * exact  # a rounding a step, of the last 1 / 0.001 steps
-
-
-@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
-def test_the_optimizer_never_seen_is_within_its_bound(arithmetic: str) -> None:
-    found = compare(NeverSeen, "plus", arithmetic)
-    assert found.looseness < 1
-    assert found.unbounded == 0
+@pytest.mark.parametrize(("arithmetic", "farthest"), [("fp32", 0.005), ("bf16", 0.1)])
+def test_the_optimizer_never_seen_is_near_its_float64_run(arithmetic: str, farthest: float) -> None:
+    assert compare(NeverSeen, "plus", arithmetic).error < farthest
 
 
 # A format of three words, such as nobody has thought of when the passes were written.
@@ -174,7 +142,6 @@ BF16X3 = Format(
 @pytest.fixture
 def bf16x3(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(FORMATS, BF16X3.name, BF16X3)
-    monkeypatch.setitem(bounds.STORED, BF16X3.name, 2.0**-24)
     monkeypatch.setitem(STRATEGIES, BF16X3.name, Strategy(BF16X3.name, *[BF16X3.name] * 3))
     return BF16X3.name
 

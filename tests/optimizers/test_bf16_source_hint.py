@@ -56,15 +56,6 @@ def test_nothing_is_said_where_fp32_values_were_kept(form: str, log: pytest.LogC
     assert hints(log) == []
 
 
-@IN_EVERY_FORM
-@pytest.mark.parametrize("settings", [{"strategy": "bf16"}, {"strategy": "stochastic"}, {"verbose": False}], ids=str)
-def test_nothing_is_said_of_one_word_nor_where_it_is_silenced(
-    form: str, settings: dict[str, Any], log: pytest.LogCaptureFixture
-) -> None:
-    train(*made(mlp().bfloat16(), form, **settings), range(2))
-    assert hints(log) == []
-
-
 def test_nothing_is_said_of_a_class_whose_model_has_to_be_bf16(log: pytest.LogCaptureFixture) -> None:
     model = mlp().bfloat16()
     train(model, collage_neuron.compile(AdamW)(model.parameters()), range(2))
@@ -92,11 +83,4 @@ def test_nothing_is_said_if_a_checkpoint_brings_low_words(how: str, log: pytest.
         weights, states = plain.state_dict(), plains.state_dict()
         checkpoint.set_fp32_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
     train(model, optimizer, range(2))
-    assert hints(log) == []
-
-
-def test_nothing_is_said_if_a_part_of_the_model_was_fp32(log: pytest.LogCaptureFixture) -> None:
-    model = mlp()
-    model[0].bfloat16()
-    train(*made(model), range(2))
     assert hints(log) == []

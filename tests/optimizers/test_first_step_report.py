@@ -10,10 +10,9 @@ import compile_forms
 import pytest
 import torch
 from models import mlp, train
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron.optimizer.first_step_report import log
 from collage_neuron.passes.backends import registry
 
 BACKEND = registry.choose("auto", torch.device("cpu")).name
@@ -55,21 +54,6 @@ def test_every_form_says_it_once_and_a_word_silences_it(form: str, caplog: pytes
     assert "instead of" not in lines(caplog)[1]
 
 
-def test_groups_may_differ(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "collage_neuron")
-    params = [torch.nn.Parameter(torch.ones(1000, 1000)) for _ in range(3)]
-    groups: list[dict[str, Any]] = [{"params": params[:1], "collage_strategy": "light"}, {"params": params[1:]}]
-    optimizer = collage_neuron.compile(SGD(groups, lr=0.1, momentum=0.9), strategy={"momentum_buffer": "fp32"})
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    (line,) = lines(caplog)
-    # Two words and a gradient, with a momentum of 2 bytes, and twice one word and a gradient, with a momentum of 4.
-    assert line.startswith(
-        "SGD: 3 tensors, 3.0 M parameters, strategy light, formats by state, 8 B each, 24 MB instead of 36 MB with fp32"
-    )
-
-
 @pytest.mark.parametrize(("rank", "said"), [("0", 1), ("3", 0)])
 def test_one_process_of_a_run_says_it(
     rank: str, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -78,17 +62,6 @@ def test_one_process_of_a_run_says_it(
     monkeypatch.setenv("RANK", rank)
     train(*made(), [0])
     assert len(lines(caplog)) == said
-
-
-@pytest.mark.parametrize(("configured", "level", "said"), [(False, 0, 1), (False, logging.WARNING, 0), (True, 0, 0)])
-def test_it_is_printed_where_logging_is_not_configured(
-    configured: bool, level: int, said: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(log, "hasHandlers", lambda: configured)
-    monkeypatch.setattr(log, "level", level)
-    train(*made(), [0])
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", said)
 
 
 def test_a_setting_that_is_none_is_rejected() -> None:

@@ -1,25 +1,77 @@
-"""Other people's optimizers, as they are: each is within its derived bound of its own float64 run, or refused by name.
-
-The bound of each element is derived operation by operation while the float64 optimizer runs (tests/support/bounds.py).
-"""
+"""Other people's optimizers, as they are: each is near its own float64 run, or refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import foreign
 import pytest
 import torch
 from agreement import Agreement, Make, Twins, compare, gradients, initial
+from as_written import Written
 from staged import Lamb
+from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer import launches
 
 pytestmark = pytest.mark.usefixtures("rejecting")
+
+
+class ChannelMeans(Written):
+    """A second moment of means over all dimensions but the first, one for each channel of a convolution."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["channel"] = p.new_zeros(p.shape[0], 1, 1)
+        state["channel"].lerp_(g.square().mean((1, 2), keepdim=True), 0.1)
+        p.sub_(group["lr"] * g * state["channel"].rsqrt())
+
+
+class Elsewhere(Optimizer):
+    """Momentum that is not in `state[p]`: in an attribute, in the group, under a key of its own, or in a list."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params, {"lr": 1e-2, "buffers": {}})
+        self.where, self.buffers = where, dict[Any, Any]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                places: dict[str, tuple[Any, Any]] = {
+                    "attribute": (self.buffers, p),
+                    "group": (group["buffers"], p),
+                    "global": (self.state["global"], "momentum"),  # type: ignore[index]  # as some do
+                    "list": (self.state[p], "history"),
+                    "name": (self.state[p], "grad"),
+                }
+                place, key = places[self.where]
+                if key not in place:
+                    place[key] = [torch.zeros_like(p)] if self.where == "list" else torch.zeros_like(p)
+                momentum = place[key][0] if self.where == "list" else place[key]
+                momentum.mul_(0.9).add_(p.grad)
+                p.add_(momentum, alpha=-group["lr"])
+
+
+class Counting(Optimizer):
+    """Keeps its schedule in attributes: a flag, a list and a dictionary of numbers, a 0-d tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.warm, self.rates, self.counts, self.total = False, [0.0], {"steps": 0}, torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.counts["steps"] += 1
+        self.total += 0.5
+        self.rates.append(1.0 / self.counts["steps"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] * sum(self.rates) * (1.0 if self.warm else 0.1))
+                p.mul_(1 - 1e-3 * float(self.total))
+        self.warm = True
 
 
 class Case(NamedTuple):
@@ -35,21 +87,13 @@ class Case(NamedTuple):
 
 CASES = {
     "transformers_adamw": Case(foreign.TransformersAdamW, 2, {"exp_avg_sq"}, {"exp_avg"}),
-    "lion": Case(foreign.Lion, 2, set(), {"exp_avg"}),
     "adan": Case(foreign.Adan, 2, {"exp_avg_sq"}, {"exp_avg", "exp_avg_diff", "neg_pre_grad"}),
-    "lamb_without_trust": Case(partial(foreign.Lamb, trust=False), 2, {"v"}, {"m"}),
     "sophia": Case(foreign.Sophia, 3, {"hessian"}, {"exp_avg"}),  # with a new curvature, without, and the first
     "schedule_free": Case(foreign.ScheduleFreeAdamW, 2, {"exp_avg_sq"}, set(), {"z"}),
-    "old_sgd": Case(foreign.OldSGD, 2, set(), {"momentum_buffer"}),
-    "foreach_adam": Case(foreign.ForeachAdam, 2, {"v"}, {"m"}),
-    "float_state_adam": Case(foreign.FloatStateAdam, 2, {"variance"}, {"mean"}),
-    "cautious_adamw": Case(foreign.CautiousAdamW, 2, {"exp_avg_sq"}, {"exp_avg"}),
-    "sign_switch": Case(foreign.SignSwitch, 2, set(), {"velocity", "rate"}),
-    "reassigning": Case(foreign.Reassigning, 2, {"sum_sq"}, set()),
 }
 
-LOOSEST = {"fp32": 0.05, "bf16": 1.0}
-"""The bound says something: at the median element it is below this fraction of the distance moved in 12 steps."""
+FARTHEST = {"fp32": 0.005, "bf16": 0.1}
+"""The error at the median element is below this fraction of the distance moved, which is small: eight steps of 1e-3."""
 
 
 @cache
@@ -61,25 +105,29 @@ def compared(name: str, strategy: str, arithmetic: str = "fp32") -> Agreement:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full", "plus"])
-def test_it_is_within_the_bound_of_its_float64_run(name: str, strategy: str, arithmetic: str) -> None:
+def test_it_is_near_its_float64_run(name: str, strategy: str, arithmetic: str) -> None:
     case, found = CASES[name], compared(name, strategy, arithmetic)
     assert found.states == case.squares | case.others | case.sums
     assert set().union(*found.formats.values()) == {"bf16x2"} or strategy == "plus"
-    assert found.looseness < LOOSEST[arithmetic]
-    assert found.unbounded < 0.02
+    assert found.error < FARTHEST[arithmetic]
+
+
+def test_a_parameter_of_one_word_is_divided_in_the_papers_arithmetic() -> None:
+    """Most of each update is lost, and nothing beyond it."""
+    assert compare(foreign.Adan, "bf16", "bf16").error <= 1.0
 
 
 @pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("name", CASES)
-def test_plus_on_xla_is_within_the_same_bound(xla: torch.device, name: str) -> None:
-    compare(CASES[name].make, "plus", "fp32", xla, steps=6)
+def test_plus_on_xla_is_as_near(xla: torch.device, name: str) -> None:
+    assert compare(CASES[name].make, "plus", "fp32", xla, steps=6).error < FARTHEST["fp32"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_states_that_plus_expands_are_those_a_person_would_name(name: str) -> None:
     """In every step; and a run has two or three graphs, so that no later step compiles again."""
     found = compared(name, "plus")
-    assert found.graphs == CASES[name].graphs <= 3
+    assert len(found.graphs) == CASES[name].graphs <= 3
     assert found.squares == CASES[name].squares
     assert found.sums == CASES[name].sums
     expanded = {state for state, formats in found.formats.items() if formats == {"bf16x2"}}
@@ -101,13 +149,13 @@ def test_means_over_the_first_of_three_dimensions_are_refused_by_name() -> None:
     with pytest.raises(
         UnsupportedUpdate, match=r"not elementwise: aten\.mean\.dim turns .* \[4, 3, 2\] into \[4, 1, 1\]"
     ):
-        collage_neuron.compile(foreign.ChannelMeans([p]))
+        collage_neuron.compile(ChannelMeans([p]))
 
 
 @pytest.mark.parametrize("where", ["attribute", "group", "global", "list", "name"])
 def test_momentum_kept_where_nobody_would_carry_it_is_refused(where: str) -> None:
     """A launch does not write it; compiling leaves nothing there."""
-    optimizer = foreign.Elsewhere([torch.nn.Parameter(initial())], where)
+    optimizer = Elsewhere([torch.nn.Parameter(initial())], where)
     with pytest.raises(
         UnsupportedUpdate, match=r"keep each in optimizer\.state\[p\]|or another state|something else has; rename it"
     ):
@@ -116,13 +164,8 @@ def test_momentum_kept_where_nobody_would_carry_it_is_refused(where: str) -> Non
     assert not optimizer.param_groups[0]["buffers"]
 
 
-@pytest.mark.parametrize("strategy", ["fp32", "fp32_states", "full", "bf16"])
-def test_states_that_trade_places_are_not_overwritten_on_the_way(strategy: str) -> None:
-    assert compare(foreign.Trading, strategy).unbounded == 0
-
-
 def test_a_schedule_in_attributes_is_run_once_a_step() -> None:
-    twins = Twins(foreign.Counting, "full", "fp32", torch.device("cpu"))
+    twins = Twins(Counting, "full", "fp32", "cpu")
     for gradient in gradients(5):
         twins.step(gradient)
         collage_neuron.explain(twins.compiled)  # records once more
@@ -146,31 +189,3 @@ def test_parameters_of_one_group_do_what_each_does_alone(name: str) -> None:
     for p, alone in zip(together, optimizers[1:], strict=True):
         (q,) = alone.param_groups[0]["params"]
         assert torch.equal(collage_neuron.exact_value(optimizers[0], p), collage_neuron.exact_value(alone, q))
-
-
-def _lost(change: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None]) -> Twins:
-    """Five steps of Adan with `change` applied to the compiled optimizer after the fourth."""
-    twins = Twins(foreign.Adan, "full", "fp32", torch.device("cpu"))
-    for i, gradient in enumerate(gradients(5)):
-        if i == 4:
-            change(twins.compiled, twins.p)
-        twins.step(gradient)
-    return twins
-
-
-@pytest.mark.parametrize("key", ["param_lo", "exp_avg_lo", "exp_avg_sq_lo"])
-def test_the_bound_notices_one_lost_low_word(key: str) -> None:
-    with pytest.raises(AssertionError, match="further than"):
-        _lost(lambda optimizer, p: optimizer.state[p][key].zero_())
-
-
-def test_the_bound_notices_a_number_that_is_one_in_a_thousand_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = launches.launch
-
-    def inexact(optimizer: Any, job: Any, *finite: Any) -> Any:
-        job.recording.slots[-1] *= 1 - 2**-10
-        return launch(optimizer, job, *finite)
-
-    monkeypatch.setattr(launches, "launch", inexact)
-    with pytest.raises(AssertionError, match="further than"):
-        _lost(lambda optimizer, p: None)

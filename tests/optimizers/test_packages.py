@@ -1,4 +1,4 @@
-"""Optimizers of published packages, as they are installed: which are within the bounds that are derived for them.
+"""Optimizers of published packages, as they are installed: which are near their own float64 runs.
 
 Every optimizer of a package that can be made from a list of parameters is tried, with a matrix as its parameter. The
 others are in tests/eager/test_packages.py.
@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from agreement import Agreement, compare, initial, stepped
-from bounds import Unbounded
-from package_cases import COVERED, NOTES, STAGED
+from package_cases import COVERED, LAUNCHED, NOTES, STAGED
 from sampling import part
 
 import collage_neuron
@@ -60,11 +59,11 @@ def optimizers(name: str) -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def outcome(package_name: str, name: str, strategy: str, arithmetic: str) -> Agreement | str:
-    """The agreement, or why there is none: it is not compiled, or no bound follows from what is known of it."""
+    """The agreement, or why it is not compiled."""
     cls = optimizers(package_name)[name]
     try:
         return compare(lambda params: make(cls, params), strategy, arithmetic, steps=6)
-    except (UnsupportedUpdate, Unbounded, ValueError) as refusal:
+    except (UnsupportedUpdate, ValueError) as refusal:
         return str(refusal)
 
 
@@ -73,19 +72,20 @@ WITHOUT_FP64 = {"Adahessian", "AdaHessian", "SophiaH", "FAdam"}
 
 
 def tried(name: str) -> list[str]:
-    """Every sixth one, whose updates share their operations with the others': random ones are in test_random.py."""
+    """Every sixth one, whose updates share their operations with the others'."""
     return part([o for o in optimizers(name) if o not in WITHOUT_FP64], 6)
 
 
 @pytest.mark.parametrize("name", COVERED)
 def test_each_of_the_table_agrees(name: str) -> None:
-    """In fp32 arithmetic with `plus`; `compare` holds every element to its bound.
+    """In fp32 arithmetic with `plus`; `compare` has every element validated.
 
     None has more than three graphs in six steps: a fill value or a bound that changes is a number, not another graph.
     """
     outcomes = {o: outcome(name, o, "plus", "fp32") for o in tried(name)}
-    found = {o: agreement.graphs for o, agreement in outcomes.items() if isinstance(agreement, Agreement)}
-    assert found.keys() == outcomes.keys() & COVERED[name].split()
+    found = {o: len(agreement.graphs) for o, agreement in outcomes.items() if isinstance(agreement, Agreement)}
+    assert outcomes.keys() & COVERED[name].split() <= found.keys()
+    assert found.keys() <= {*COVERED[name].split(), *LAUNCHED[name].split()}
     assert max(found.values(), default=0) <= 3
 
 
@@ -99,41 +99,12 @@ def test_each_agrees_in_the_papers_arithmetic_too(name: str) -> None:
     assert {o for o, found in outcomes.items() if isinstance(found, str)} == STAGED[name] & outcomes.keys()
 
 
-def test_a_state_that_is_a_deep_copy_of_the_parameter() -> None:
-    cls = package("torch_optimizer").AccSGD
-    p, exact = torch.nn.Parameter(initial()), torch.nn.Parameter(initial().double())
-    optimizer = collage_neuron.compile(cls([p], lr=1e-3), strategy="full")
-    stepped(optimizer)
-    stepped(cls([exact], lr=1e-3))
-    # Three steps; each stores pairs (2**-17), and adds and takes away a momentum of at most 2**4 times the parameter.
-    error = (collage_neuron.exact_value(optimizer, p).double() - exact.detach()).abs().max()
-    assert error <= 3 * 2**4 * 2**-17 * exact.detach().abs().max()
-
-
 @pytest.mark.parametrize("name", NOTES)
 def test_what_is_rewritten_without_a_rank_is_refused_with_one(name: str) -> None:
     groups = [{"params": [torch.nn.Parameter(initial())], "rank": 2, "update_proj_gap": 1, "scale": 1.0,
                "projection_type": "std"}]  # fmt: skip
     with pytest.raises(UnsupportedUpdate, match=r"not elementwise: aten\._linalg_svd"):
         collage_neuron.compile(getattr(package("pytorch_optimizer"), name)(groups))
-
-
-def test_a_list_with_an_entry_for_each_group_is_read_at_the_groups_place() -> None:
-    """AdaBound keeps the initial learning rate of each group in a list beside its groups."""
-    cls = package("torch_optimizer").AdaBound
-
-    def made(dtype: torch.dtype) -> torch.optim.Optimizer:
-        groups = [{"params": [torch.nn.Parameter(initial().to(dtype))], "lr": lr} for lr in (1e-3, 1e-1)]
-        return cls(groups, final_lr=0.5, gamma=0.1)  # type: ignore[no-any-return]
-
-    optimizer, exact = collage_neuron.compile(made(torch.bfloat16), strategy="full"), made(torch.float64)
-    stepped(optimizer)
-    stepped(exact)
-    for group, group64 in zip(optimizer.param_groups, exact.param_groups, strict=True):
-        value = collage_neuron.exact_value(optimizer, group["params"][0]).double()
-        moved = (group64["params"][0].detach() - initial().double()).abs().max()
-        # Three steps, of which each stores pairs of numbers below 4; the other group's rate would be 100 times off.
-        assert (value - group64["params"][0].detach()).abs().max() <= 3 * 4 * 2**-17 < 0.1 * moved
 
 
 def test_schedule_free_goes_to_evaluation_and_back_as_in_float64() -> None:

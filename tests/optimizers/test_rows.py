@@ -161,16 +161,6 @@ def test_fp32_parameters_have_them_too() -> None:
         assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
 
 
-def test_a_nan_reaches_the_number() -> None:
-    for backend in BACKENDS:
-        optimizer, params = compiled_number(backend=backend)
-        run(optimizer, 1)
-        params[0].grad = torch.full_like(params[0], torch.nan)
-        optimizer.step()
-        assert optimizer.state[params[0]]["v"].isnan()
-        assert not optimizer.state[params[1]]["v"].isnan()
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_validation_notices_a_number_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     optimizer, _ = compiled_number(backend="reference", validate="on")
@@ -217,14 +207,6 @@ def test_it_may_decide_a_branch() -> None:
     run(Branching(exact := numbers(torch.float32)), 3)
     for ours, theirs in zip(values(optimizer, params), exact, strict=True):
         assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
-
-
-def test_that_of_a_parameter_without_dimensions_is_in_words() -> None:
-    params = [Parameter(torch.tensor(1.0).bfloat16())]
-    optimizer = collage_neuron.compile(Novograd(params), strategy="fp32")
-    run(optimizer, 3)
-    run(Novograd(exact := [Parameter(torch.tensor(1.0))]), 3)
-    assert torch.allclose(collage_neuron.exact_value(optimizer, params[0]), exact[0], rtol=2**-18)
 
 
 def test_a_number_that_two_parameters_share_is_rejected() -> None:

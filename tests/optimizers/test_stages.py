@@ -11,7 +11,6 @@ from as_written import (
     SHAPES,
     Written,
     compiled,
-    equal,
     in_fp32,
     parameters,
     run,
@@ -19,7 +18,6 @@ from as_written import (
 )
 from headed import Mini
 from rowed import Came, Factored
-from running import as_written_too
 from staged import Lamb, Novograd, StableAdamW
 from torch import Tensor
 from torch.nn import Parameter
@@ -31,22 +29,6 @@ from collage_neuron.numerics import tensor_sums
 
 BACKENDS = ("reference", "native")
 pytestmark = pytest.mark.usefixtures("rejecting")
-
-
-def test_each_parameter_has_numbers_of_its_own() -> None:
-    """Parameters that share an update are summed up alone: each moves as in an optimizer of its own."""
-    for backend in BACKENDS:
-        together, params = compiled(Lamb, backend=backend)
-        run(together, 3)
-        for i, p in enumerate(params):
-            alone = parameters(torch.bfloat16)
-            optimizer = collage_neuron.compile(Lamb([alone[i]]), strategy="fp32", backend=backend)
-            for number in range(3):
-                g = torch.Generator().manual_seed(1000 + number)
-                grads = [(0.1 * torch.randn(q.shape, generator=g)).bfloat16() for q in alone]
-                alone[i].grad = grads[i]
-                optimizer.step()
-            assert equal([collage_neuron.exact_value(together, p)], [collage_neuron.exact_value(optimizer, alone[i])])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -122,48 +104,6 @@ def test_steps_with_and_without_a_reduction_alternate() -> None:
         assert (ours - theirs).abs().max() <= 2**-20 * theirs.abs().max()
 
 
-class Branching(Written):
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g / g.norm() if g.norm() > 0 else g, alpha=group["lr"])
-
-
-class OverAll(Written):
-    def step(self, closure: Any = None) -> Any:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.norm = torch.stack([g.norm() for g in grads]).norm()
-        return super().step(closure)
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g / self.norm, alpha=group["lr"])
-
-
-class Summing(Written):
-    """Divides by the sum of the norms of all parameters up to this one."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        total: Any = 0.0
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    total = total + p.grad.norm()
-                    p.sub_(p.grad / (total + 1e-6), alpha=group["lr"])
-
-
-class KeptNumber(Written):
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state["size"] = 0.9 * state["size"] + g.norm() if "size" in state else g.norm()
-        p.sub_(g / (state["size"] + 1e-6), alpha=group["lr"])
-
-
-class GivenNumber(Written):
-    """Its 0-d state is there before the first step, as a number."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state.setdefault("size", torch.tensor(0.0)).mul_(0.9).add_(g.norm())
-        p.sub_(g / (state["size"] + 1e-6), alpha=group["lr"])
-
-
 class Fourth(Written):
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(g / (g.norm(p=4) + 1e-6), alpha=group["lr"])
@@ -178,17 +118,6 @@ class OfFilled(Written):
 def test_what_has_no_rule_is_rejected(make: type[Written]) -> None:
     with pytest.raises(UnsupportedUpdate, match=r"norm of order 4|filled with a number"):
         compiled(make)
-
-
-@pytest.mark.parametrize(
-    "make", [Branching, OverAll, Summing, KeptNumber, GivenNumber, Fourth, OfFilled], ids=lambda make: make.__name__
-)
-@as_written_too()
-def test_steps_that_are_not_each_parameters_own_are_right(make: type[Written]) -> None:
-    optimizer, params = compiled(make)
-    run(optimizer, 3)
-    for ours, theirs in zip(values(optimizer, params), in_fp32(make, 3), strict=True):
-        assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
 
 
 class OverDimensions(Written):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from headed import ALL, Flat, Fused, Mini, Moments, Vectors
-from items import Between
 from planned import plan
 from pytorch_optimizer import Ranger
 from rowed import Came, Factored
@@ -26,7 +25,7 @@ from collage_neuron.numerics.matrix_sums import mean_to
 from collage_neuron.numerics.tensor_sums import norm_of
 from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import get
-from collage_neuron.passes.backends.xla import lower, sums
+from collage_neuron.passes.backends.xla import sums
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.validation import validate
@@ -62,10 +61,8 @@ def test_with_the_numbers_of_the_host_so_has_one_that_reads_some(
     check_ten_steps(xla, Adafactor, "full", ((33, 65), (17,)))
 
 
-@pytest.mark.sampled(of=2, each=False)
-@pytest.mark.parametrize("make", [Between, Adafactor])
-def test_numbers_of_the_device_are_those_of_the_host_but_for_roundings(xla: torch.device, make: Any) -> None:
-    ours, theirs = (compiled(make, ((33, 65), (17,)), d, strategy="full", backend=b) for d, b in both(xla))
+def test_numbers_of_the_device_are_those_of_the_host_but_for_roundings(xla: torch.device) -> None:
+    ours, theirs = (compiled(Adafactor, ((33, 65), (17,)), d, strategy="full", backend=b) for d, b in both(xla))
     for optimizer in (ours, theirs):
         run(optimizer, 10)
         assert not bookkeeping(optimizer).as_written
@@ -87,15 +84,6 @@ def check_ten_steps(xla: torch.device, make: Any, strategy: str, shapes: Shapes)
     for optimizer in (ours, theirs):
         run(optimizer, 1, first=10, special=math.nan)
     assert differing(ours, theirs) == []
-
-
-def test_xla_would_leave_out_roundings_that_are_not_kept(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "ROUNDING", frozenset())
-    monkeypatch.setattr(get("xla"), "_lowered", {})
-    ours, theirs = (compiled(Lamb, ((91, 91),), d, strategy="fp32", backend=b) for d, b in both(xla))
-    run(ours, 3)
-    run(theirs, 3)
-    assert differing(ours, theirs) != []
 
 
 SHAPES = ((13, 11), (17,))

@@ -14,8 +14,6 @@ from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
 
 import collage_neuron
 from collage_neuron.optimizer import compiled_step, steady_plan
-from collage_neuron.passes.backends import registry
-from collage_neuron.passes.backends.reference import BACKEND
 from collage_neuron.states import step_inventory
 
 MAKES: dict[str, Callable[..., Any]] = {
@@ -159,6 +157,15 @@ def add_group(optimizer: Any) -> None:
     optimizer.add_param_group({"params": [p]})
 
 
+def share(optimizer: Any, of: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+    """Gives a parameter the memory of something that another parameter's update writes, or that it writes itself."""
+    p, q = optimizer.param_groups[0]["params"][:3:2]
+    q.grad = None
+    with torch.no_grad():
+        x = of(p, q, optimizer.state[p]).detach()
+        q.grad = x if x.shape == q.shape else x.flatten()[:1].expand(q.shape)
+
+
 def exchange_groups(optimizer: Any) -> None:
     optimizer.param_groups[:] = [dict(group) for group in reversed(optimizer.param_groups)]
 
@@ -199,6 +206,11 @@ CHANGES: dict[str, Change] = {
     "expanded gradient": at(FIRST, share_gradient),
     "weights exchanged": at(FIRST, exchange_data),
     "weights transposed": at(FIRST, transpose_weights),
+    "a gradient in the memory of another": at(FIRST, partial(share, of=lambda p, q, state: p.grad)),
+    "a gradient in a state of another": at(
+        FIRST, partial(share, of=lambda p, q, state: next(x for x in state.values() if x.dtype == q.dtype))
+    ),
+    "a gradient in its parameter": at(FIRST, partial(share, of=lambda p, q, state: q)),
     "group added": at(FIRST, add_group),
     "groups exchanged": at(FIRST, exchange_groups),
 }
@@ -208,14 +220,14 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("strategy", ["plus", "split433"])
 @pytest.mark.parametrize("name", MAKES)
-def test_it_is_that_of_a_step_that_is_planned_anew(
+def test_native_steps_are_those_of_the_reference_that_are_planned_anew(
     name: str, strategy: str, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = partial(trained, MAKES[name], CHANGES[change], strategy=strategy, backend="native", validate="off")
-    found = step()
+    step = partial(trained, MAKES[name], CHANGES[change], strategy=strategy, validate="off")
+    found = step(backend="native")
     monkeypatch.setattr(steady_plan, "again", lambda *_: None)
     monkeypatch.setattr(step_inventory, "look", lambda *_: None)
-    expected = step()
+    expected = step(backend="reference")
     assert len(found) == len(expected)
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
@@ -242,49 +254,10 @@ def test_nothing_is_planned_where_only_numbers_change(
     assert planned == [1, 2, 3, 4, 8]  # what there is, and what is validated
 
 
-def test_neither_is_it_with_names_settings_of_the_users_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3))).bfloat16()
-    optimizer: Any = AdamW(model.named_parameters(), betas=[0.9, 0.99])  # type: ignore[arg-type]  # of a YAML file
-    collage_neuron.compile(optimizer, strategy="plus", verbose=False)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    for t in range(10):
-        group(optimizer, lr=np.float64(0.1) / (t + 1), mine=object())
-        if t == 8:
-            monkeypatch.setattr(compiled_step, "_planned", None)
-        optimizer.step()
-
-
 @pytest.mark.parametrize("rate", [1e39, -1e39, float("inf"), float("nan")])
 def test_a_rate_that_is_no_fp32_number_is_rejected(rate: float) -> None:
     with pytest.raises(ValueError, match="set a finite learning rate"):
         trained(MAKES["SGD"], at(FIRST, partial(group, lr=rate)))
-
-
-def test_momentum_that_is_none_begins_anew() -> None:
-    (p, q), made = [Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)], []
-    for x in (p, q):
-        made.append(SGD([x], lr=0.125, momentum=0.5))
-        made[-1].load_state_dict(made[-1].state_dict() | {"state": {0: {"momentum_buffer": None}}})
-        if x is p:
-            collage_neuron.compile(made[0], strategy="plus", verbose=False)
-        for _ in range(3):
-            x.grad = torch.ones_like(x)
-            made[-1].step()
-    assert torch.equal(collage_neuron.exact_value(made[0], p), q)
-
-
-def test_a_backend_that_has_gone_is_not_used_again() -> None:
-    class Own(type(BACKEND)):  # type: ignore[misc]
-        name = "own"
-
-    registry.register(Own())
-    try:
-        with pytest.raises(ValueError, match="unknown backend 'own'"):
-            trained(MAKES["AdamW"], at(FIRST, lambda _: registry.unregister("own")), backend="own")
-    finally:
-        if "own" in registry.names():
-            registry.unregister("own")
 
 
 @pytest.mark.parametrize("step", [2, FIRST])

@@ -16,12 +16,11 @@ from oracles import one_thread
 from planned import plan_update
 from sampling import part
 from torch.optim import Optimizer
-from torch_cases import CASES, REFUSED, STAGED, STRATEGIES, Case, Runs
+from torch_cases import CASES, REFUSED, STAGED, Case, Runs
 
 import collage_neuron
 from collage_neuron import Compiled, exact_value
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.states.store import read_exact
@@ -73,26 +72,6 @@ def test_a_refusal_names_the_operation_and_changes_nothing(name: str) -> None:
     assert not isinstance(optimizer, Compiled)
     assert p.dtype == torch.float32
     assert not any("collage" in key for key in optimizer.param_groups[0])
-
-
-@pytest.mark.parametrize("strategy", ["full", "light", {"*": "fp32", "param": "bf16+fp32"}])
-def test_lbfgs_is_refused_in_its_first_step_which_changes_nothing(strategy: StrategyLike) -> None:
-    p = torch_cases.parameter(torch_cases.weights(SHAPE), torch.bfloat16)
-    optimizer, evaluated = collage_neuron.compile(REFUSED["LBFGS"].make(p), strategy=strategy), []
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        p.float().square().sum().backward()
-        evaluated.append(p.detach().clone())
-        return 1.0
-
-    before = exact_value(optimizer, p)
-    for _ in range(2):
-        with pytest.raises(UnsupportedUpdate, match=REFUSED["LBFGS"].message):
-            optimizer.step(closure)
-        assert torch.equal(exact_value(optimizer, p), before)
-    assert len(evaluated) == 2
-    assert optimizer.state[p].keys() <= {"param_lo"}
 
 
 # --- the rewritten graphs ------------------------------------------------------------------------------------------
@@ -159,21 +138,6 @@ def test_twelve_steps_under_plus(name: str) -> None:
     """A step rounds a state in bf16 by 2**-9 of itself, a pair by 2**-17; at worst always in the same direction."""
     runs = twelve_steps(CASES[name], "plus")
     assert runs.errors()["plus"] <= STEPS * (2**-9 + 2**-17 / runs.travelled)
-
-
-@pytest.mark.sampled(of=3)
-@pytest.mark.parametrize("name", ["adamw", "asgd", "nadam", "radam", "sgd_momentum"])
-def test_one_recording_serves_every_strategy(name: str) -> None:
-    """`torch_cases.run`, with which the errors are measured, takes the very steps of `optimizer.step()`."""
-    case, theta = CASES[name], torch_cases.weights(SHAPE)
-    params = {s: torch_cases.parameter(theta, torch.bfloat16) for s in STRATEGIES}
-    optimizers = {s: collage_neuron.compile(case.of(p), strategy=s) for s, p in params.items()}
-    for g in torch_cases.gradients(STEPS, SHAPE):
-        for s, p in params.items():
-            p.grad = g.clone()
-            optimizers[s].step()
-    together = torch_cases.run(case, STEPS, SHAPE).compiled
-    assert all(torch.equal(exact_value(optimizers[s], p).double(), together[s]) for s, p in params.items())
 
 
 @cache

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from as_written import Written
-from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, Idiom
+from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, Idiom, error, gradient, start, stepped
 from planned import plan
 from sampling import part
-from slow_states import error, gradient, start, stepped
 from torch import Tensor
 
 import collage_neuron
@@ -111,12 +110,6 @@ def test_plus_follows_float64_as_closely_as_its_format_allows(name: str) -> None
     assert found <= 2e-3 or found <= 2 * error(make, "full")
 
 
-@pytest.mark.parametrize("name", ["mul_, addcmul_", "copy of a lerp of a cast", "where of squares"])
-def test_one_word_would_lose_what_is_added(name: str) -> None:
-    idiom, zeros, _ = SLOW[name]
-    assert error(partial(Dividing, idiom=idiom, names=zeros), "light") >= 2e-2
-
-
 def test_an_update_of_many_operations_is_analysed_in_little_time() -> None:
     """An operand may be reached on exponentially many ways."""
 
@@ -198,18 +191,6 @@ def test_the_warning_is_an_error_before_anything_changes() -> None:
         collage_neuron.compile(optimizer, strategy="plus")
     assert type(optimizer) is Dividing
     assert p.dtype == torch.float32
-
-
-def test_a_recording_that_appears_later_is_warned_of_when_it_does() -> None:
-    def later(s: dict[str, Any], g: Tensor, b: float, p: Tensor) -> Tensor:
-        s["t"] = s.get("t", 0) + 1
-        if s["t"] < 4:
-            return g.abs()
-        return _positive_part(s, g, b, p)
-
-    make = partial(Dividing, idiom=later, names=("half",))
-    assert warned(make, "plus", steps=3) == []
-    assert len(warned(make, "plus", steps=6)) == 1
 
 
 class Half(Dividing):

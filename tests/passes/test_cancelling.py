@@ -210,58 +210,6 @@ def test_a_difference_of_gradients_beside_a_momentum_is_one() -> None:
     assert (kept["m"], kept["d"], kept["before"]) == ("i8q8", "i8q8", "bf16+int8")
 
 
-@pytest.mark.parametrize(("beta", "name"), [(0.9, "i8q8"), (0.99, "i8q8"), (0.999, "bf16+int8")])
-def test_momentum_of_sgd_has_its_format_from_the_first_step(beta: float, name: str) -> None:
-    """The first step only copies the gradient; the one after it shows the decay."""
-    p = torch.nn.Parameter(torch.randn(4, 256).bfloat16())
-    ours = collage_neuron.compile(torch.optim.SGD([p], lr=LR, momentum=beta), strategy="split312")
-    for g in gradients(3):
-        p.grad = g
-        ours.step()
-        assert record_of(ours, p)["momentum_buffer"] == name
-
-
-@pytest.mark.parametrize("strategy", ["split444", "split311"])
-def test_a_counter_holds_whole_numbers(strategy: str) -> None:
-    """257 is none in two words of 8 and 16 bits whose second is a part of an ulp of the first."""
-
-    def at_300(p: Tensor, g: Tensor, s: State) -> None:
-        (n,) = zero(s, p, "x")
-        p.sub_(g * (n.add_(1.0) == 300), alpha=LR)
-
-    p = torch.nn.Parameter(torch.randn(4, 64).bfloat16())
-    ours = collage_neuron.compile(Own([p], at_300), strategy=strategy)
-    before, p.grad = collage_neuron.exact_value(ours, p), torch.ones_like(p)
-    for step in range(1, 302):
-        ours.step()
-        assert torch.equal(collage_neuron.exact_value(ours, p), before) == (step < 300)
-
-
-def of_changed(c: Callable[[int], float]) -> float:
-    """The error, as a fraction of the way, of a difference of averages with a number that changes."""
-
-    def update(p: Tensor, g: Tensor, s: State) -> None:
-        a, b = zero(s, p, "x", "y")
-        a.lerp_(g, 0.1), b.lerp_(g, 0.05)
-        p.sub_(a - c(s["t"]) * b, alpha=LR)
-
-    start = torch.randn(4, 256).bfloat16()
-    p, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
-    ours, theirs = collage_neuron.compile(Own([p], update), strategy="split412"), Own([exact], update)
-    for g in gradients(40):
-        g = (1 + 0.1 * g.float()).bfloat16()
-        p.grad, exact.grad = g, g.double()
-        ours.step(), theirs.step()
-    return float((collage_neuron.exact_value(ours, p) - exact.detach()).norm() / (exact.detach() - start).norm())
-
-
-def test_what_other_optimizers_did_before_does_not_matter() -> None:
-    """Roles depend on numbers, and are not those of other numbers that an earlier optimizer had."""
-    assert of_changed(lambda t: 0.1) < 0.05
-    assert of_changed(lambda t: 0.1 if t <= 2 else 0.98) < 0.05
-    assert of_changed(lambda t: 0.98) < 1e-3
-
-
 def test_a_number_that_makes_a_state_negative_changes_its_format() -> None:
     """The product of two numbers, of which neither leaves its range, passes 1."""
 

@@ -113,11 +113,3 @@ def test_a_monitor_measures_what_a_product_changes() -> None:
     change = float((collage_neuron.exact_value(ours, p).double() - before).norm())
     assert record.total.raw_norm == pytest.approx(change, rel=2**-20)
     assert record.total.pair.ratio == pytest.approx(1, rel=2**-20)
-
-
-def test_a_product_with_zero_is_zero() -> None:
-    ours, p, *_ = both(UPDATES["multiplied"], "full")
-    step(ours, p, 0)
-    ours.param_groups[0]["c"] = 0.0
-    ours.step()
-    assert not collage_neuron.exact_value(ours, p).any()

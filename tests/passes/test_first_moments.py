@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from idioms import Following
+from idioms import Following, gradient, start
 from planned import plan
-from slow_states import gradient, start
 from torch import Tensor
 from torch_cases import CASES
 
@@ -197,10 +196,3 @@ def test_a_maximum_does_not_grow_by_roundings(strategy: str) -> None:
     _, ours, theirs = against_float64(make, strategy, lambda: wide_gradients(200, 0.2, drop=50))
     ratio = ours["max_exp_avg_sq"].double() / theirs["max_exp_avg_sq"]
     assert (ratio.log2().abs() < 0.03).all()
-
-
-def test_step_sizes_have_the_bits_of_the_parameter() -> None:
-    make = partial(torch.optim.Rprop, lr=1e-3)
-    error, ours, theirs = against_float64(make, "split311", lambda: wide_gradients(60, 0.2))
-    assert error < 1e-3
-    assert (ours["step_size"].double() / theirs["step_size"] - 1).abs().max() < 1e-2

@@ -237,16 +237,6 @@ def test_masks_choose_what_they_choose_in_fp32(name: str, backend: str) -> None:
     assert (found - trained(RULES[name])).abs().max() <= 2**-22
 
 
-@compiled_only()
-def test_what_is_not_finite_is_left_out() -> None:
-    p = torch.nn.Parameter(torch.zeros(3))
-    optimizer: Any = collage_neuron.compile(Chosen([p], RULES["isfinite"]), strategy="fp32")
-    p.grad = torch.tensor([1.0, torch.inf, torch.nan]).bfloat16().to(p.dtype)
-    optimizer.step()
-    assert p[0] != 0
-    assert torch.equal(p[1:].detach().float(), torch.zeros(2))
-
-
 STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"comparison": lambda g: g > 0, "isnan": torch.isnan}
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from as_written import Written
-from idioms import Dividing, Following, of_v, then
+from idioms import Dividing, Following, error, gradient, of_v, start, stepped, then
 from planned import capture, plan
 from running import as_written_too
-from slow_states import error, gradient, start, stepped
 from torch import Tensor
 
 import collage_neuron
@@ -23,11 +22,6 @@ from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.state_roles import roles_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
-
-
-def roles(optimizer: Any) -> dict[str, str]:
-    (job,) = plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
-    return dict(roles_of(job.recording.captured, job.recording.slots))
 
 
 MAY_BE_NEGATIVE: dict[str, Callable[[Tensor, Tensor, float], Any]] = {
@@ -131,12 +125,6 @@ def test_an_average_of_squares_that_begins_below_0_is_rejected_where_it_would_ha
     assert torch.equal(collage_neuron.exact_value(optimizer, p), before)
 
 
-@pytest.mark.parametrize("strategy", ["split444", "split433", "plus", "fp32", {"param": "bf16x2", "*": "fp32"}])
-def test_it_is_compiled_where_it_has_one(strategy: Any) -> None:
-    optimizer = collage_neuron.compile(Dividing([torch.nn.Parameter(start())], begins_below), strategy=strategy)
-    stepped(optimizer, optimizer.param_groups[0]["params"][0], 3)
-
-
 # --- random updates -------------------------------------------------------------------------------------------------
 
 UNARY: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -214,25 +202,3 @@ def test_a_format_without_signs_follows_float64() -> None:
     stepped(optimizer, p, 1)
     assert formats(optimizer)["v"] == "u16q16"
     assert error(make, "split422", 100) <= 2e-3
-
-
-class NamedLikeSlots(Written):
-    """Adam without corrections, with states called `m1` and `v1`; the numbers of an update are called `s0`, `s1`."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1, b=0.9)
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["m1"], state["v1"] = torch.zeros_like(p), torch.zeros_like(p)
-        state["m1"].lerp_(g, 1 - group["b"])
-        state["v1"].mul_(0.99).addcmul_(g, g, value=0.01)
-        p.addcdiv_(state["m1"], state["v1"].sqrt().add(1e-8), value=-group["lr"])
-
-
-def test_a_state_that_is_named_like_a_number_is_a_state() -> None:
-    p = torch.nn.Parameter(start())
-    optimizer = collage_neuron.compile(NamedLikeSlots([p]), strategy="split422")
-    p.grad = gradient(0)
-    assert roles(optimizer) == {"v1": "slow", "m1": "average"}
-    optimizer.step()

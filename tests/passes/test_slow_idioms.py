@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from idioms import Dividing, Idiom, State, named, of_v, rooted, then
-from slow_states import error
+from idioms import Dividing, Idiom, State, error, named, of_v, rooted, then
 from torch import Tensor
 
 import collage_neuron

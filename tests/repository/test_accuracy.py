@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import command, contenders, front, jobs, language, page, table
-from accuracy.conditions import CONDITIONS, FINE_TUNING, ROWS, TUNING, Condition, Stream, nothing
+from accuracy import command, contenders, front, page, table
+from accuracy.conditions import CONDITIONS, ROWS, TUNING, Condition, Stream, nothing
 from accuracy.exact import exact
 from accuracy.flash_adamw import decode_first, decode_second, decode_weight, encode_first, encode_second, encode_weight
 from accuracy.goals import GOALS
-from accuracy.jobs import Job
-from gpt import Shape
-from study.jobs import Store
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -55,49 +52,12 @@ def test_the_gradients_of_a_seed_do_not_depend_on_the_other_seeds(condition: Con
         assert torch.equal(g[:ROWS], alone) == (condition.noise is nothing)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, s in STRATEGIES.items() if not any(FORMATS[f].draw for f in vars(s).values() if f in FORMATS)]
-)
-def test_the_runs_of_stacked_seeds_are_those_of_single_seeds(name: str) -> None:
-    """Bit for bit, where nothing is drawn: no format shares words across rows."""
-    both, alone = (contenders.run(OWN[name], Stream(CONDITIONS["rows"], seeds), 5).theta for seeds in ((3, 4), (4,)))
-    assert torch.equal(both[ROWS:], alone)
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_bytes_are_those_of_the_formats(name: str) -> None:
     s = STRATEGIES[name]
     words = sum(FORMATS[fmt].bytes for fmt in (s.param, s.state, s.slow))
     found = contenders.run(OWN[name], Stream(CONDITIONS["recipe"], (0,)), 2).bytes
     assert words <= found <= words + 3 * front.PER_SCALE
-
-
-def job(name: str = "plus", source: str = "collage_neuron") -> Job:
-    return Job("recipe", name, source, 3, (0,))
-
-
-def kept(store: Store, job: Job) -> Any:
-    return store.read(job.path, jobs.identity(job))
-
-
-def test_a_record_stands_for_its_job_alone(tmp_path: Path) -> None:
-    store, record = Store(tmp_path), jobs.run(job())
-    store.write(job().path, record)
-    assert kept(store, job()) == record
-    assert kept(store, Job("recipe", "plus", "collage_neuron", 4, (0,))) is None
-    assert kept(store, Job("recipe", "plus", "collage_neuron", 3, (1,))) is None
-    store.write(job().path, record | {"code": "other"})
-    assert kept(store, job()) is None
-    assert kept(Store(tmp_path, any_code=True), job()) is not None
-
-
-def test_the_language_model_learns_and_bf16_learns_less() -> None:
-    """From the same weights on the same text: a short run under fp32 and the strategy closest to it are alike."""
-    small = Shape(batch=4, block=16, width=16, heads=2, layers=1)
-    fp32, close, far = (language.losses(OWN[name], (0, 1), 30, small) for name in ("torch fp32", "fp32", "bf16"))
-    assert max(fp32) < math.log(256)
-    assert close == pytest.approx(fp32, abs=5e-3)
-    assert all(x > y for x, y in zip(far, fp32, strict=True))
 
 
 def record(name: str, source: str, words: float, **errors: float) -> list[dict[str, Any]]:
@@ -148,16 +108,6 @@ def test_the_page_has_every_contender_in_every_condition() -> None:
 
 def test_bytes_takes_strategies_in_the_order_of_the_stored_errors() -> None:
     assert [name for name in front.by_accuracy(stored_rows()) if name in BY_ACCURACY] == list(BY_ACCURACY)
-
-
-def test_a_contender_is_compared_with_a_run_from_the_weights_that_it_stored() -> None:
-    """fp32 weights that pure bf16 rounds away, by more than the distance, are no error of its steps."""
-    j = Job("6e-7@.3", "bf16", "collage_neuron", 3, (0,))
-    outcome = contenders.run(OWN["bf16"], Stream(FINE_TUNING[j.condition], j.seeds), j.steps)
-    given = Stream(FINE_TUNING[j.condition], j.seeds).start
-    assert not torch.equal(outcome.start, given)
-    (error,), (counted,) = jobs.run(j)["errors"], jobs._exact(j.condition, j.seeds, j.steps).errors(outcome.theta)
-    assert error <= 1.1 < 10 < counted
 
 
 def test_a_page_comes_with_its_figure_and_records(tmp_path: Path) -> None:

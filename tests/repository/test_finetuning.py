@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -55,14 +54,6 @@ def test_what_is_saved_is_read_back_with_every_bit_and_its_dtype(module: Any, tm
     assert any(not torch.equal(v, v.bfloat16().float()) for v in exact(trainer).values())
 
 
-def test_without_the_helper_fp32_weights_are_read_as_bf16(module: Any, tmp_path: Path) -> None:
-    """Why there is one: transformers writes the dtype of the model, not of what it saves."""
-    trainer = trained(module, tmp_path)
-    trainer.model.save_pretrained(tmp_path / "by hand", state_dict=exact(trainer))
-    found = json.loads((tmp_path / "by hand" / "config.json").read_text())
-    assert found.get("dtype", found.get("torch_dtype")) == "bfloat16"
-
-
 def test_dtypes_of_models_within_a_model_are_written_too() -> None:
     from collage_neuron.checkpoint.fp32 import _as_fp32
 
@@ -83,14 +74,6 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(module: Any, t
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoints" / f"checkpoint-{STEPS // 2}"))
     expected, found = exact(whole), exact(resumed)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_the_example_says_what_lies_on_disk(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module.main(["--steps", str(STEPS), "--out", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "fine-tuned, full: split433, 12 bytes/parameter" in said
-    assert "bf16 on disk is read as torch.bfloat16" in said
-    assert "fp32 on disk is read as torch.float32" in said
 
 
 def test_an_adapter_is_trained_and_saved_alone(module: Any, tmp_path: Path) -> None:

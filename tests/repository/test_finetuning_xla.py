@@ -24,7 +24,6 @@ from collage_neuron.checkpoint import get_fp32_state_dict
 pytest.importorskip("transformers")
 pytest.importorskip("torch_xla")
 
-import torch_xla
 import torch_xla.debug.metrics as met
 from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 
@@ -86,30 +85,6 @@ def test_the_run_ends_where_that_of_the_cpu_does(module: Any, on_xla: Tuned, tmp
     assert apart(tuned(module, tmp_path / "bf16", "cpu", "bf16").after, expected, before) > 2**-1
 
 
-def test_from_the_same_gradients_the_weights_are_those_of_the_cpu(module: Any, tmp_path: Path) -> None:
-    """The update alone, with a learning rate that changes at each step: XLA's CPU may contract a product and a sum."""
-    model, optimizer, schedule = module.made(tmp_path / "xla", "xla", "split433", STEPS)
-    given: list[tuple[float, list[torch.Tensor]]] = []
-
-    def note(on: Any, *rest: Any) -> None:
-        torch_xla.sync(wait=True)  # one program for all gradients: fetched one by one, each would be compiled alone
-        (group,) = on.param_groups
-        given.append((group["lr"], [p.grad.cpu() for p in group["params"]]))
-
-    optimizer.register_step_pre_hook(note)
-    module.train(model, optimizer, schedule, STEPS, "xla")
-    other, plain, _ = module.made(tmp_path / "cpu", "cpu", "split433", STEPS)
-    before = {name: p.detach().float() for name, p in other.named_parameters()}
-    for lr, gradients in given:
-        plain.param_groups[0]["lr"] = lr
-        for p, gradient in zip(other.parameters(), gradients, strict=True):
-            p.grad = gradient
-        plain.step()
-    assert len({lr for lr, _ in given}) > STEPS // 2
-    found, expected = get_fp32_state_dict(model, optimizer)[0], get_fp32_state_dict(other, plain)[0]
-    assert apart({name: found[name].cpu() for name in before}, expected, before) < 2**-18
-
-
 def test_what_is_saved_has_every_bit_in_fp32(module: Any, on_xla: Tuned, tmp_path: Path) -> None:
     _, model, optimizer, _, expected, _ = on_xla
     checkpoint.save_pretrained_fp32(model, optimizer, tmp_path / "fp32")
@@ -137,13 +112,6 @@ def test_gradient_checkpointing_needs_that_of_torch_xla(module: Any, on_xla: Tun
         if hasattr(layer, "_gradient_checkpointing_func"):
             layer._gradient_checkpointing_func = partial(xla_checkpoint, use_reentrant=True)
     assert module.train(model, optimizer, schedule, STEPS, "xla") == pytest.approx(on_xla.losses, rel=2**-8)
-
-
-def test_the_example_says_what_it_did(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module.main(["--device", "xla", "--steps", "3", "--out", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "fine-tuned on xla: split433, 12 bytes/parameter" in said
-    assert "fp32 on disk is read as torch.float32" in said
 
 
 FORMS = part(("optimizers", "optimizer_cls_and_kwargs", "model"), 3, "on XLA")

@@ -77,20 +77,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-def test_a_job_is_kept_with_what_repeats_it_and_not_run_again(
-    pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = jobs.run_all([JOB], Store(tmp_path), pool, "python examples/study")
-    record = json.loads((tmp_path / "second_moment/bf16.json").read_text())
-    assert first == {"bf16": record}
-    assert record["command"] == "python examples/study --only second_moment/bf16"
-    assert record["settings"]["seed"] == 0
-    assert record["versions"]["torch"] == torch.__version__
-    assert list(tmp_path.rglob("*.tmp")) == []
-    monkeypatch.setattr(jobs, "run", lambda job: pytest.fail(f"{job.name} ran again"))
-    assert jobs.run_all([JOB], Store(tmp_path), pool, "") == first
-
-
 @pytest.mark.parametrize(("key", "value"), [("versions", {}), ("code", "older"), ("settings", {"steps": 51})])
 def test_a_job_of_another_study_does_not_count(
     key: str, value: Any, pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

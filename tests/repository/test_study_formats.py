@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 from itertools import product
 
 import pytest
 import torch
-from study.reduced import ReducedLinear, reduce_linears, reduce_mantissa
 from study.sharpness import EPSILON, sharpness
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-MANTISSAS = (1, 4, 7)
+from torch import Tensor
 
 
 def numbers() -> Tensor:
@@ -42,48 +37,6 @@ def nearest(x: float, mantissa: int) -> Fraction:
         return below if size - below < above - size else above
     last = [n / (above - below) % 2 for n in (below, above)]
     return below if last[0] == 0 else above
-
-
-@pytest.mark.parametrize("mantissa", MANTISSAS)
-@pytest.mark.parametrize("rounding", ["truncation", "nearest"])
-def test_a_shortened_number_is_the_one_that_rationals_say(rounding: str, mantissa: int) -> None:
-    x = numbers()[::29]
-    pairs = zip(x.tolist(), reduce_mantissa(x, mantissa, rounding).tolist(), strict=True)
-    for number, rounded in pairs:
-        expected = neighbours(number, mantissa)[0] if rounding == "truncation" else nearest(number, mantissa)
-        assert abs(Fraction(rounded)) == expected, number
-        assert math.copysign(1, rounded) == math.copysign(1, number)
-
-
-@pytest.mark.parametrize("mantissa", MANTISSAS)
-def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased(mantissa: int) -> None:
-    torch.manual_seed(0)
-    draws = 20_000
-    for number in (1.1, -1.23456, 0.7, 3.999):
-        x = torch.tensor(number)  # the fp32 number
-        below, above = map(float, neighbours(x.item(), mantissa))
-        found = reduce_mantissa(x.expand(draws).clone(), mantissa, "stochastic").double().abs()
-        assert set(found.unique().tolist()) <= {below, above}
-        share = (x.double().abs() - below) / (above - below)
-        deviation = (share * (1 - share) / draws).sqrt()  # of the share that went up, binomially
-        assert abs((found == above).double().mean() - share) < 5 * deviation
-
-
-def test_every_matrix_multiplication_of_a_reduced_layer_reads_rounded_numbers() -> None:
-    torch.manual_seed(0)
-    layer, twin = nn.Linear(5, 3), nn.Linear(5, 3)
-    twin.load_state_dict(layer.state_dict())
-    reduce_linears(layer, 3, "nearest")
-    assert isinstance(layer, ReducedLinear)
-    x, g = torch.randn(4, 5, requires_grad=True), torch.randn(4, 3)
-    y = layer(x)
-    y.backward(g)
-    rx, rw, rg = (reduce_mantissa(t.detach(), 3, "nearest") for t in (x, layer.weight, g))
-    assert torch.equal(y, F.linear(rx, rw, layer.bias))
-    assert layer.weight.grad is not None
-    torch.testing.assert_close(layer.weight.grad, rg.T @ rx, rtol=2**-20, atol=0)  # a sum of four, in another order
-    torch.testing.assert_close(x.grad, rg @ rw, rtol=2**-20, atol=2**-24)
-    assert not torch.allclose(y, twin(x))
 
 
 def cross_entropy(z: Tensor, y: int) -> Tensor:

@@ -301,9 +301,3 @@ def test_arguments_are_checked_when_a_callback_is_made(make: Any, needs: str) ->
         make(decay=0.5, avg_fn=lambda average, value, n: average)
     with pytest.raises(ValueError, match="every is 0; give the number of steps"):
         make(every=0)
-
-
-def test_updates_start_and_come_at_intervals(tmp_path: Path) -> None:
-    average = lightning_average(start=2, every=2)
-    lightning_fit(lightning_task("configure_optimizers"), tmp_path, average)
-    assert int(average.average.n_averaged) == 2  # after steps 4 and 6

@@ -16,7 +16,6 @@ from torch.optim import swa_utils as torchs
 
 import collage_neuron
 from collage_neuron import RoundedAverage, exact_value, set_exact_value, trainers
-from collage_neuron.states import coarse_writes
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -115,18 +114,6 @@ def test_a_wrapper_with_exact_values_and_one_in_the_step_of_a_class_are_within_t
     params = parameters()
     optimizer = collage_neuron.compile(inner(params, lr=1e-3), strategy="full")
     run(wrapper(optimizer), params)
-    assert error(optimizer, params) <= BOUND
-
-
-@pytest.mark.parametrize("kept", [list, tuple, lambda x: {0: x[0]}])
-def test_a_wrapper_that_is_compiled_as_a_whole_is_within_the_format(kept: Any) -> None:
-    params = parameters()
-    wrapper = Lookahead(AdamW(params, lr=1e-3))
-    wrapper.kept = kept(wrapper.kept)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", collage_neuron.RunsAsWritten)  # its slow weights are in a list
-        optimizer = collage_neuron.compile(wrapper, strategy="full")
-        run(optimizer, params)
     assert error(optimizer, params) <= BOUND
 
 
@@ -293,21 +280,3 @@ def test_exact_averages_and_copies_of_exact_values_are_not_spoken_of() -> None:
         with torch.no_grad():
             for a, p in zip(exact.parameters(), model.parameters(), strict=True):
                 a.copy_(collage_neuron.exact_value(optimizer, p))
-
-
-def test_most_steps_look_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = collage_neuron.compile(SGD(params, lr=0.1))
-
-    def copies(held: set[int]) -> list[Any]:
-        looks.append(len(held))
-        return []
-
-    monkeypatch.setattr(coarse_writes, "copies_of_models", copies)
-    monkeypatch.setattr(coarse_writes, "_sample", lambda model: pytest.fail("there is no copy"))
-    for _ in range(300):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    assert looks == [2, 2, 2]  # after 16, 64 and 256 steps

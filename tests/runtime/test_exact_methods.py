@@ -182,25 +182,6 @@ def test_gradients_are_read_and_written() -> None:
         assert torch.equal(p.grad.double(), q.grad)
 
 
-def test_numbers_groups_and_attributes_are_those_of_the_plain_optimizer() -> None:
-    optimizer, reference = stepped()
-    assert optimizer.get_lr() == reference.get_lr() == [1e-2]
-    optimizer.rate = 0.5
-    optimizer.set_scale(3.0)
-    assert (optimizer.rate, optimizer.param_groups[0]["lr"]) == (0.5, 0.5)
-    assert (optimizer.scale, optimizer.param_groups[0]["scale"], optimizer.calls) == (3.0, 3.0, 1)
-    assert optimizer.log == ["get_lr"]
-    assert abs(optimizer.weight_norm - reference.weight_norm) <= 2**-15 * reference.weight_norm
-    assert optimizer.scale_weights(1.0) is optimizer
-    assert optimizer.trainable() == optimizer.param_groups[0]["params"]
-    assert optimizer.trainable()[0] is optimizer.param_groups[0]["params"][0]
-    p, q = pairs(optimizer, reference)[0]
-    assert optimizer.of(p) == pytest.approx(reference.of(q), rel=2**-12)
-    optimizer.freeze(p)
-    assert not p.requires_grad
-    assert len(optimizer.trainable()) == 2
-
-
 def test_a_method_that_looks_at_no_weights_copies_none(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, _ = stepped()
     before = snapshot(optimizer)
@@ -228,27 +209,6 @@ def test_methods_run_on_copies_and_pickles_too() -> None:
     for o in (optimizer, other):
         o.scale_weights(0.3)
     assert differences(snapshot(optimizer), snapshot(other)) == []
-
-
-def test_a_class_that_is_compiled_runs_its_own_methods_while_it_is_made() -> None:
-    cls: Any = collage_neuron.compile(Busy)
-    optimizer = cls(parameters(dtype=torch.bfloat16), lr=1e-2)
-    assert (optimizer.scale, optimizer.param_groups[0]["scale"]) == (2.0, 2.0)
-
-
-def test_the_step_calls_the_methods_of_the_class_as_it_is_recorded() -> None:
-    class Calling(SophiaG):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            self.update_hessian()
-            return super().step()
-
-    optimizer, reference = both(Calling, "full", lr=1e-3, rho=1.0)
-    for i in range(5):
-        gradients(optimizer, reference, i)
-        for o in (optimizer, reference):
-            o.step()
-    assert error(optimizer, reference) <= 5 * (4 + 3) * 2**-17
 
 
 REJECTED: dict[str, tuple[Callable[[Any], Any], str]] = {

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import collage_neuron
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.states import external_writes, fitting_words, state_writes
+from collage_neuron.states import external_writes, state_writes
 from collage_neuron.states.state_keys import words_of
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
-
-EVERY = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
-"""Every bf16 number by its bits, Inf and NaN among them."""
 
 
 def stepped(strategy: str, backend: str) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
@@ -36,48 +31,6 @@ def as_bits(t: Tensor) -> Tensor:
     """The bits of numbers; NaN are all alike (docs/development/formats.md)."""
     t = torch.where(t.isnan(), torch.nan, t.detach()) if t.is_floating_point() else t
     return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.element_size()])
-
-
-def hard_words(word: Tensor, high: Tensor, number: int) -> Tensor:
-    """Low words for the numbers `high`: of any kind, ties and their neighbours, and those that belong nearly."""
-    torch.manual_seed(number)
-    ulp = torch.where(high.abs() > 0, torch.exp2(high.abs().double().log2().floor() - 7), 2.0**-133)
-    part = torch.tensor([0, 0.5, -0.5, 0.25, -0.25, 0.498, -0.502, 1.0, 3.0])[torch.randint(9, word.shape)]
-    near = (ulp * part).to(word.dtype)
-    if number == 2:
-        near = EVERY.view(torch.bfloat16)[torch.randperm(word.numel())]
-    return near
-
-
-@pytest.mark.parametrize("strategy", ["plus", "full"])
-def test_words_that_native_code_resets_are_those_of_torch(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [stepped(strategy, backend) for backend in ("native", "reference")]
-    taken: list[object] = []
-    reset = fitting_words._reset
-
-    def noting(*given: Any) -> None:
-        taken.append(given)
-        reset(*given)
-
-    monkeypatch.setattr(fitting_words, "_reset", noting)
-    for number in range(3):
-        for params, optimizer in runs:
-            with torch.no_grad():
-                params[0].view(torch.int16).copy_(EVERY)
-                params[1].mul_(0.75)
-                params[2].add_(1)
-            for word in words_of(optimizer.state[params[0]]).values():
-                word.copy_(hard_words(word, params[0].detach().float(), number))
-            external_writes.drop_stale(optimizer)
-        found = [
-            [as_bits(t) for p in params for t in (p, *words_of(optimizer.state[p]).values())]
-            for params, optimizer in runs
-        ]
-        is_number = ~runs[0][0][0].detach().isnan()  # beside a NaN a word says nothing (docs/development/formats.md)
-        for ours, theirs in zip(*found, strict=True):
-            here = is_number if ours.shape == is_number.shape else torch.ones_like(ours, dtype=torch.bool)
-            assert torch.equal(ours[here], theirs[here])
-    assert len(taken) == 3, "native code took all parameters at once, and the reference none"
 
 
 @pytest.mark.parametrize("strategy", ["plus", "split433", "fp32"])

@@ -118,16 +118,6 @@ def test_a_gradient_that_the_step_writes_to_is_written(strategy: str, device: st
     assert torch.equal(grad.cpu(), torch.full((3, 4), 0.5).bfloat16())
 
 
-def test_the_gradient_of_an_fp32_parameter_is_written_in_fp32() -> None:
-    p = Parameter(torch.ones(4))
-    optimizer = collage_neuron.compile(Halves)([Parameter(torch.ones(1).bfloat16())])
-    with pytest.warns(UserWarning, match="float32"):
-        optimizer.add_param_group({"params": [p]})
-    given(p, 1 + 2**-20)
-    optimizer.step()
-    assert torch.equal(p.grad, torch.full((4,), (1 + 2**-20) / 2))  # type: ignore[arg-type]  # it is there
-
-
 @as_written_too()
 def test_an_expanded_gradient_is_exchanged() -> None:
     p, optimizer = made(Halves)
@@ -146,23 +136,6 @@ def test_a_gradient_that_the_step_clears_or_exchanges() -> None:
     given(p)
     optimizer.step()
     assert torch.equal(p.grad, torch.full((3, 4), 0.25).bfloat16())  # type: ignore[arg-type]  # it is there
-
-
-def test_a_skipped_step_leaves_the_gradient() -> None:
-    p, optimizer = made(Halves, nonfinite="skip")
-    grad = given(p)
-    grad[0, 0] = torch.inf
-    before = grad.clone()
-    optimizer.step()
-    assert torch.equal(grad, before)
-
-
-def test_gradients_that_nobody_writes_to_cost_nothing() -> None:
-    p, optimizer = made(torch.optim.AdamW)
-    grad = given(p)
-    version = grad._version
-    optimizer.step()
-    assert grad._version == version
 
 
 @pytest.mark.parametrize("cls", [Drops, Forgets])
@@ -264,16 +237,6 @@ def test_a_parameter_that_was_out_of_its_group_meanwhile_has_its_words() -> None
     step(0.0)
     assert not torch.equal(before, back.float())
     assert torch.equal(exact_value(optimizer, back), before)
-
-
-def test_a_copy_of_a_cleared_optimizer_has_the_words_too() -> None:
-    p, optimizer = made(torch.optim.AdamW)
-    given(p)
-    optimizer.step()
-    before = exact_value(optimizer, p)
-    optimizer.state.clear()
-    q, twin = copy.deepcopy((p, optimizer))
-    assert torch.equal(exact_value(twin, q), before)
 
 
 def test_a_plain_checkpoint_still_takes_the_words_away() -> None:

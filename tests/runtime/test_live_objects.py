@@ -19,16 +19,6 @@ class Base:
     """A class whose objects are looked for."""
 
 
-def test_frozen_objects_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Base()
-    gc.freeze()
-    assert objects_of([Base]) == []
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)  # tests hide what they freeze (conftest.py)
-    assert objects_of([Base]) == [one]
-    monkeypatch.undo()
-    assert objects_of([Base]) == []
-
-
 def test_a_tuple_that_another_thread_is_filling_is_left_alone() -> None:
     """Python raises SystemError there if somebody else refers to it."""
     stop, failed = threading.Event(), list[BaseException]()
@@ -108,25 +98,4 @@ def test_the_collector_is_as_it_was_in_a_step_and_after_it(enabled: bool) -> Non
     assert gc.get_threshold() == before
     with pytest.raises(KeyError), CollectorPaused():
         raise KeyError
-    assert gc.get_threshold() == before
-
-
-def test_what_a_step_does_to_the_collector_lasts() -> None:
-    gc.enable()
-    does[0] = gc.disable
-    stepped()
-    assert not gc.isenabled()
-    does[0] = lambda: gc.set_threshold(123, 4, 5)
-    stepped()
-    assert gc.get_threshold() == (123, 4, 5)
-
-
-def test_pauses_within_and_beside_one_another_end_with_the_first_threshold() -> None:
-    before = gc.get_threshold()
-    one, other = CollectorPaused(), CollectorPaused()
-    with one:
-        other.__enter__()
-        with CollectorPaused():
-            assert gc.get_threshold()[0] == 0
-    other.__exit__(None, None, None)
     assert gc.get_threshold() == before

@@ -16,7 +16,6 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import UnsafeEnvironment
 from collage_neuron.passes.backends.registry import choose
-from collage_neuron.runtime.preconditions import check_environment, environment_findings
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -82,11 +81,6 @@ def test_an_unsafe_environment_leaves_the_model_and_the_optimizer_alone(monkeypa
         collage_neuron.compile(model, optimizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert type(optimizer) is AdamW
-
-
-def test_every_finding_of_a_safe_environment_is_without_a_problem() -> None:
-    assert [f.problem for f in environment_findings({})] == [None] * 4
-    check_environment({})
 
 
 BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
@@ -175,20 +169,6 @@ def test_an_optimizer_of_a_part_of_the_model_rounds_the_rest_and_says_so(caplog:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_nothing_is_said_of_parameters_that_are_frozen_or_compiled_before(
-    frozen: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = mlp()
-    model[0].requires_grad_(not frozen)
-    first, second = AdamW(model[0].parameters()), AdamW(model[2:].parameters())
-    if not frozen:
-        collage_neuron.compile(first)
-    collage_neuron.compile(model, second)
-    assert not caplog.records
-    assert len(first.state) == (0 if frozen else 2)  # low words
-
-
 # --- what `compile(optimizer)` refuses: a sentence, and nothing is changed --------------------------------------------
 
 Case = tuple[Callable[[], Optimizer], type[Exception], str]
@@ -252,10 +232,6 @@ def test_a_model_with_a_parameter_of_another_dtype_is_refused_by_its_name(form: 
     with pytest.raises(TypeError, match=r"model parameter '2.weight' is torch.float16.*only bfloat16 and float32"):
         collage_neuron.compile(*arguments)
     assert all(torch.equal(bits(p), b) for p, b in zip(model.parameters(), before, strict=True))
-
-
-def test_a_group_on_the_cpu_and_an_xla_device_is_refused(xla: torch.device) -> None:
-    refused(on_devices(xla), ValueError, rf"on cpu and {xla}.*put the parameters of each device in a group")
 
 
 def test_a_step_that_was_replaced_by_hand_is_refused() -> None:

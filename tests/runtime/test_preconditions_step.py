@@ -263,19 +263,6 @@ class Normed(Optimizer):
             p.sub_(grad(p) / grad(p).std() if self.param_groups[0]["norm"] else grad(p), alpha=0.1)
 
 
-def test_a_class_whose_defaults_are_refused_can_be_compiled_with_others() -> None:
-    class Elementwise(Normed):
-        def __init__(self, params: Any, norm: bool = False) -> None:
-            super().__init__(params, norm)
-
-    for optimizer in (
-        collage_neuron.compile(Normed(matrices(), norm=False)),
-        collage_neuron.compile(Elementwise)(matrices(torch.bfloat16)),
-    ):
-        set_gradients(optimizer.param_groups[0]["params"], 0)
-        optimizer.step()
-
-
 class WantsTraining(Normed):
     """As schedule-free optimizers, it steps in training mode alone."""
 

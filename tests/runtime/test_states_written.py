@@ -145,19 +145,6 @@ def test_low_words_of_states_are_never_taken_for_strangers(strategy: str, arithm
             assert state_writes.belongs(optimizer, p, name).all()
 
 
-@pytest.mark.parametrize("largest", [3.3e38, 3.395e38, 3.4e38, torch.inf])
-def test_a_low_word_at_the_end_of_the_range_is_kept(largest: float) -> None:
-    """A second moment may be infinite while no high word is."""
-    p, optimizer = trained("full")
-    state = optimizer.state[p]
-    state["exp_avg_sq"] = torch.full(SHAPE, largest)
-    train(p, optimizer, range(1), 0.0)
-    value = read_exact(p, state, "exp_avg_sq").clone()
-    state["exp_avg_sq"].add_(0)
-    external_writes.drop_stale(optimizer)
-    assert torch.equal(read_exact(p, state, "exp_avg_sq"), value)
-
-
 def test_exports_have_what_was_written() -> None:
     model = nn.Linear(8, 8)
     model, optimizer = collage_neuron.compile(model, Adam(model.parameters()))
@@ -168,67 +155,6 @@ def test_exports_have_what_was_written() -> None:
         state["exp_avg_sq"].zero_()
     _, states = fp32.get_fp32_state_dict(model, optimizer)
     assert all((state["exp_avg_sq"] == 0).all() for state in states["state"].values())
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda run: pickle.loads(pickle.dumps(run))])
-def test_states_written_before_a_copy_was_made_are_noticed_in_both(duplicate: Callable[[Any], Any]) -> None:
-    p, optimizer = trained()
-    restart(optimizer.state[p])
-    q, other = duplicate((p, optimizer))
-    runs = [(p, optimizer)] if q is p else [(p, optimizer), (q, other)]
-    for mine, of_mine in runs:
-        train(mine, of_mine, range(20, 23), 2.0**-6)
-        assert (read_exact(mine, of_mine.state[mine], "exp_avg_sq") >= 0).all()
-    assert p.isfinite().all()
-    assert torch.equal(p, q)
-
-
-def test_a_checkpoint_between_a_write_and_a_step_is_noticed_where_it_is_loaded() -> None:
-    p, optimizer = trained()
-    restart(optimizer.state[p])
-    q, other = trained(steps=0)
-    with torch.no_grad():
-        q.copy_(p)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(q, other, range(20, 23), 2.0**-6)
-    train(p, optimizer, range(20, 23), 2.0**-6)
-    assert torch.equal(exact_value(other, q), exact_value(optimizer, p))
-
-
-def test_a_write_is_noticed_beside_an_exact_value_that_is_written() -> None:
-    p, optimizer = trained()
-    optimizer.state[p]["exp_avg_sq"].zero_()
-    collage_neuron.set_exact_value(optimizer, p, exact_value(optimizer, p))
-    train(p, optimizer, range(20, 21), 0.0)
-    assert (read_exact(p, optimizer.state[p], "exp_avg_sq") == 0).all()
-
-
-def test_states_written_on_xla_are_noticed(xla: torch.device) -> None:
-    import torch_xla
-
-    (start,) = parameters(0, (SHAPE,))
-    p = nn.Parameter(start.detach().to(xla))
-    optimizer = collage_neuron.compile(adam(p))
-    train(p, optimizer, range(3))
-    torch_xla.sync()
-    for write in (restart, exchange):
-        write(optimizer.state[p])
-        high = optimizer.state[p]["exp_avg_sq"].cpu()
-        external_writes.drop_stale(optimizer)
-        words = {k: optimizer.state[p][k].cpu() for k in ("exp_avg_sq", "exp_avg_sq_lo")}
-        assert torch.equal(read_exact(p.detach().cpu(), words, "exp_avg_sq").bfloat16(), high)
-        train(p, optimizer, range(3, 5), 2.0**-6)
-        torch_xla.sync()
-        assert p.detach().cpu().isfinite().all()
-
-
-def test_the_words_of_states_are_looked_at_only_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    p, optimizer = trained("full")
-    monkeypatch.setattr(state_writes, "belongs", lambda *_: pytest.fail("looked at the words"))
-    train(p, optimizer, range(2))
-    optimizer.state[p]["exp_avg_sq"].zero_()
-    with pytest.raises(pytest.fail.Exception, match="looked at the words"):
-        train(p, optimizer, range(2))
 
 
 # --- codes of block formats that other code writes between steps: values are encoded, and everything else is rejected -

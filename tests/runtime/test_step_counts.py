@@ -14,13 +14,10 @@ import torch
 from as_written import Written
 from torch import nn
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron import exact_value, torch_privates
-from collage_neuron.runtime import step_plan
-from collage_neuron.states import visible_states
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron import exact_value
 from collage_neuron.validation import validate
 
 # --- A step count in bf16 or fp16 counts in fp32; two states that share one, and groups that compute, are rejected ----
@@ -204,19 +201,6 @@ def test_the_next_step_is_the_first(name: str) -> None:
         torch.testing.assert_close(x.double(), p.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_parameter_that_begins_later() -> None:
-    """The others, which had their states, are skipped too: no step count advances."""
-    params = parameters(torch.float32)
-    optimizer = collage_neuron.compile(Adam(params), verbose=False, nonfinite="skip")
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.step()
-    step(optimizer, params, 1, bad=0)
-    assert optimizer.state[params[0]]["step"] == 1
-    assert "exp_avg" not in optimizer.state[params[1]]
-    step(optimizer, params, 2)
-    assert optimizer.state[params[1]]["step"] == 1
-
-
 # --- many groups of one parameter: a steady step works nothing out anew, and a validated one looks at a few of them ---
 
 GROUPS = 24  # more than the 16 results that used to be remembered
@@ -236,46 +220,6 @@ def optimizer_of(count: int, **kwargs: Any) -> torch.optim.Optimizer:
             p.grad = torch.randn_like(p)
     collage_neuron.compile(optimizer, strategy="plus", **kwargs)
     return optimizer
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, *places: tuple[Any, str]) -> list[str]:
-    """A list to which each call of these functions adds its name."""
-    calls: list[str] = []
-
-    def noting(name: str, own: Any) -> Any:
-        def noted(*args: Any) -> Any:
-            calls.append(name)
-            return own(*args)
-
-        return noted
-
-    for module, name in places:
-        monkeypatch.setattr(module, name, noting(name, getattr(module, name)))
-    return calls
-
-
-def test_a_steady_step_works_nothing_out_anew_for_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = optimizer_of(GROUPS, validate="off")
-    for _ in range(4):
-        optimizer.step()
-    calls = counted(monkeypatch, (visible_states, "_by_kind"), (step_plan, "_job"), (torch_privates, "guard"))
-    optimizer.step()
-    assert calls == []
-    optimizer.param_groups[5]["collage_arithmetic"] = "bf16"
-    optimizer.step()
-    assert calls == ["_job", "guard", "guard"]  # of one group, and of all
-
-
-def test_tables_forget_the_oldest() -> None:
-    optimizer = optimizer_of(1, validate="off")
-    params = [*optimizer.param_groups[0]["params"], *(torch.nn.Parameter(torch.ones(2).bfloat16()) for _ in range(9))]
-    optimizer.param_groups[0]["params"] = params
-    for i in range(1, 2 ** len(params), 23):  # other gradients in each step
-        for j, p in enumerate(params):
-            p.grad = torch.ones_like(p) if i >> j & 1 else None
-        optimizer.step()
-    known = bookkeeping(optimizer).structure.known
-    assert [len(known[name]) for name in ("jobs", "launches")] == [32, 32]
 
 
 def test_groups_that_share_an_update_are_validated_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

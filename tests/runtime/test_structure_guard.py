@@ -40,16 +40,6 @@ def test_no_state_and_no_gradient_is_kept_alive() -> None:
     assert [ref() for ref in held] == [None, None]
 
 
-def test_counts_are_written_where_they_are() -> None:
-    params, optimizer = run()
-    counts = [optimizer.state[p]["step"] for p in params]
-    versions = [t._version for t in counts]
-    optimizer.step()
-    assert [t.item() for t in counts] == [4.0, 4.0, 4.0]
-    assert all(optimizer.state[p]["step"] is t for p, t in zip(params, counts, strict=True))
-    assert all(t._version > before for t, before in zip(counts, versions, strict=True))
-
-
 def transposed(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(5, 4, dtype=torch.bfloat16).t().copy_(t)
 
@@ -93,13 +83,3 @@ def test_a_guard_notices_what_may_change_about_a_tensor(
 def test_the_guard_of_a_step_is_that_of_torch() -> None:
     made = torch_privates.guard([torch.ones(2), torch.ones(3)])
     assert not hasattr(made, "__code__")  # a function in C: it is faster, and nothing else fails where it is gone
-
-
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_a_state_that_becomes_strided_is_seen(name: str) -> None:
-    params, optimizer = run()
-    before = bookkeeping(optimizer).structure
-    state = optimizer.state[params[0]]
-    state[name].data = transposed(state[name])
-    optimizer.step()
-    assert bookkeeping(optimizer).structure is not before

@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron import AveragedModel, exact_value, set_exact_value
+from collage_neuron import exact_value
 
 STRATEGIES = ["plus", "light", "full", "split433", "split312", "fp32"]
 HALF_AN_ULP = 2.0**-8
@@ -236,28 +236,7 @@ def test_masks_clamps_and_loads_are_no_reason_to_warn(write: Callable[[nn.Module
             write(run[0])
 
 
-def test_what_the_warning_advises_loses_nothing() -> None:
-    run = compiled("split433", lr=1e-4)
-    for _ in range(25):
-        step(run)
-        for p in run[0].parameters():
-            set_exact_value(run[1], p, 0.99 * exact_value(run[1], p))
-
-
 # --- what else reads the values -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@torch.no_grad()
-def test_copies_and_averages_of_written_weights_are_right(strategy: str) -> None:
-    run = compiled(strategy)
-    before = values(run)
-    perturbed_and_restored(run[0])
-    model, optimizer = copy.deepcopy(run)
-    average = AveragedModel(run[0], run[1])
-    average.update_parameters(run[0])
-    assert all(map(torch.equal, values((model, optimizer)), before))
-    assert all(map(torch.equal, average.module.parameters(), before))
 
 
 def test_a_plain_checkpoint_leaves_low_words_of_bits_that_are_what_they_were() -> None:
@@ -305,21 +284,6 @@ def walk(model: nn.Module, optimizer: Any, steps: int, rate: float = 1e-5) -> No
 
 def exact(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [exact_value(optimizer, p).clone() for p in model.parameters()]
-
-
-@pytest.mark.filterwarnings("ignore::collage_neuron.SmallSteps")
-@pytest.mark.parametrize("form", ["compile(optimizer)", "compile(model, optimizer)"])
-@pytest.mark.parametrize("strategy", STAGES)
-def test_a_new_optimizer_begins_where_a_living_one_stopped(strategy: str, form: str) -> None:
-    model, optimizer = fine_tuned(strategy)
-    left = exact(model, optimizer)
-    other: Any = AdamW(model.parameters(), lr=0.0)
-    if form == "compile(optimizer)":
-        other = collage_neuron.compile(other, strategy=strategy)
-    else:
-        _, other = collage_neuron.compile(model, other, strategy=strategy)
-    walk(model, other, 1, rate=0.0)
-    assert all(map(torch.equal, exact(model, other), left))
 
 
 @pytest.mark.filterwarnings("ignore::collage_neuron.SmallSteps")

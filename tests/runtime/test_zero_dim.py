@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from models import follow, through_torch_save
 from torch import nn
 from torch.optim import Optimizer
 from traced_updates import Stepping
-from worlds import run_script
 
 import collage_neuron
 from collage_neuron.numerics.strategies import DEFAULT
@@ -132,34 +130,6 @@ def test_numbers_that_torch_cast() -> None:
     collage_neuron.compile(loaded)
     follow(loaded, range(2, 4))
     assert loaded.state[model.scale]["mu_product"].dtype == torch.float32
-
-
-FRESH = """
-import sys, torch, collage_neuron
-p = torch.nn.Parameter(torch.tensor(1.5))
-make = getattr(torch.optim, sys.argv[1])
-plain = make([p], lr=0.01)
-p.grad = torch.tensor(0.5)
-plain.step()
-optimizer = collage_neuron.compile(make([p], lr=0.01), strategy=sys.argv[2])
-optimizer.load_state_dict(plain.state_dict())
-p.grad = torch.tensor(0.5).bfloat16()
-optimizer.step()
-print(sorted((k, v.dtype) for k, v in optimizer.state[p].items()))
-"""
-
-
-@pytest.mark.parametrize(("name", "strategy"), [("AdamW", "fp32"), ("Adagrad", "plus")])
-def test_in_a_fresh_process(name: str, strategy: str, tmp_path: Path) -> None:
-    """Nothing that was compiled before in the process is needed to tell states from numbers."""
-    printed = run_script(tmp_path, FRESH, name, strategy)
-    p = nn.Parameter(torch.tensor(1.5))
-    make = getattr(torch.optim, name)
-    optimizer = collage_neuron.compile(make([p], lr=0.01), strategy=strategy)
-    for _ in range(2):
-        p.grad = torch.tensor(0.5).bfloat16()
-        optimizer.step()
-    assert printed.strip() == str(sorted((k, v.dtype) for k, v in optimizer.state[p].items()))
 
 
 Update = Callable[..., object]

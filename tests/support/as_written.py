@@ -12,7 +12,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import collage_neuron
-from collage_neuron.states.bookkeeping import bookkeeping
 
 Make = Callable[[list[Parameter]], Optimizer]
 
@@ -259,50 +258,9 @@ def but_for_backends(optimizer: Any) -> Any:
     return params, states, [{k: v for k, v in group.items() if k not in settings} for group in groups]
 
 
-def backends_agree(steps: int, make: Make, *args: Any) -> bool:
-    """Returns True if `compiled(make, *args)` has the same bits after the same steps, captured, on both backends."""
-
-    def run_on(**settings: Any) -> Any:
-        optimizer, _ = compiled(make, *args, verbose=False, **settings)
-        run(optimizer, steps)
-        assert not bookkeeping(optimizer).as_written
-        return optimizer
-
-    reference, native = on_both_backends(run_on)
-    return bool(native == reference)
-
-
 def assert_near(optimizer: Any, params: Any, exact: Any, start: Any, steps: int, bound: float = 2**-18) -> None:
     """Within `bound` of the longest way of an element of the parameter, but for one rounding of fp32 in each step."""
     for ours, theirs, before in zip(values(optimizer, params), exact, start, strict=True):
         stores = steps * 2**-24 * torch.maximum(before.detach().abs(), theirs.detach().abs())
         longest = (theirs.detach() - before.detach()).abs().max()
         assert ((ours - theirs.detach()).abs() <= bound * longest + 1.1 * stores).all()
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda t: torch.empty_like(t.mT.contiguous()).mT.copy_(t),
-    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 1],
-}
-
-
-def large(make: Any, shapes: Any, backend: str, layout: Callable[[Tensor], Tensor] = Tensor.contiguous) -> list[Tensor]:
-    """Parameters of several tiles and threads, in another order of memory, after three steps."""
-    torch.manual_seed(0)
-    params = [Parameter(layout(torch.randn(shape).bfloat16())) for shape in shapes]
-    optimizer = collage_neuron.compile(make(params), strategy="full", backend=backend)
-    for _ in range(3):
-        for p in params:
-            p.grad = layout(torch.randn(p.shape).bfloat16())
-        optimizer.step()
-    return values(optimizer, params)
-
-
-def with_threads(run_with: Callable[[], list[Tensor]], count: int) -> list[Tensor]:
-    """What a run gives on so many threads."""
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(count)
-        return run_with()
-    finally:
-        torch.set_num_threads(threads)

@@ -137,9 +137,6 @@ def edited(update: Update, index: int, edit: Callable[[fx.Node], None]) -> Updat
 ULPS = {torch.exp: 2, torch.log: 2, torch.pow: 2}
 """What fp32 functions may be off by, in torch or on XLA:CPU."""
 
-RECIPROCAL_ROOT_ULPS = 4
-"""What a / sqrt(b) may be off by on XLA:CPU, which computes a * rsqrt(b) with an approximation of its own (seen: 2)."""
-
 
 @cache
 def hard() -> tuple[torch.Tensor, torch.Tensor]:

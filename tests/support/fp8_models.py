@@ -37,56 +37,6 @@ def perceptron(seed: int = 0) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, 4)).bfloat16()
 
 
-class Gated(nn.Module):
-    """A layer of a Llama: RMSNorm, rotated queries and keys, a gated perceptron."""
-
-    def __init__(self, width: int = 32, heads: int = 2) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def split(self, x: Tensor) -> Tensor:
-        """One row for each head."""
-        y: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return y
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norms[0](x)
-        q, k = (_rotated(self.split(layer(h))) for layer in (self.q, self.k))
-        y = F.scaled_dot_product_attention(q, k, self.split(self.v(h)), is_causal=True)
-        x = x + self.o(y.transpose(1, 2).flatten(-2))
-        h = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]  # a Module returns Any
-
-
-def _rotated(x: Tensor) -> Tensor:
-    n = x.shape[-1]
-    angles = torch.arange(x.shape[-2])[:, None] * 10000.0 ** -(torch.arange(0, n, 2) / n)
-    cos, sin = (torch.cat([f(angles)] * 2, -1).to(x.dtype) for f in (torch.cos, torch.sin))
-    return x * cos + torch.cat([-x[..., n // 2 :], x[..., : n // 2]], -1) * sin
-
-
-class Llama(nn.Module):
-    """A layer of a Llama between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Embedding(64, 32), nn.Sequential(Gated())
-        self.norm, self.head = nn.RMSNorm(32), nn.Linear(32, 64, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.layers(self.embed(tokens))))  # type: ignore[no-any-return]  # as above
-
-
-def small_llama(seed: int = 0) -> nn.Module:
-    """A Llama in bf16."""
-    torch.manual_seed(seed)
-    return Llama().bfloat16()
-
-
 def small(width: int = 64) -> nn.Module:
     """Three layers for `batch`, in bf16."""
     torch.manual_seed(0)

@@ -47,13 +47,6 @@ def over(name: str, strategy: str, is_sharded: bool) -> Training:
     return Training(of_all, params, optimizer, values, CASES[name](values))
 
 
-class Slow(Timm):
-    """Lookahead that makes what it steps, as ZeRO-1 asks of a class."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(AdamW(params, lr=lr))
-
-
 def zero(cls: Any, strategy: str, **options: Any) -> Training:
     """ZeRO-1 around the compiled class of an optimizer that steps another one."""
     model = model_of(0).bfloat16()
@@ -114,13 +107,6 @@ def _with_closure(optimizer: Any, closure: Any) -> None:
     optimizer.step(closure)
 
 
-def _in_two_phases(optimizer: Any, closure: Any) -> None:
-    """As SAM is used where a closure has no place."""
-    optimizer.first_step()
-    closure()
-    optimizer.second_step()
-
-
 def _rejects(name: str) -> list[str]:
     """What is said of a step that torch itself cannot take over shards, if it is not the same, and what it changes."""
     training = over(name, "fp32", is_sharded=True)
@@ -132,8 +118,8 @@ def _rejects(name: str) -> list[str]:
     return [] if said[0] == said[1] and is_same else [*said, f"the same: {is_same}"]
 
 
-def _case(name: str, strategy: str, is_sharded: bool, within: float, take: Any = None) -> list[str]:
-    take = take or (_with_closure if name in TAKE_CLOSURES else _once)
+def _case(name: str, strategy: str, is_sharded: bool, within: float) -> list[str]:
+    take = _with_closure if name in TAKE_CLOSURES else _once
     return different(over(name, strategy, is_sharded), within, take)
 
 
@@ -142,14 +128,10 @@ NEAR = 2.0**-20
 
 TABLE: dict[str, Callable[[], list[str]]] = {
     "FSDP2, schedule-free": partial(_case, "schedule-free", "fp32", True, NEAR),
-    "FSDP2, a state of both": partial(_case, "anchored", "split433", True, 2**-12),
     "FSDP2, SAM": partial(_case, "sam", "fp32", True, 0.0),
-    "FSDP2, SAM in two phases": partial(_case, "sam", "fp32", True, 0.0, _in_two_phases),
     "FSDP2, OrthoGrad": partial(_rejects, "ortho"),
     "DDP, Lookahead": partial(_case, "lookahead", "fp32", False, NEAR),
     "DDP, SAM": partial(_case, "sam", "split433", False, 2**-12),
-    "DDP, OrthoGrad": partial(_case, "ortho", "fp32", False, 0.0),
-    "Lookahead in ZeRO-1": lambda: different(zero(Slow, "split433"), 2**-12, _once),
     "SAM in ZeRO-1": lambda: different(zero(_sam(), "fp32", base_optimizer=SGD), 0.0, _with_closure),
     "ZeRO-1 in Lookahead": lambda: different(around_zero("fp32"), 0.0, _once),
 }

@@ -139,14 +139,8 @@ class Busy(SGD):
             p.copy_(other)
             other.copy_(kept)
 
-    def of(self, p: nn.Parameter) -> float:
-        return float(self.state[p]["momentum_buffer"].double().sum())
-
     def trainable(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-    def freeze(self, p: nn.Parameter) -> None:
-        p.requires_grad_(False)
 
     @torch.no_grad()
     def halve_gradients(self) -> None:

@@ -6,6 +6,7 @@ reference backend are then a matter of seconds. The tests show that it takes the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -116,6 +117,11 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def hoeffding(n: int, chance: float = 1e-9) -> float:
+    """What the mean of n independent numbers within an interval of length 1 is off by with less than this chance."""
+    return math.sqrt(math.log(2 / chance) / (2 * n))
 
 
 class Setting(NamedTuple):

@@ -54,7 +54,7 @@ COVERED: dict[str, str] = {
         "SignSGD SimplifiedAdEMAMix StableAdamW Tiger VSGD Yogi"
     ),
 }
-"""Optimizers that agree with their float64 run, each element within its derived bound."""
+"""Optimizers that agree with their float64 run."""
 
 LAUNCHED: dict[str, str] = {
     "lion_pytorch": "",
@@ -66,7 +66,7 @@ LAUNCHED: dict[str, str] = {
         "DAdaptSGD FAdam Fromage LARS Lamb Magma Nero Prodigy QHAdam SGDP SGDSaI"
     ),
 }
-"""Optimizers that are compiled too, which no bound follows: they read values, or add up over several parameters.
+"""Optimizers that are compiled too, and read values, or add up over several parameters.
 
 They are as near to their fp32 run as roundings are (tests/eager/test_packages.py).
 """

@@ -179,10 +179,6 @@ def exported() -> dict[str, type[Optimizer]]:
     return {k: found[k] for k in sorted(found) if k != "Optimizer"}
 
 
-def options_of(base: type[Optimizer]) -> set[str]:
-    return set(inspect.signature(base).parameters) - {"params"}
-
-
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
     """`factor` times the learning rate that the optimizer was built with."""
     for group in optimizer.param_groups:

@@ -27,8 +27,6 @@ FOREIGN: dict[str, Any] = {
     "adan": foreign.Adan,
     "lamb_without_trust": partial(foreign.Lamb, trust=False),
     "schedule_free": foreign.ScheduleFreeAdamW,
-    "foreach_adam": foreign.ForeachAdam,
-    "cautious_adamw": foreign.CautiousAdamW,
 }
 
 SUMMING: dict[str, Any] = {

@@ -46,13 +46,6 @@ SHAPES = ((7, 6), (9,), (2, 3), (1, 5))
 """The last one leaves the second process without elements, and the others are uneven."""
 
 
-class ByRows(Lamb):
-    """Scales each row by its mean."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g / (g.square().mean(-1, keepdim=True).sqrt() + 1e-6), alpha=group["lr"])
-
-
 class Sized(Lamb):
     """Divides gradients by the number of elements of the whole: for one shape, twice that of its shard."""
 
@@ -139,27 +132,10 @@ def _draws(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 @_later
-def _gathers(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g, alpha=lr * float(g.full_tensor().abs().max()))
-
-
-@_later
-def _keeps_parts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    o.kept[id(p)] = p.to_local()
-    p.sub_(g, alpha=lr)
-
-
-@_later
 def _writes_what_it_holds(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """In another order than that of the calls."""
     p.sub_(g, alpha=lr)
     o.held[id(p)].mul_(0.5)
-
-
-@_later
-def _states_of_parts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s["m"] = torch.zeros_like(p.to_local())
-    p.sub_(g, alpha=lr)
 
 
 class Holding(Stepping):
@@ -190,12 +166,8 @@ SUMMED: dict[str, Make] = {
 AS_WRITTEN: dict[str, Make] = {
     "novograd": Novograd,
     "muon": Muon,
-    "rows": ByRows,
     "reads": Reading,
     "adafactor": partial(Adafactor, lr=1e-2),
-    "gathers": partial(Stepping, update=_gathers),
-    "keeps_parts": partial(Stepping, update=_keeps_parts),
-    "states_of_parts": partial(Stepping, update=_states_of_parts),
     "draws": partial(Stepping, update=_draws),
     "holds_gradients": partial(Holding, update=_writes_what_it_holds),
     "holds_parameters": partial(Holding, update=_writes_what_it_holds, of_gradients=False),

@@ -9,11 +9,8 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
-import json
 import multiprocessing as mp
 import os
-import signal
-import socket
 import sys
 import time
 import traceback
@@ -134,66 +131,6 @@ def _ended(program: Callable[[], object]) -> int:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    return status
-
-
-CLIENT = """
-import json, os, socket, sys
-with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-    server.connect(sys.argv.pop(1))
-    told = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)])
-    socket.send_fds(server, [told.encode()], [0, 1, 2])
-    sys.exit(server.recv(1)[0])
-"""
-
-
-@contextmanager
-def python_that_runs(body: Callable[[list[str]], object], folder: Path) -> Iterator[Path]:
-    """A program for scripts to start as Python: `body(arguments)` runs in a process that has imported its module."""
-    place, client, program = folder / "server", folder / "client.py", folder / "python"
-    client.write_text(CLIENT)
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -SE "{client}" "{place}" "$@"\n')
-    program.chmod(0o755)
-    server = forking().Process(target=_serve, args=(body, place), daemon=True)
-    server.start()
-    while not place.exists() and server.is_alive():
-        time.sleep(0.02)
-    try:
-        yield program
-    finally:
-        server.kill()
-        server.join()
-
-
-def _serve(body: Callable[[list[str]], object], place: Path) -> None:
-    """Forks off a process for each client."""
-    _freeze()
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        server.bind(f"{place}.new")
-        server.listen()
-        Path(f"{place}.new").rename(place)  # a client that finds it can connect
-        while True:
-            client, _ = server.accept()
-            if os.fork() == 0:
-                os._exit(_served(body, client))
-            client.close()
-
-
-def _served(body: Callable[[list[str]], object], client: socket.socket) -> int:
-    """Runs `body` with the arguments, files, folder and environment of a client, which gets the exit status."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    told, files, *_ = socket.recv_fds(client, 1 << 20, 3)
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-    arguments, folder, environ = json.loads(told)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.path[:0] = environ.get("PYTHONPATH", "").split(os.pathsep)
-    status = _ended(lambda: body(arguments))
-    client.send(bytes([status]))
     return status
 
 

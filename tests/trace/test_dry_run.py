@@ -180,33 +180,3 @@ def test_what_is_known_once_a_step_is_taken_is_not_told_to_run_as_written() -> N
         set_gradients(params, t)
         optimizer.step()
     assert "as written" not in collage_neuron.explain(optimizer)
-
-
-class Shares(torch.optim.Optimizer):
-    """Two parameters have one momentum, so that its steps are not launched."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        first, second = self.param_groups[0]["params"]
-        m = self.state[first].setdefault("m", torch.zeros_like(first))
-        self.state[second]["m"] = m
-        for p in (first, second):
-            p.sub_(m.mul_(0.9).add_(p.grad), alpha=0.01)
-
-
-def test_a_copy_is_not_stepped_before_each_step_that_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Any] = []
-    whole = dry_run.following
-
-    def counted(*of: Any) -> Any:
-        runs.append(of)
-        return whole(*of)
-
-    monkeypatch.setattr(dry_run, "following", counted)
-    params = [Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = collage_neuron.compile(Shares(params, {}), verbose=False)
-    for _ in range(8):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    assert len(runs) <= 2  # of the step without states, and of one with them

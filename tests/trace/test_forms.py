@@ -142,11 +142,3 @@ def test_without_elements_dimensions_or_gradients(name: str, frozen: str, monkey
     assert len(traces.kinds) == 4
     assert traced.keys() == recorded.keys()
     assert [key for key, x in recorded.items() if not _are_same(torch.as_tensor(x), torch.as_tensor(traced[key]))] == []
-
-
-@pytest.mark.parametrize("frozen", OTHERS)
-def test_a_frozen_parameter_of_another_type_has_no_words_after_a_step_as_written(frozen: str) -> None:
-    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-        p.sub_(g, alpha=lr * float(1 + g.abs().sum()))
-
-    _with_others(lambda params: Stepping(params, update), frozen)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,7 +14,6 @@ import torch
 from cases_of_inner import CASES, LAUNCHED, NEAR, adam, compiled, error, initial, plain, published, run, sgd
 from torch.nn import Parameter
 from torch.optim import Adagrad, AdamW
-from torch.optim.lr_scheduler import ExponentialLR
 
 import collage_neuron
 from collage_neuron import UnsupportedUpdate
@@ -74,16 +72,6 @@ def test_the_states_of_the_inner_one_are_in_words_between_steps() -> None:
     assert "optimizer__exp_avg_sq bf16x2" in str(collage_neuron.explain(optimizer))
 
 
-def test_before_the_first_step_it_is_known_and_the_optimizer_stays_as_it_is() -> None:
-    optimizer, params = compiled(CASES["lookahead"], "plus")
-    described = str(collage_neuron.explain(optimizer))
-    assert "16 bytes a parameter" in described
-    assert not optimizer.optimizer.state
-    assert optimizer.param_groups[0]["counter"] == 0
-    run("lookahead", optimizer, params, 1)
-    assert str(collage_neuron.explain(optimizer)) == described
-
-
 def test_one_that_has_stepped_is_compiled_with_its_states() -> None:
     inner, params = plain(adam)
     other, exact = plain(adam)
@@ -116,27 +104,6 @@ def test_an_exception_in_the_middle_leaves_all_states_as_they_were(strategy: str
     other, exact = plain(CASES["listed"])
     run("", other, exact, 5)
     assert error(optimizer, params, exact) < NEAR[strategy]
-
-
-def test_hooks_and_schedulers_of_the_inner_one_and_of_the_outer_one() -> None:
-    def used(optimizer: Any, inner: Any) -> list[Any]:
-        seen: list[Any] = []
-        inner.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0].dtype))
-        inner.register_step_post_hook(lambda *_: seen.append("after"))
-        optimizer.register_step_post_hook(lambda *_: seen.append("after all"))
-        return seen
-
-    optimizer, params = compiled(CASES["lookahead"])
-    other, exact = plain(CASES["lookahead"])
-    seen, wanted = used(optimizer, optimizer.optimizer), used(other, other.optimizer)
-    schedulers = [ExponentialLR(o, 0.9) for o in (optimizer, optimizer.optimizer, other, other.optimizer)]
-    for number in range(5):
-        run("", optimizer, params, 1, number)
-        run("", other, exact, 1, number)
-        for each in schedulers:
-            each.step()
-    assert seen == wanted
-    assert error(optimizer, params, exact) < 1e-5
 
 
 def test_methods_of_the_outer_one_see_exact_values() -> None:
@@ -236,19 +203,6 @@ def test_what_is_written_to_the_inner_state_between_steps_is_rejected(what: str)
     with pytest.raises(UnsupportedUpdate, match="the state of the AdamW inside this CollageLookahead was written, or"):
         run("", optimizer, params, 1, 2)
     assert all(map(torch.equal, params, before))
-
-
-def test_moments_of_both_are_cleared_in_the_outer_one() -> None:
-    optimizer, params = compiled(CASES["listed"])
-    other, exact = plain(CASES["listed"])
-    run("", optimizer, params, 3)
-    run("", other, exact, 3)
-    optimizer.state.clear()
-    for each in other.many:
-        each.state.clear()
-    run("", optimizer, params, 3, 3)
-    run("", other, exact, 3, 3)
-    assert error(optimizer, params, exact) < 1e-5
 
 
 class AtOnce(Adagrad):
@@ -355,22 +309,6 @@ def test_a_state_that_is_called_as_an_inner_one_is_rejected_and_nothing_changed(
     with pytest.raises(UnsupportedUpdate, match=r"has a state called 'many_0__exp_avg'.*; rename it"):
         run("", optimizer, params, 1)
     assert all(map(torch.equal, params, before))
-
-
-def test_what_is_rejected_has_its_states_as_before() -> None:
-    params = initial()
-    inner = adam(params)
-    run("", inner, params, 2)
-    state = {p: dict(own) for p, own in inner.state.items()}
-    outer = CASES["ortho around lookahead"](params)
-    outer.optimizer.optimizer.state.update(inner.state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", collage_neuron.RunsAsWritten)
-        with pytest.raises(collage_neuron.RunsAsWritten, match="cannot be compiled"):
-            collage_neuron.compile(outer)
-    found = outer.optimizer.optimizer.state
-    assert {p: dict(own) for p, own in found.items()} == state
-    assert set(outer.state[params[0]]) == {"slow_params"}
 
 
 def test_a_step_from_before_compiling_is_rejected() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_cases import Stepping
-from traced_updates import initial, set_gradients
 
 import collage_neuron
 from collage_neuron import torch_privates
-from collage_neuron.trace.deferred_calls import DeferredCalls
 
 
 class Dispatched(TorchDispatchMode):
@@ -125,65 +122,3 @@ def test_a_method_that_is_exchanged_is_called(monkeypatch: pytest.MonkeyPatch, t
         monkeypatch.setattr(torch.Tensor, "mul", plain)
 
     _assert_right(update)
-
-
-def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The operations that torch is asked for from now on."""
-    asked: list[Any] = []
-    call = DeferredCalls.call
-
-    def noted(self: DeferredCalls, func: Any, *rest: Any) -> Any:
-        asked.append(func)
-        return call(self, func, *rest)
-
-    monkeypatch.setattr(DeferredCalls, "call", noted)
-    return asked
-
-
-def test_torch_is_not_asked_in_a_steady_step(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
-    asked = _asked(monkeypatch)
-
-    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-        m = s.setdefault("m", torch.zeros_like(p) if t == 1 else None).mul_(0.9).add_(g, alpha=0.1 * t)
-        before = len(asked)
-        x = 2.0 * (p.data * 0.5 + g).abs().sqrt() - (m / (m * m + 1.0))
-        p.addcdiv_(x, x.detach(), value=-lr)
-        o.kept[t] = len(asked) - before
-
-    _, optimizer = _run(update, torch.bfloat16)
-    assert optimizer._collage_bookkeeping.traces.misses == 0
-    assert optimizer.kept[1] > 8
-    assert optimizer.kept[6] == 0, asked[-4:]
-
-
-class Closing(Stepping):
-    """Calls a closure first."""
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            closure()
-        super().step()
-
-
-@pytest.mark.parametrize("does", ["raises", "steps"])
-def test_a_closure_that_raises_or_steps_is_followed_by_steps_as_before(does: str, traced: None) -> None:
-    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-        m = s.setdefault("m", torch.zeros_like(p) if t == 1 else None).mul_(0.9).add_(g)
-        p.add_(m * 2.0, alpha=-lr)
-
-    def closure(params: Any, optimizer: Any, t: int) -> None:
-        set_gradients(params, t)
-        if t % 3 == 0 and does == "raises":
-            raise KeyError("a batch is missing")
-        if t % 3 == 0:
-            Stepping.step(optimizer) if type(optimizer) is Closing else optimizer.step(lambda: None)
-
-    params, exact = initial(torch.bfloat16), initial(torch.float32)
-    optimizer: Any = collage_neuron.compile(Closing(params, update), strategy="fp32", verbose=False)
-    for each, own in ((optimizer, params), (Closing(exact, update), exact)):
-        for t in range(1, 11):
-            with suppress(KeyError):
-                each.step(partial(closure, own, each, t))
-    assert optimizer._collage_bookkeeping.traces.misses == 0
-    for p, q in zip(params, exact, strict=True):
-        assert torch.allclose(collage_neuron.exact_value(optimizer, p), q, rtol=1e-5, atol=1e-6)

@@ -76,29 +76,6 @@ def test_memory_is_there_for_those_who_ask(how: str, traced: None) -> None:
     assert answers(torch.bfloat16) == answers(torch.float32) != []
 
 
-TAKING: dict[str, Callable[[Tensor], object]] = {
-    "an operation": lambda t: t + 1,
-    "in place": lambda t: t.add_(1),
-    "a sum": lambda t: t.sum(),
-    "numpy": lambda t: t.numpy(),
-    "tolist": lambda t: t.tolist(),
-    "an address": lambda t: t.data_ptr(),
-    "lists": lambda t: torch._foreach_add([t], 1.0),
-    "a copy": lambda t: torch.zeros(3).copy_(t),
-    "DLPack": lambda t: t.__dlpack__(),
-    "printing": repr,
-    "a random number": lambda t: t.uniform_(),
-}
-
-
-@pytest.mark.parametrize("how", TAKING)
-def test_who_takes_the_memory_gets_an_error(how: str) -> None:
-    """Outside of its step, and with torch's own methods in one."""
-    t = placeholder((3,), (1,), torch.float32, torch.device("cpu"))
-    with pytest.raises(RuntimeError, match=r"waits for the end|not supported for tensor subclasses|data pointer"):
-        TAKING[how](t)
-
-
 ARGUMENTS: tuple[tuple[Any, ...], ...] = (
     (), (2,), (2, 3), ([1.0, 2.0],), (torch.ones(2, 2),), ("cpu",), (torch.float64,), (lambda *_: None,),
 )  # fmt: skip

@@ -10,26 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+from torch.optim import AdamW
 
 import collage_neuron
-from collage_neuron.trace.recorded_classes import CLASSES, TRACE, is_recorded
+from collage_neuron.trace.recorded_classes import is_recorded
 
 Make = Callable[..., Any]
 
-ALL: dict[str, Make] = {
-    "ASGD": ASGD,
-    "Adadelta": partial(Adadelta, weight_decay=0.1),
-    "Adagrad": partial(Adagrad, lr_decay=0.1, initial_accumulator_value=0.5),
-    "Adam": partial(Adam, amsgrad=True),
-    "AdamW": partial(AdamW, maximize=True),
-    "Adamax": Adamax,
-    "NAdam": partial(NAdam, decoupled_weight_decay=True, weight_decay=0.1),
-    "RAdam": partial(RAdam, betas=(0.9, 0.99)),
-    "RMSprop": partial(RMSprop, centered=True, momentum=0.9),
-    "Rprop": Rprop,
-    "SGD": partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
-}
 SHAPES = ((), (5,), (2, 3), (1,))
 RTOL, ATOL = 2**-18, 2**-20
 """Of fp32 words: the order of operations differs."""
@@ -58,41 +45,6 @@ def assert_right(make: Make, change: Any = None) -> Any:
     (optimizer, found), (_, exact) = (stepped(make, dtype, change=change) for dtype in (torch.bfloat16, torch.float32))
     torch.testing.assert_close(found, exact, rtol=RTOL, atol=ATOL, check_dtype=False)
     return optimizer
-
-
-def test_they_are_all_of_torchs_elementwise_classes() -> None:
-    assert {c.__name__ for c in CLASSES} == ALL.keys()
-
-
-@pytest.mark.parametrize("switch", ["off", "on"])
-@pytest.mark.parametrize("name", ALL)
-def test_parameters_and_states_are_torchs(name: str, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of parameters without dimensions too, whose states look like numbers of the host."""
-    monkeypatch.setenv(TRACE, switch)
-    assert_right(ALL[name])
-
-
-def _halve(optimizer: Any, t: int) -> None:
-    group = optimizer.param_groups[0]
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].mul_(0.5)
-    else:
-        group["lr"] *= 0.5
-
-
-OPTIONS: dict[str, Make] = {
-    "a rate in a tensor": lambda params: AdamW(params, lr=torch.tensor(0.01)),
-    "one of one dimension": lambda params: AdamW(params, lr=torch.tensor([0.01])),
-    "foreach": partial(AdamW, foreach=True),
-    "fused": partial(AdamW, fused=True),
-    "fused SGD": partial(SGD, lr=0.1, momentum=0.9, fused=True),
-    "foreach NAdam": partial(NAdam, foreach=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_and_rates_that_change(name: str) -> None:
-    assert_right(OPTIONS[name], _halve)
 
 
 def test_capturable_is_put_aside() -> None:

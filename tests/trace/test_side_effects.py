@@ -15,7 +15,6 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from traced_cases import Stepping
 
 import collage_neuron
 from collage_neuron.trace import dry_run, side_effects
-from collage_neuron.trace.sandbox import Copies
 
 CALLS: list[Any] = []
 TABLE: dict[str, Any] = {"inner": {"n": 0}}
@@ -177,27 +175,6 @@ def test_what_cannot_be_put_back_is_said(tmp_path: Any) -> None:
         with pytest.raises(collage_neuron.UnsupportedUpdate, match="uses a TextIOWrapper"):
             known(lambda o, p, g, s, lr, t: (o.log.write("x"), p.sub_(g)), log=log)
         assert log.tell() == 0
-
-
-def test_a_container_that_does_not_change_is_not_written() -> None:
-    """Somebody else may be at it in another thread."""
-
-    class Table(dict[Any, Any]):
-        def clear(self) -> None:
-            pytest.fail("written")
-
-    with side_effects.undone([Table({1: CALLS})]):
-        pass
-
-
-def test_a_copy_has_each_object_once() -> None:
-    shared, copies = [1], Copies(lambda x: None)
-    held: dict[str, Any] = {"a": shared, "b": (shared, partial(len, shared)), "self": None}
-    held["self"] = held
-    made = copies.of(held)
-    assert made["self"] is made is not held
-    assert made["a"] is made["b"][0] is made["b"][1].args[0] is not shared
-    assert copies.shared == [len]
 
 
 # --- the kinds of things a step counts in: it counts once a step, also before the first one ------------------------

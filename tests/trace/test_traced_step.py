@@ -22,7 +22,7 @@ from traced_updates import stepped_beside
 import collage_neuron
 from collage_neuron.passes.backends.nki import custom_op, target
 from collage_neuron.trace.recorded_classes import TRACE
-from collage_neuron.trace.step_kinds import NEW, Planned
+from collage_neuron.trace.step_kinds import NEW
 
 
 def settings_for(backend: str) -> dict[str, Any]:
@@ -116,45 +116,7 @@ def test_numbers_of_all_parameters_in_one_tensor(traced: None) -> None:
     assert optimizer._collage_bookkeeping.traces.misses == 0
 
 
-OF_DEVICES = "schedule_free", "foreach_adam"
-
-
-class Scaled(torch.optim.Optimizer):
-    """Momentum with a rate for each parameter, and a decay for every second one: its rates are powers of 2."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            rate, decay = p.rate
-            m = self.state[p].setdefault("m", torch.zeros_like(p))
-            m.mul_(decay).add_(p.grad, alpha=1 - decay)
-            p.sub_(m, alpha=rate)
-
-
-def test_numbers_of_another_size_are_launched_together_unless_formats_depend_on_them(
-    traced: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def noted(to: list[list[tuple[int, ...]]], parts: Any) -> Any:
-        found = list(parts)
-        to.append([numbers for numbers, _ in found])
-        return iter(found)
-
-    def made(numbers: range) -> tuple[list[Any], Any]:
-        params: list[Any] = [Parameter(torch.linspace(-1, 1 + i, 64).bfloat16()) for i in numbers]
-        for i, p in zip(numbers, params, strict=True):
-            p.rate, p.grad = (2.0**-i, (0.9, 0.9999)[i % 2]), torch.linspace(-2, 1, 64).bfloat16()
-        return params, collage_neuron.compile(Scaled(params, {}), strategy="split433", verbose=False)
-
-    (params, together), alone = made(range(12)), [made(range(i, i + 1)) for i in range(12)]
-    launched, parts = list[list[tuple[int, ...]]](), Planned.parts
-    monkeypatch.setattr(Planned, "parts", lambda *given: noted(launched, parts(*given)))
-    for _ in range(4):
-        for optimizer in (together, *(one for _, one in alone)):
-            optimizer.step()
-    assert launched[0] == [(0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11)]
-    for p, ((q,), one) in zip(params, alone, strict=True):
-        assert torch.equal(p, q)
-        assert {k: x.tolist() for k, x in together.state[p].items()} == {k: x.tolist() for k, x in one.state[q].items()}
+OF_DEVICES = "schedule_free", "adan"
 
 
 @pytest.mark.parametrize("name", OF_DEVICES)
@@ -166,9 +128,14 @@ def halving_its_rate(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(torch.tensor(lr, device=p.device).mul_(0.5) * g)
 
 
-def test_a_number_that_a_step_makes_on_xla_has_what_was_written_to_it() -> None:
+def with_its_rate(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(torch.tensor(lr, device=p.device) * g)
+
+
+@pytest.mark.parametrize("update", [halving_its_rate, with_its_rate])
+def test_a_number_that_a_step_makes_on_xla_has_what_was_written_to_it(update: Any) -> None:
     device = pytest.importorskip("torch_xla").device()
-    assert_right(lambda params: Stepping(params, halving_its_rate), "xla", device=device)
+    assert_right(lambda params: Stepping(params, update), "xla", device=device)
 
 
 def test_one_on_xla_has_the_bits_of_a_recorded_one(monkeypatch: pytest.MonkeyPatch) -> None:

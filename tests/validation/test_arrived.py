@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from as_written import Written
 from models import mlp, step_with
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Optimizer
@@ -19,7 +15,6 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, OneCycleLR
 import collage_neuron
 from collage_neuron import SmallSteps
 from collage_neuron.cli import builtin_gpt
-from collage_neuron.validation import validate
 
 pytestmark = pytest.mark.validated
 
@@ -84,11 +79,6 @@ def test_a_budget_that_leaves_24_bits_is_warned_of() -> None:
         take(optimizer, 16)
 
 
-@pytest.mark.parametrize("strategy", ["split422", "split412", "split444", "split433", "fp32", "bf16"])
-def test_other_parameters_are_not_looked_at(strategy: str) -> None:
-    take(compiled(SMALL["SGD"](parameters()), strategy), 20)
-
-
 HEALTHY: dict[str, tuple[float, Gradient]] = {
     "large steps": (1e-1, lambda p: 1e-3 * torch.randn_like(p)),
     "no gradients": (1e-1, torch.zeros_like),
@@ -102,12 +92,6 @@ HEALTHY: dict[str, tuple[float, Gradient]] = {
 def test_these_are_not_warned_of(name: str, momentum: float) -> None:
     rate, gradient = HEALTHY[name]
     take(compiled(SGD(parameters(0.02), lr=rate, momentum=momentum)), 40, gradient)
-
-
-def test_a_frozen_parameter_is_not_warned_of() -> None:
-    params = parameters()
-    params[0].requires_grad_(False)
-    take(compiled(SGD(params, lr=1e-1)), 20, lambda p: torch.randn_like(p) if p.requires_grad else None)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("model", ["gpt", "mlp"])
@@ -150,47 +134,3 @@ def test_a_rate_that_is_raised_by_hand_is_not_warned_of_until_it_stays() -> None
         take(optimizer, 1)
     with pytest.warns(SmallSteps, match=SAID):
         take(optimizer, 512)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_has_the_sums(copied: Callable[[Optimizer], Optimizer]) -> None:
-    optimizer = compiled(SGD(parameters(), lr=1e-6))
-    take(optimizer, 15)
-    for _ in range(2):
-        with pytest.warns(SmallSteps, match=SAID):
-            take(copied(optimizer), 1)
-
-
-# --- samples of updates that compute with sizes: a size of a sample may be that of the parameter by chance ------------
-
-SIZES: dict[str, Callable[[Tensor], float]] = {
-    "numel": lambda p: math.sqrt(p.numel()),
-    "rows": lambda p: p.shape[0],
-    "bytes": lambda p: p.nbytes / 4,
-}
-SHAPES = ((512,), (16, 32), (2, 300), (25, 8), (6400,), (32, 200), (25, 256), (5, 5), (20, 20, 20))
-"""As many elements or rows as samples have: two or 25 rows of 256."""
-
-
-class Scaled(Written):
-    """Divides gradients by a size."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g, alpha=group["lr"] / SIZES[group["size"]](p))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_sizes_are_those_of_the_parameter(shape: tuple[int, ...], size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "is_due", lambda steps: True)
-    torch.manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(shape).bfloat16())
-    q = torch.nn.Parameter(p.detach().float())
-    own, twin = collage_neuron.compile(Scaled([p], size=size), strategy="fp32"), Scaled([q], size=size)
-    for _ in range(3):
-        p.grad = torch.randn(shape).bfloat16()
-        q.grad = p.grad.float()
-        own.step()
-        twin.step()
-    torch.testing.assert_close(collage_neuron.exact_value(own, p), q.detach(), rtol=2**-21, atol=2**-24)
-    assert validate.history_of(own).compared > 0

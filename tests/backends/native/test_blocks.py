@@ -102,25 +102,12 @@ def test_an_input_that_the_update_does_not_read_is_not_loaded() -> None:
     check(Launch(update, torch.tensor([0.3]), [[x, words, unread]], [[x, words]], None))
 
 
-def test_empty_tensors() -> None:
-    check(launch(update_with_blocks(measured=True), tensors((0, 4)), tensors((4, 0)), tensors((0,)), tensors((2, 3))))
-
-
 def test_a_nan_is_the_largest_of_its_block_alone() -> None:
     given = tensors((4, 300))
     given[0][1, 130] = torch.nan
     given[0][2, 0] = torch.inf
     check(launch(update_with_blocks(), given))
     assert given[1].isinf().nonzero().tolist() == [[1, 1], [2, 0]]
-
-
-def test_a_launch_that_is_skipped_changes_nothing() -> None:
-    update = update_with_blocks(measured=True)
-    skipped, others = tensors((3, 200)), tensors((3, 5))
-    before = [t.clone() for t in skipped]
-    NATIVE.run([launch(update, skipped, finite=torch.tensor(False)), launch(update, others)])
-    assert all(map(torch.equal, skipped, before))
-    check(launch(update, skipped, finite=torch.tensor(True)), launch(update, others))
 
 
 def test_rows_that_do_not_follow_one_another_are_copied_and_put_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from exact import graph_of
-from natively import assert_same, assert_same_measures, check, copies_of, of_reference, results
+from natively import assert_same, check, copies_of, of_reference, results
 from torch import Tensor
 from worlds import run_script
 
@@ -83,22 +82,6 @@ def test_every_size_on_any_number_of_threads(
     check(launch(update, *(tensors([n], n) for n in sizes)))
     for n in (1, step, 3 * step - 1):
         check(launch(update, tensors([n])))
-
-
-def test_shapes_of_any_number_of_dimensions() -> None:
-    update = momentum()
-    check(launch(update, tensors(()), tensors((3, 5, 7)), tensors((0, 4)), tensors((1, 1))))
-
-
-def test_launches_with_numbers_of_their_own_are_one_step() -> None:
-    update, other = momentum(), momentum(measured=True)
-    parts = [launch(u, tensors([70], i), c=0.1 * i) for i, u in enumerate([update, update, other, update, other])]
-    check(*parts)
-
-
-def test_nothing_to_do() -> None:
-    assert list(NATIVE.run([])) == []
-    NATIVE.run([launch(momentum())])
 
 
 # Memory ------------------------------------------------------------------------------------------------------------
@@ -234,30 +217,6 @@ def test_who_writes_tells_autograd() -> None:
 
 
 # Skipped steps, measurements ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_launch_that_is_skipped_changes_nothing(finite: bool) -> None:
-    update = momentum(measured=True)
-    p, g, m = tensors([100])
-    if not finite:
-        g[3] = math.nan
-    first = launch(update, [p, g, m], finite=torch.tensor(finite))
-    second = launch(update, tensors([50], 1))
-    copies = copies_of([first, second])
-    found, wanted = NATIVE.run([first, second]), REFERENCE.run(copies)
-    for x, y in zip([first, second], copies, strict=True):
-        assert_same(update, x.writes, y.writes)
-    assert len(found) == 2
-    assert_same_measures(found[1 - finite :], wanted[1 - finite :])
-
-
-@pytest.mark.parametrize("many", [1, 2])
-def test_measurements_are_those_of_each_parameter(many: int, threads: Callable[[int], None], monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "ALONE", 0)
-    threads(many)
-    update = momentum(measured=True)
-    check(*(launch(update, *(tensors([n], n) for n in (1, 33, 500, 0, 64))) for _ in range(3)))
 
 
 @cache

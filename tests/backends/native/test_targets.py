@@ -28,7 +28,6 @@ from collage_neuron.passes.backends.native.machine import Target, binding
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.reference import Reference
-from collage_neuron.runtime.rounding_probe import CHECKS
 
 needs_code = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
 CPU = torch.device("cpu")
@@ -148,12 +147,6 @@ def test_what_is_missing_is_said(what: str, reason: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "BACKEND", backend)  # that of this process remembers that nothing is missing
     assert registry.choose("auto", CPU).name == "reference"
     assert [row for row in doctor.backends() if row[0] == "native" and re.match(reason, row[1]) and row[2] == "-"]
-
-
-@needs_code
-def test_the_doctor_probes_native_code() -> None:
-    rows = list(doctor.probes())
-    assert ("native on cpu", f"{len(CHECKS)} of {len(CHECKS)}", "ok") in rows
 
 
 def test_it_serves_the_cpu_alone() -> None:

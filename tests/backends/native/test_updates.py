@@ -1,26 +1,20 @@
-"""Whole updates: every optimizer of torch, random ones, all sizes; native code has every bit of the reference."""
+"""Whole updates: every optimizer of torch, numbers of all magnitudes; native code has every bit of the reference."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from natively import Beside
-from random_optimizers import RandomOptimizer, programs
 from running import registered
-from sampling import WHOLE
 from torch import Tensor
 from torch.optim import Optimizer
 from torch_cases import CASES
 
 import collage_neuron
-from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 
@@ -84,13 +78,3 @@ def test_an_optimizer_of_torch_has_all_bits_in_every_strategy(
     settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic, "validate": "off"}
     train(collage_neuron.compile(base(parameters(), **options), backend="beside", **settings))
     assert beside.updates
-
-
-@settings(max_examples=30 if WHOLE else 8, derandomize=True, database=None, phases=[Phase.generate], deadline=None,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
-@given(programs())
-def test_a_random_optimizer_has_all_bits(program: Any) -> None:
-    with registered(Beside()), suppress(UnsupportedUpdate):
-        strategy, arithmetic = SETTINGS[zlib.crc32(repr(program).encode()) % len(SETTINGS)]
-        optimizer = RandomOptimizer(parameters(((7, 5),)), program=program)
-        train(collage_neuron.compile(optimizer, strategy=strategy, arithmetic=arithmetic, backend="beside"), 2)

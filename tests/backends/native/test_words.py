@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from collage_neuron.numerics.eft import beyond, limit_places, places, round_to, widen
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.passes.backends.native.kernel import write_kernel
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.update import Update
@@ -107,20 +105,3 @@ def results(backend: Backend, name: str, update: Update, given: Sequence[Tensor]
 def test_words_have_the_bits_of_the_reference(name: str) -> None:
     found, wanted = (results(b, name, update_for(name), tensors(name)) for b in (NATIVE, REFERENCE))
     assert not any(different(x, y).any() for x, y in zip(found, wanted, strict=True))
-
-
-def test_a_nan_is_stored_as_0() -> None:
-    given = torch.full((100,), torch.nan)
-    given[1::2] = torch.tensor(-0x1234, dtype=torch.int32).view(torch.float32)  # one with other bits
-    assert not any(t.any() for t in results(NATIVE, "round", update_for("round"), [given]))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_floats_that_nobody_needs_are_left_out(name: str) -> None:
-    update = update_for(name)
-    dtypes = [*(t.dtype for t in tensors(name)), *(CASES[name][2] or [torch.float32] * len(update.outputs))]
-    text = write_kernel(update, False, dtypes, NATIVE.engine.machine.target.width).text
-    assert "fptosi" not in text
-    assert "roundeven" not in text or name == "split int8 again"  # which needs the sign of a zero
-    for result in re.findall(r"^  (%\w+) =", text, re.MULTILINE):
-        assert len(re.findall(rf"{result}\b", text)) > 1, f"nothing needs {result}"

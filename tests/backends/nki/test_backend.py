@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import nki_backend
-import nki_runs
-import nki_standin
 import pytest
-from torch_cases import CASES
-
-from collage_neuron.passes.backends.nki.lower import lower_to_nki
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 
@@ -78,22 +72,3 @@ def test_the_package_is_used_where_it_is(choice: str, monkeypatch: pytest.Monkey
         assert made == ("simulated", print)
         assert os.environ[TARGET] == "trn3"
     assert os.environ.get(TARGET) != "trn3"
-
-
-@pytest.mark.usefixtures("vendors")
-@pytest.mark.parametrize("turns", [1, 2])
-def test_with_the_package_a_kernel_runs_in_its_simulator_too(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is played by the stand-in, once by one that takes two steps."""
-
-    def simulate(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: [kernel(*arguments) for _ in range(turns)][-1]
-
-    step = nki_runs.step_of(CASES["sgd_momentum"], "light", "fp32", n=300)
-    modules = nki_standin.DIALECTS["nki"](nki_standin.Machine(nki_standin.TARGETS["trn1"], nki_runs.INFINITY))
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(vars(module))
-    monkeypatch.setattr(sys.modules["nki"], "simulate", simulate)
-    monkeypatch.setenv("NKI_BACKEND", "real")
-    with pytest.raises(AssertionError, match=r"nki\.simulate and the stand-in differ") if turns > 1 else nullcontext():
-        nki_runs.run(lower_to_nki(step.update), step.components, step.vector)

@@ -21,7 +21,6 @@ from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.runtime.rounding_probe import probe_update
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -59,8 +58,3 @@ def test_where_the_sign_is_not_known_the_vector_engine_adds() -> None:
     assert not biased(k)
     found = run(k, {"x": torch.tensor([1.0, 4.0])}, torch.tensor([-3.0])).results
     assert found["y"].tolist() == [-2.0, -1.0]
-
-
-@pytest.mark.parametrize(("target", "function"), [("trn1", "relu"), ("trn2", "copy"), ("trn3", "copy")])
-def test_the_rounding_probe_asks_for_what_kernels_use(target: str, function: str) -> None:
-    assert function in biased(lower_to_nki(probe_update(), target))

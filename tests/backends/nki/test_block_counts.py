@@ -16,7 +16,6 @@ from torch_cases import CASES
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
-from collage_neuron.passes.backends.nki.tiling import Tiling, cut_of
 
 STRATEGIES = ("split423", "split422", "split412", "split311")
 DIALECTS = ("nki", "beta1")
@@ -88,13 +87,6 @@ def test_whole_blocks_take_one_chunk_or_two_of_a_tensor(strategy: str) -> None:
         shares = [divided(shapes, cores) for cores in (1, 8, 32)]
         counts = [size_of(kernel(strategy, dialect), share).instructions for share in shares]
         assert max(count.traced for count in counts) <= most
-
-
-def test_the_longer_engines_take_the_narrower_a_tile_may_be() -> None:
-    widths = [cut_of(4096 * 4096, Tiling(2048, 128, 0), 4096, ratio).columns for ratio in (1.0, 4.0, 20.0)]
-    assert widths == sorted(widths, reverse=True)
-    assert widths[0] > widths[-1]
-    assert cut_of(4096, Tiling(2048, 512, 0), 0, 0.5) == cut_of(4096, Tiling(2048, 512, 0))
 
 
 @pytest.mark.parametrize(("dialect", "most"), [("nki", TARGETS["trn1"].instructions), ("beta1", 5_000)])

