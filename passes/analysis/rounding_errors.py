@@ -135,7 +135,7 @@ class Errors:
         if kind in ("maximum", "minimum"):
             return self._of_choice(powers, operands, True)
         if kind in ("sum", "abs", "total"):  # |x| changes by no more than x
-            return self._of_total(operands[0]) if kind == "total" else powers[0]
+            return powers[0]
         if kind == "norm":  # of all elements: their errors average out
             return 0.0 if powers[0] <= 1 else math.inf
         return 0.0 if kind in ("sign", "mask") and max(powers) < math.inf else math.inf
@@ -144,11 +144,6 @@ class Errors:
         """A choice that errors decide may be a maximum, which they only increase; a bound that is a number is none."""
         bounded = any(not self.values.inputs(x) for x in operands[:2])
         return max(powers) if bounded or not by_errors or not any(powers) else math.inf
-
-    def _of_total(self, x: Sum) -> float:
-        """A sum over all elements: of squares, a norm."""
-        is_square = len(x) == 1 and all(e % 2 == 0 for p in x for _, e in p)
-        return 0.0 if is_square and self.of_sum(x) <= 2 else self.of_sum(x)
 
 
 def sensitive(gains: Gains, new: Mapping[str, Sum], among: Collection[str]) -> frozenset[str]:
@@ -171,8 +166,8 @@ def sensitive(gains: Gains, new: Mapping[str, Sum], among: Collection[str]) -> f
     sums = [each for x in new.values() for each in _sums(gains.values, x)]
     by_errors = {name for name in among if any(_is_of_weights(gains, p) for p in new[name])}
     for name in set(among) - by_errors:
-        own, errors = _ratios(new[name]), Errors(gains.values, frozenset({name}), None)
-        if any(_matters(gains, x, [p for p in x if errors.of_product(p)]) for x in sums if _ratios(x) != own):
+        own, errors = new[name].keys(), Errors(gains.values, frozenset({name}), None)
+        if any(_matters(gains, x, [p for p in x if errors.of_product(p)]) for x in sums if x.keys() != own):
             by_errors.add(name)
     return frozenset(by_errors | (set(among) & _compared(gains.values, new)))
 
@@ -201,12 +196,6 @@ def _is_of_weights(gains: Gains, p: Product) -> bool:
     # The first is the value itself.
     _, *inside = _sums(gains.values, {p: 1.0})
     return any(map(gains.holds_weights, inside))
-
-
-def _ratios(x: Sum) -> frozenset[object]:
-    """The same for sums that differ by a factor only: a value that is divided by its first coefficient."""
-    first = x[min(x, key=sorted)] if x else 1.0
-    return frozenset((p, None if math.isnan(c / first) else c / first) for p, c in x.items())  # NaN equals nothing
 
 
 def _sums(values: Values, x: Sum, compared: bool = False) -> Iterator[Sum]:

@@ -44,22 +44,9 @@ def magnitudes(values: Values, next_: Mapping[str, list[Sum]]) -> frozenset[str]
 
 
 def _adds_magnitudes(values: Values, x: Sum, name: str, states: frozenset[str]) -> bool:
-    """Returns True if a term of x shows it, or of a sum of which x is a function: a root, a reciprocal, a logarithm.
-
-    One term is enough: the others may be what a square was multiplied out to (VSGD), or a constant.
-    """
+    """Returns True if a term of x shows it: the others may be what a square was multiplied out to, or a constant."""
     signs = Signs(values, states, positive_numbers=True)
-
-    @cache  # there may be exponentially many paths to an atom
-    def inside(atom: int) -> bool:
-        kind, operands, _ = values.atoms[atom]
-        return kind in ("sum", "log") and shows(operands[0])
-
-    def shows(x: Sum) -> bool:
-        others = [p for p in x if values.support(p) - {name}]
-        return any(signs.of_term(p, math.nan, x) or (len(p) == 1 and any(inside(a) for a, _ in p)) for p in others)
-
-    return shows(x)
+    return any(signs.of_term(p, math.nan, x) for p in x if values.support(p) - {name})
 
 
 class Signs:
@@ -97,9 +84,9 @@ class Signs:
 
     def _is_difference(self, of: Sum, v: Product, y: Product, c: float) -> bool:
         """Returns True if `of` is v - y, or y - v for a positive c, as one factor."""
-        ((factor,),) = of
-        kind, operands, _ = self.values.atoms[factor[0]]
-        if kind != "sum" or operands[0].keys() != {v, y}:
+        factors = [self.values.atoms[a] for p in of for a, _ in p]
+        kind, operands, _ = factors[0]
+        if len(factors) > 1 or kind != "sum" or operands[0].keys() != {v, y}:
             return False
         up, down = operands[0][v], operands[0][y]
         return up == -down and (math.isnan(c) or (up > 0) == (c < 0))

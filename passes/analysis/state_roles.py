@@ -5,7 +5,6 @@ numbers are wildcards, so the way a value is written is irrelevant. Slow are:
 
 * sums and averages of magnitudes (`signs`). At a decay near 1 such a state moves by less than half an ulp of bf16 per
   step, and stalls; a first moment, whose decay is around 0.9, does not;
-* maxima with decay, which stall in the same way;
 * sums without any decay;
 * copies and averages of the parameter, which need the precision of the parameter (schedule-free's z, a lookahead's
   slow weights), and what the parameter is moved to by a `lerp`.
@@ -28,7 +27,7 @@ from collage_neuron.passes.analysis.gains import Gains
 from collage_neuron.passes.analysis.parameter_path import spine
 from collage_neuron.passes.analysis.rounding_errors import first_moments, is_long, sensitive
 from collage_neuron.passes.analysis.signs import magnitudes, nonnegative
-from collage_neuron.passes.analysis.value_algebra import ONE, Product, Sum, equal, is_known
+from collage_neuron.passes.analysis.value_algebra import ONE, Product, Sum, equal
 from collage_neuron.passes.analysis.value_numbering import Values
 from collage_neuron.passes.ir.stage import ancestors, returned
 from collage_neuron.passes.ir.update import Captured, Recording
@@ -92,22 +91,12 @@ class Structure:
     @cached_property
     def slow(self) -> frozenset[str]:
         """The states that accumulate slowly, which `plus` stores as pairs."""
-        return self.magnitudes | self.sums | self.maxima
+        return self.magnitudes | self.sums
 
     @cached_property
     def magnitudes(self) -> frozenset[str]:
         """The states that accumulate a magnitude."""
-        return magnitudes(self.values, self.next) - self.maxima
-
-    @cached_property
-    def maxima(self) -> frozenset[str]:
-        return frozenset(name for name, x in self.new.items() if self._is_decayed_maximum(x, name))
-
-    def _is_decayed_maximum(self, x: Sum, name: str) -> bool:
-        atoms = [self.values.atoms[a] for p in x for a, _ in p] if len(x) == 1 else []
-        olds = [frozenset(o) for o in self._starts(name)]
-        return any(atom.kind == "maximum" and any(frozenset(o) in olds and not is_known(o) for o in atom.operands)
-                   for atom in atoms)  # fmt: skip
+        return magnitudes(self.values, self.next)
 
     @cached_property
     def sums(self) -> frozenset[str]:
@@ -146,7 +135,7 @@ class Structure:
     def odd(self) -> frozenset[str]:
         """States that change their sign with the gradient and the parameter, as first moments do."""
         # A state may be odd because another one is: so all others start as odd, and what contradicts that is dropped.
-        parities = {name: 0 if name in self.magnitudes | self.maxima else 1 for name in self.new}
+        parities = {name: 0 if name in self.magnitudes else 1 for name in self.new}
         while True:  # the largest assignment that follows from itself
             parity = _parity(self.values, {"param": 1, "grad": 1, **parities})
             now = {name: p for name, p in parities.items() if parity(self.new[name]) == p}
@@ -184,9 +173,9 @@ def _parity(values: Values, inputs: Mapping[str, int]) -> Callable[[Sum], int | 
             return inputs.get(name)
         if (clamped := _clamped(values, atom)) is not None:
             return of_sum(clamped)
-        if kind == "where":  # whatever is asked: the mask is of neither sign
+        if kind == "where":  # by a mask that is of neither sign: by the sign of x, x or -x is a magnitude
             chosen = {of_sum(x) for x in operands[:2] if x.keys() - {ONE}} or {0}
-            return chosen.pop() if len(chosen) == 1 else None
+            return chosen.pop() if len(chosen) == 1 and of_sum(operands[2]) is not None else None
         parities = [of_sum(x) for x in operands]
         if kind in ("sign", "sum", "total"):
             return parities[0]

@@ -75,10 +75,6 @@ def _power_of_number(x: float, exponent: float) -> float:
     return x**exponent if x > 0 or (x and exponent.is_integer()) else math.nan
 
 
-def _nonzero(exponents: Mapping[int, float]) -> Product:
-    return frozenset((a, e) for a, e in exponents.items() if e)
-
-
 class Algebra:
     """Sums of products over a growing table of atoms; what is equal has the same atoms.
 
@@ -131,92 +127,33 @@ class Algebra:
         return scaled(self.atom("sum", scaled(x, 1 / lead)), lead)
 
     def _product(self, p: Product, q: Product, coefficient: float) -> Sum:
-        """The product of two, with `x * sign(x)` as `|x|`."""
         exponents = dict(p)
         for a, e in q:
             exponents[a] = exponents.get(a, 0.0) + e
-        for a in [a for a, e in exponents.items() if self.atoms[a].kind == "sign" and e % 2]:
-            ((of,),) = self.atoms[a].operands[0]
-            if exponents.get(of[0], 0.0) % 2 == 1 and a in exponents:
-                (magnitude,) = self.absolute({frozenset({(of[0], exponents.pop(of[0]))}): 1.0})
-                exponents[a] -= 1
-                return self._product(_nonzero(exponents), magnitude, coefficient)
-        return {_nonzero(exponents): coefficient}
+        return {frozenset((a, e) for a, e in exponents.items() if e): coefficient}
 
     def power(self, x: Sum, exponent: float) -> Sum:
-        """x ** exponent; the root of an even power is that of the absolute value."""
-        if not x:
-            return x
+        """x ** exponent; a power that is no whole number is one factor."""
+        if not x or not exponent.is_integer():
+            return self.atom("power", x, name=str(exponent)) if x else x
         ((p, c),) = self._factor(x).items()
-        if exponent.is_integer():
-            return {frozenset((a, e * exponent) for a, e in p if exponent): _power_of_number(c, exponent)}
-        if exponent < 0:  # rsqrt(x) has the atoms of 1 / sqrt(x)
-            return self.power(self.power(x, -exponent), -1.0)
-        if not all(e % 2 == 0 or self._is_magnitude(a) for a, e in p):
-            return self.atom("power", x, name=str(exponent))
-        roots = (self._root(a, e * exponent) for a, e in p)
-        return reduce(self.times, roots, {ONE: _power_of_number(c, exponent)})
-
-    def _root(self, atom: int, exponent: float) -> Sum:
-        """The root of an even power of one factor: a power of |factor|, or of the factor where that is the same."""
-        if exponent % 2 == 0 or self._is_magnitude(atom):
-            return {frozenset({(atom, exponent)}): 1.0}
-        return self.power(self.atom("abs", {frozenset({(atom, 1.0)}): 1.0}), exponent)
-
-    def absolute(self, x: Sum) -> Sum:
-        """|x|: of a product, the product of the absolute values."""
-        if not x:
-            return x
-        ((p, c),) = self._factor(x).items()
-        result: Sum = {ONE: abs(c)}
-        for a, e in p:
-            own: Sum = {frozenset({(a, 1.0)}): 1.0}
-            result = self.times(
-                result, self.power(own if e % 2 == 0 or self._is_magnitude(a) else self.atom("abs", own), e)
-            )
-        return result
+        return {frozenset((a, e * exponent) for a, e in p if exponent): _power_of_number(c, exponent)}
 
     def sign(self, x: Sum) -> Sum:
-        """The sign of x: of a product, the product of the signs."""
-        ((p, c),) = self._factor(x).items() or ((ONE, 0.0),)
-        signs = (self.atom("sign", {frozenset({(a, 1.0)}): 1.0}) for a, e in p if e % 2 and not self._is_magnitude(a))
-        return reduce(self.times, signs, {ONE: c if math.isnan(c) else math.copysign(1.0, c)} if c else {})
-
-    def _is_magnitude(self, atom: int) -> bool:
-        return self.atoms[atom].kind in NEVER_NEGATIVE
-
-    def largest(self, x: Sum, y: Sum) -> Sum:
-        """maximum(x, y); for y = -x or y = |x| it is |x|."""
-        if x and plus(x, y) == {}:
-            return self.absolute(x)
-        return y if self._is_absolute(y, x) else x if self._is_absolute(x, y) else self.atom("maximum", x, y)
-
-    def smallest(self, x: Sum, y: Sum) -> Sum:
-        """minimum(x, y); for y = |x| it is x."""
-        return x if self._is_absolute(y, x) else y if self._is_absolute(x, y) else self.atom("minimum", x, y)
+        """The sign of x, as that of one product with the sign of its coefficient."""
+        if not x:
+            return x
+        ((p, c),) = self._factor(x).items()
+        return scaled(self.atom("sign", {p: 1.0}), c if math.isnan(c) else math.copysign(1.0, c))
 
     def between(self, x: Sum, min: Sum | None = None, max: Sum | None = None) -> Sum:
         """x, clamped from below, from above, or from both sides."""
-        x = x if min is None else self.largest(x, min)
-        return x if max is None else self.smallest(x, max)
-
-    def _is_absolute(self, x: Sum, of: Sum) -> bool:
-        """Returns True if x is exactly |of|."""
-        return len(of) == 1 and is_known(of) and x == self.absolute(of)
+        x = x if min is None else self.atom("maximum", x, min)
+        return x if max is None else self.atom("minimum", x, max)
 
     def chosen(self, mask: Sum, x: Sum, y: Sum) -> Sum:
-        """x where the mask is true, else y; for y = -x and a mask that compares x with a number it is |x|."""
-        if x == y and is_known(x):
-            return x
-        if x and plus(x, y) == {} and self._compares(mask, x) and not self.exact:
-            return self.absolute(x)  # or -|x|: only its size is known
-        return self.atom("where", x, y, mask)
-
-    def _compares(self, mask: Sum, x: Sum) -> bool:
-        atoms = [self.atoms[a] for p in mask for a, _ in p]
-        return len(atoms) == 1 and atoms[0].kind == "mask" and {frozenset(o) for o in atoms[0].operands} <= {
-            frozenset(x), frozenset({ONE}), frozenset()
-        }  # fmt: skip
+        """x where the mask is true, else y."""
+        return x if x == y and is_known(x) else self.atom("where", x, y, mask)
 
     def alternatives(self, x: Sum, is_chosen: Callable[[int], bool] | None = None) -> list[Sum]:
         """The possible values of an element of x: every candidate of a `where`, a maximum or a clamp.
@@ -241,7 +178,7 @@ class Algebra:
         return []
 
     def is_choice(self, atom: int) -> bool:
-        """Returns True if an atom may be either of its operands; `minimum(g, g.abs())` is always `g`."""
+        """Returns True if an atom may be either of its operands."""
         kind, operands, _ = self.atoms[atom]
         return kind in ("where", "maximum") or (kind == "minimum" and any(not self.inputs(x) for x in operands))
 

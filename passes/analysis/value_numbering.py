@@ -29,14 +29,6 @@ Rule = Callable[..., Sum]
 UNIT = number(1.0)
 
 
-def _nan_to_num(v: Algebra, x: Sum, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Sum:
-    largest = torch.finfo(torch.float32).max
-    value, given = x, {"isposinf": (posinf, largest), "isneginf": (neginf, -largest), "isnan": (nan, 0.0)}
-    for name, (put, default) in given.items():
-        value = v.chosen(v.atom("mask", value, name=name), number(default) if put is None else put, value)
-    return value
-
-
 def _full(v: Algebra, *_: Any, **__: Any) -> Sum:
     return v.atom("number", name=str(len(v.atoms))) if v.exact else v.atom("fill", name="some number")
 
@@ -56,7 +48,7 @@ _TABLE: Mapping[str, Rule] = {
     "addcdiv.default": lambda v, x, y, z, value=UNIT: plus(x, v.times(v.over(y, z), value)),
     "lerp.Scalar lerp.Tensor": lambda v, x, y, weight: plus(x, v.times(minus(y, x), weight)),
     "neg.default": lambda v, x: scaled(x, -1.0),
-    "abs.default": Algebra.absolute,
+    "abs.default": lambda v, x: v.atom("abs", x),
     "sign.default sgn.default": Algebra.sign,
     "pow.Tensor_Scalar": lambda v, x, exponent: v.power(x, exponent.get(ONE, 0.0)),
     "square.default": lambda v, x: v.power(x, 2.0),
@@ -66,15 +58,15 @@ _TABLE: Mapping[str, Rule] = {
     "exp.default": lambda v, x: v.atom("exp", x),
     "sigmoid.default": lambda v, x: v.atom("sigmoid", x),
     "log.default": lambda v, x: v.atom("log", x),
-    "maximum.default clamp_min.default clamp_min.Tensor": Algebra.largest,
-    "minimum.default clamp_max.default clamp_max.Tensor": Algebra.smallest,
+    "maximum.default clamp_min.default clamp_min.Tensor": lambda v, x, y: v.atom("maximum", x, y),
+    "minimum.default clamp_max.default clamp_max.Tensor": lambda v, x, y: v.atom("minimum", x, y),
     "clamp.default clamp.Tensor": Algebra.between,
     "where.self where.ScalarOther where.ScalarSelf where.Scalar": Algebra.chosen,
     "masked_fill.Scalar masked_fill.Tensor": lambda v, x, mask, value: v.chosen(mask, value, x),
     "index_put.default": lambda v, x, indices, values, accumulate=False: v.chosen(
         indices[0], plus(x, values) if accumulate else values, x
     ),
-    "nan_to_num.default": _nan_to_num,
+    "nan_to_num.default": lambda v, x, *_, **__: v.chosen(v.atom("mask", x, name="isnan"), {}, x),
     "clone.default detach.default alias.default lift_fresh.default _to_copy.default": lambda v, x, **_: x,
     "copy.default": lambda v, x, source, non_blocking=False: source,
     "zero.default": lambda v, x: {},

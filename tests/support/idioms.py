@@ -190,8 +190,6 @@ AVERAGES: dict[str, Idiom] = {
     "square of a scaled gradient": of_v(lambda v, g, b: v.mul_(b).add_((g * 4.0).square(), alpha=(1 - b) / 16)),
     "two copies": of_v(lambda v, g, b: v.mul_(b).add_(g.clone() * g.detach(), alpha=1 - b)),
     "two scaled copies": of_v(_twice),
-    "g * |g| * sign(g)": of_v(lambda v, g, b: v.mul_(b).add_(g * g.abs() * g.sign(), alpha=1 - b)),
-    "maximum(g, -g) squared": of_v(lambda v, g, b: v.mul_(b).add_(torch.maximum(g, -g) * g.abs(), alpha=1 - b)),
     "exp of a logarithm": of_v(lambda v, g, b: v.mul_(b).add_((2 * (g.abs() + 1e-6).log()).exp(), alpha=1 - b)),
     "temporaries": of_v(_temporaries),
     "out=": of_v(_out),
@@ -244,10 +242,6 @@ OTHERS: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
     ),
     "the larger magnitude": (
         of_v(lambda v, g, b: v.mul_(b).add_(torch.maximum(g.abs(), g * g), alpha=1 - b)), ("v",), {"v"},
-    ),
-    "g * sign(g)": (named("v", lambda s, g, b, p: s.update(v=b * s["v"] + (1 - b) * (g * g.sign()))), ("v",), {"v"}),
-    "where(g > 0, g, -g)": (
-        named("v", lambda s, g, b, p: s["v"].lerp_(torch.where(g > 0, g, -g), 1 - b)), ("v",), {"v"},
     ),
     "sum of squares": (
         then(lambda s, g, b, p: s.update(v=s["v"] + g.square()), lambda s, g, b: s["v"].sqrt() / 16), ("v",), {"v"},
@@ -325,7 +319,6 @@ FAST: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
         ("m",),
         set(),
     ),
-    "of the smaller": (of_m(lambda m, g, b, p: m.mul_(b).add_(torch.minimum(g, g.abs()), alpha=1 - b)), ("m",), set()),
     "of a cube": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * g * g, alpha=1 - b)), ("m",), set()),
     "of g times the parameter": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * p, alpha=1 - b)), ("m",), set()),
     "nesterov": (

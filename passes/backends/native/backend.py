@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
+from collage_neuron.numerics.tensor_sums import RUNS, folded_over
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Place, Step, lay_out
-from collage_neuron.passes.backends.native.kernel import Compiled, Kernels
+from collage_neuron.passes.backends.native.kernel import Kernels
 from collage_neuron.passes.backends.native.machine import Machine, Target, Team, loaded_libgomp, missing_here
 from collage_neuron.passes.backends.native.memory import in_memory
-from collage_neuron.passes.backends.native.reduction_kernels import fold_of, runs_of, write_fold, write_runs
+from collage_neuron.passes.backends.native.reduction_kernels import runs_of, write_runs
 from collage_neuron.passes.backends.native.reductions import nothing_of, run_by_rows
 from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
@@ -48,13 +49,6 @@ class Engine:
         self.kernels = Kernels(self.machine)
         self._nothing = torch.zeros(1, 0, self.machine.target.width, dtype=torch.float64, device="cpu")
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
-
-    @cached_property
-    def fold(self) -> Compiled:
-        """The kernel that folds sums of runs."""
-        fold = Compiled.of(self.machine, write_fold)
-        assert fold is not None
-        return fold
 
     def run(self, step: Step) -> Tensor:
         """Runs the jobs of a step; the measurements: one row for each thread, a vector for each measure."""
@@ -188,9 +182,7 @@ class Native(Backend):
                 continue
             step, runs, counts = runs_of(compiled, launch, scalars, numbers)
             self.engine.run(step)
-            groups = torch.empty(sum(counts), dtype=torch.float64, device="cpu")
-            self.engine.run(fold_of(self.engine.fold, runs, groups))
-            each = groups.split(counts)
+            each = folded_over(runs.view(-1, RUNS), 1).reshape(-1).split(counts)
             found |= {i: each[k * results : (k + 1) * results] for k, i in enumerate(numbers)}
         return [found[i] for i in range(len(launch.reads))]
 

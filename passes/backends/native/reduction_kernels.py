@@ -1,7 +1,6 @@
 """Kernels of sums: over tensors (`numerics.tensor_sums`), and over rows and columns (`numerics.matrix_sums`).
 
-Of tensors and rows, runs of 128 elements are added in a pass over memory, which stores the sums; of tensors, another
-kernel folds those in groups of 64.
+Of tensors and rows, runs of 128 elements are added in a pass over memory, which stores the sums.
 
 For vectors of 8, and a norm::
 
@@ -136,54 +135,6 @@ def runs_of(
     found, steps = [row.buffer_info()[0] for row in rows], [-(-size // RUN) for size in sizes]
     step.add_jobs(compiled, found, [scalars[i].data_ptr() for i in numbers], sizes, steps)
     return step, runs, groups
-
-
-FOLD = "fold_runs"
-"""The name of the kernel that folds groups of 64 runs: one vector, halved until it is one number.
-
-Halves of 64 numbers are too short for torch's loops.
-"""
-
-
-def write_fold(width: int) -> Kernel:
-    """The kernel: it reads fp64 sums of runs, and writes fp64 sums of groups."""
-    slots = Slot(torch.float64, 0, None), Slot(torch.float64, None, 0, shared=True)
-    return Kernel(FOLD, _fold_text(), slots, RUNS, width)
-
-
-def fold_of(compiled: Compiled, runs: Tensor, groups: Tensor) -> Step:
-    """The work for the sums of runs of whole groups."""
-    row = array("q", [runs.data_ptr(), groups.data_ptr()])
-    step = Step(elements=len(runs), rows=[row], kept=[runs, groups])
-    step.add_jobs(compiled, [row.buffer_info()[0]], [0], [len(runs)], [len(groups)])
-    return step
-
-
-def _fold_text() -> str:
-    code = Code(1, iter(range(RUNS)), set())
-    x = code.op(DOUBLE, f"load <{RUNS} x double>, ptr %at, align 8").text
-    half = RUNS
-    while half := half // 2:
-        low, high = (code.shuffle(x, "poison", DOUBLE, 2 * half, [*range(i, i + half)]).text for i in (0, half))
-        x = code.op(DOUBLE, f"fadd <{half} x double> {low}, {high}").text
-    stored = [
-        f"  %sum = extractelement <1 x double> {x}, i64 0",
-        "  %to = getelementptr double, ptr %groups, i64 %w",
-        "  store double %sum, ptr %to, align 8",
-    ]
-    body = ["  %at = getelementptr double, ptr %runs, i64 %i", *code.lines, *stored]
-    words = [("%w", "i64", "%word", "add i64 %w, 1")]
-    turns = "\n".join(loop("loop", "entry", ("%i", "%begin", RUNS), "%end", body, "done", more=words))
-    return f"""
-define void @{FOLD}({PARAMETERS}) #0 {{
-entry:
-  %runs = load ptr, ptr %row
-  %groups_at = getelementptr ptr, ptr %row, i64 1
-  %groups = load ptr, ptr %groups_at
-{turns}
-  ret void
-}}
-"""
 
 
 STRIP = 1024

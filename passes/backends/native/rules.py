@@ -6,13 +6,12 @@ LLVM computes what is written and contracts nothing, unless a flag of an instruc
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.fx as fx
 
 from collage_neuron.numerics.eft import (
     EXPONENT,
@@ -121,11 +120,8 @@ def _inverse_power_of_two(code: Code, x: Any) -> Value:
     return code.float_of(code.binary("xor", INT, bits, EXPONENT))
 
 
-def to_bf16(code: Code, x: Any, nans: bool = True) -> Value:
-    """Rounds to nearest even: adds just less than half of the last place, or half where that place is odd, and cuts.
-
-    Without `nans` there are none but those it leaves alone: see `with_short_nans`.
-    """
+def to_bf16(code: Code, x: Any) -> Value:
+    """Rounds to nearest even: adds just less than half of the last place, or half where that place is odd, and cuts."""
     # AVX-512's own conversion to bf16 gains nothing, and takes subnormals for zeros.
     half: Value | int = 0x8000
     if isinstance(x, Value) and x.limited is not None:
@@ -137,8 +133,6 @@ def to_bf16(code: Code, x: Any, nans: bool = True) -> Value:
         odd = code.compare("icmp ne", INT, code.binary("and", INT, bits, 0x10000), 0)
         half = code.select(odd, 0x8000, 0x7FFF, INT)
     cut = code.binary("and", INT, code.binary("add", INT, bits, half), UPPER_HALF)
-    if not nans:
-        return code.float_of(cut)
     return code.float_of(code.select(code.compare("fcmp ord", FLOAT, x, x), cut, QUIET_NAN, INT))
 
 
@@ -164,11 +158,9 @@ def _round_to(code: Code, x: Any, storage: str) -> Value:
     return ROUNDINGS[storage](code, x)
 
 
-def stochastic_to_bf16(code: Code, x: Any, random: Any, nans: bool = True) -> Value:
+def stochastic_to_bf16(code: Code, x: Any, random: Any) -> Value:
     """Adds 16 random bits to the last 16, and cuts those."""
     carried = code.binary("and", INT, code.binary("add", INT, code.bits(x), random), UPPER_HALF)
-    if not nans:
-        return code.float_of(carried)
     is_number = code.compare("fcmp oeq", FLOAT, x, x)
     return code.float_of(code.select(is_number, carried, QUIET_NAN, INT))
 
@@ -216,7 +208,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         beyond: words.beyond,
         round_to: _round_to,
         widen: _widen,
-        narrow: _round_to,  # a number of its type already, and nothing to do, unless it is NaN: see `kernel`
+        narrow: _round_to,  # a number of its type already, and nothing to do, unless it is NaN
         stochastic_round: stochastic_to_bf16,
         whole: to_int32,
         bits_of: lambda code, x: code.bits(x),
@@ -228,45 +220,3 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
     }
 )
 """The rule of each operation."""
-
-
-NARROW = frozenset({torch.bfloat16, torch.int8, torch.int16, torch.uint8})
-"""The dtypes whose words give no NaN but with zeros in its last 16 bits. Those of fp16 have 13 zeros only."""
-
-HANDED_ON = frozenset(
-    {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, torch.where, torch.maximum,
-     torch.minimum, torch.abs, sqrt, capped, round_to, narrow, widen}
-)  # fmt: skip
-"""The operations whose result is such a value if all operands are. Functions of the C library are not among them."""
-
-ALWAYS = frozenset({stochastic_round, power_of_two, inverse_power_of_two})
-"""Those whose result is one whatever the operands are: they keep bits of the upper half only."""
-
-
-def with_short_nans(
-    nodes: Iterable[fx.Node], dtypes: Mapping[fx.Node, torch.dtype], numbers: Container[str]
-) -> frozenset[fx.Node]:
-    """The nodes whose NaN end in 16 zeros: rounding these to bf16 need not look for NaN.
-
-    Rounding adds at most 0xFFFF to the bits of a number and cuts the last 16. Of a NaN with zeros there that leaves the
-    upper half as it is: the same NaN. With other bits there it might give infinity or -0, so these have to be looked
-    for, which takes a comparison and a move for each word, a seventh of the instructions of AdamW's update in pairs.
-
-    A NaN comes from memory, where words of 16 bits end in zeros as fp32, or is made by the CPU, whose own ends in
-    zeros. Arithmetic hands the NaN of an operand on, made quiet by a bit of the upper half (IEEE 754, 6.2.3; x86 and
-    ARM do).
-
-    `dtypes` are those of the tensors that are read, other placeholders are scalars. `numbers` are the scalars that
-    earlier stages found in tensors, with any NaN of those.
-    """
-    found: set[fx.Node] = set()
-    for node in nodes:
-        if node.op == "placeholder":
-            is_short = dtypes[node] in NARROW if node in dtypes else node.name not in numbers
-        elif node.target in ALWAYS or (node.target in (round_to, narrow) and node.args[1] == "bf16"):
-            is_short = True
-        else:
-            is_short = node.target in HANDED_ON and found.issuperset(node.all_input_nodes)
-        if is_short:
-            found.add(node)
-    return frozenset(found)

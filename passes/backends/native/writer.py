@@ -6,7 +6,6 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from collage_neuron.numerics.reductions import REDUCTIONS, total
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.native import llvm_builder
 from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
-from collage_neuron.passes.backends.native.rules import RULES, Rule, to_bf16, with_short_nans
+from collage_neuron.passes.backends.native.rules import RULES, Rule
 from collage_neuron.passes.backends.native.words import WORDS, load, store
 from collage_neuron.passes.ir.update import Update
 
@@ -82,7 +81,6 @@ class Writer:
         self.nodes = list(self.update.graph.graph.nodes)
         self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
         self.dtypes = {self.placeholders[slot.read]: slot.dtype for slot in self.slots if slot.read is not None}
-        self.short_nans = with_short_nans(self.nodes, self.dtypes, self.update.stages[-1].numbers)
         self.results: Sequence[fx.Node] = self.nodes[-1].args[0]
         self.measures = [r for r in self.results if r.target in REDUCTIONS]
         for slot in self.slots:
@@ -131,21 +129,12 @@ class Writer:
 
     def compute(self, node: fx.Node, values: Values) -> None:
         """Adds the instructions of a node to the loop."""
-        values[node] = self.rule_of(node)(self.loop, *(self.operand(x, values) for x in node.args))
-
-    def rule_of(self, node: fx.Node) -> Rule:
-        """The rule of a node; rounding does not look for NaN where that changes nothing."""
-        rule = rule_of(node)
-        if not (node.args and node.args[0] in self.short_nans):
-            return rule
-        if rule is RULES[round_to] and node.args[1] == "bf16":
-            return lambda code, x, storage: to_bf16(code, x, nans=False)
-        return partial(rule, nans=False) if rule is RULES[stochastic_round] else rule
+        values[node] = rule_of(node)(self.loop, *(self.operand(x, values) for x in node.args))
 
     def compute_once(self, node: fx.Node, code: Code) -> None:
         """Adds the instructions of a node that is the same for all elements."""
         operands = (self.found[x] if isinstance(x, fx.Node) else x for x in node.args)
-        self.found[node] = self.rule_of(node)(code, *operands)
+        self.found[node] = rule_of(node)(code, *operands)
 
     def operand(self, x: Any, values: Values) -> Any:
         """An operand for each element."""
