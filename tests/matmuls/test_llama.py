@@ -9,7 +9,7 @@ from typing import Any
 import fp8_models
 import pytest
 import torch
-from fp8_models import by_layer, compiled, dots, graph, hlo, largest_difference, reference, small_llama, tokens
+from fp8_models import by_layer, compiled, dots, graph, hlo, largest_difference, reference, tokens
 from sampling import WHOLE
 from torch import nn
 
@@ -81,12 +81,12 @@ def test_dots_of_8_bits_on_xla_and_gradients_close_to_eager_ones(
 
 
 def test_it_trains_with_states_of_few_bytes() -> None:
-    model = small_llama()
+    model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = collage_neuron.compile(model, optimizer, strategy="split422", matmul="fp8", verbose=False)
     losses = []
     for _ in range(12):
-        loss, _ = fp8_models.trained(model, tokens())
+        loss, _ = trained(model, tokens())
         optimizer.step()
         losses.append(float(loss))
     assert losses[-1] < losses[0] / 1.5

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from coded import LEAST, NAMES, UNSIGNED, as_codes, as_words, blocks, codes, exact, large
 from exact import fractions, update_of
 from torch import Tensor
 
@@ -14,89 +15,8 @@ from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.block_formats import BLOCK, ROOTS
 from collage_neuron.numerics.eft import block_max, round_to
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
-
-WIDE = ("u16q8", "u16q16")
-"""Codes of 16 bits without a sign, stored as an int16's."""
-NAMES = (*ROOTS, *FLOATS)
-UNSIGNED = ("u16q8", "u16q16", "u8q16")
-LEAST = {name: fmt.least for name, fmt in ROOTS.items()} | {name: fmt.least for name, fmt in FLOATS.items()}
-"""The smallest power of two of a block."""
-
-
-def codes(name: str) -> Tensor:
-    """Every code that is ever stored; of a floating-point word its bits, as a signed number."""
-    if name in FLOATS:
-        bits = torch.arange(_last(name) + 1)
-        return torch.cat([bits, bits - (1 << (storage_named(name).bits - 1))])
-    most, floor = int(ROOTS[name].most), int(ROOTS[name].floor)
-    if ROOTS[name].signed:
-        return torch.arange(-most, most + 1)
-    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(floor, most + 1)])
-
-
-def large(name: str) -> tuple[int, int]:
-    """The smallest and the largest code of the largest element of a block."""
-    if name in FLOATS:
-        digits = storage_named(name).digits - 1
-        return _last(name) >> digits << digits, _last(name)
-    return int(ROOTS[name].low), int(ROOTS[name].most)
-
-
-def _last(name: str) -> int:
-    """The bits of the largest number of a floating-point type."""
-    storage = storage_named(name)
-    kind = torch.int16 if storage.bits == 16 else torch.int8
-    return int(torch.tensor(storage.largest).to(storage.dtype).view(kind))
-
-
-def as_words(name: str, numbers: Tensor) -> Tensor:
-    """Codes as the first words of the format."""
-    dtype = FORMATS[name].components[0].type.dtype
-    if name not in FLOATS:
-        return numbers.to(dtype)
-    return numbers.to(torch.int16 if dtype.itemsize == 2 else torch.int8).view(dtype)
-
-
-def as_codes(name: str, word: Tensor) -> Tensor:
-    """First words as codes: the inverse of `as_words`."""
-    if name in FLOATS:
-        word = word.view(torch.int16 if word.dtype.itemsize == 2 else torch.int8)
-    return word.long() & 0xFFFF if name in WIDE else word.long()
-
-
-def blocks(name: str, power: float) -> list[Tensor]:
-    """Every code, each in a block whose largest element has one of its codes."""
-    every, (low, high) = codes(name), large(name)
-    block = torch.zeros(len(every), 3, dtype=torch.int64)
-    block[:, 0], block[:, 1] = every, low + torch.arange(len(every)) % (high - low + 1)
-    return [as_words(name, block), torch.full(block.shape, power)]
-
-
-def exact(name: str, code: int | Fraction) -> Fraction:
-    """The value of a code, in units of its block's power of two, from the definition; of roots, between codes too."""
-    if name in ROOTS:
-        curve = ROOTS[name].curve
-        q, origin = 1 << curve.halvings, Fraction(curve.origin)
-        root = abs(Fraction(code)) * Fraction(curve.step) + origin
-        size: Fraction = (root**q - origin**q) / 2
-        return -size if code < 0 else size
-    code = int(code)
-    storage = storage_named(name)
-    assert storage.precision is not None
-    sign = code < 0
-    bits = code + (1 << (storage.bits - 1)) if sign else code
-    field = _float(bits, storage.precision[1]) * Fraction(2) ** (1 - (1 << (storage.precision[0] - 1)))
-    return field / Fraction(FLOATS[name].top) * (-1 if sign else 1)
-
-
-def _float(bits: int, digits: int) -> Fraction:
-    """A number without sign, by its fields: 2**field * (1 + fraction), and subnormal numbers below 2."""
-    field, mantissa = divmod(bits, 1 << digits)
-    return Fraction(((field > 0) * 2**digits + mantissa) << max(field, 1), 2**digits)
-
 
 STOCHASTIC = [name for name in NAMES if FORMATS[name].draw is not None]
 
@@ -196,6 +116,36 @@ def is_nearest_root(name: str, x: Fraction, code: int | Fraction, away: Fraction
     return exact(name, max(code - away, Fraction(0))) <= x <= exact(name, code + away)
 
 
+@names
+def test_what_was_stored_is_stored_again_without_a_change(name: str) -> None:
+    fmt, g = FORMATS[name], torch.Generator().manual_seed(0)
+    x = torch.rand(500, 300, generator=g) ** 8 * torch.exp(15 * torch.randn(500, 1, generator=g))
+    x = x if name in UNSIGNED else x * (1 - 2 * (torch.rand(x.shape, generator=g) < 0.5).float())
+    x[:, ::7], x[:3] = 0, torch.tensor([1.0, 2.0, 2.0**-30])[:, None]
+    random = torch.randint(0, 2**16, x.shape, generator=g, dtype=torch.int32)
+    for stored in [fmt.encode(x)] + ([] if fmt.draw is None else [fmt.draw(x, random)]):
+        value = fmt.decode(stored)
+        assert torch.equal(fmt.decode(fmt.encode(value)), value)
+        assert fmt.error is not None
+        assert ((value - x).abs() <= 1.01 * fmt.error(x.abs())).all()
+        if name in UNSIGNED:
+            assert torch.equal(value != 0, x != 0)  # nothing that is not 0 becomes 0
+
+
+@stochastic
+def test_what_was_decoded_is_drawn_as_the_same_words(name: str) -> None:
+    """By every code of what is drawn between values, whatever the random numbers."""
+    draw = FORMATS[name].draw
+    assert draw is not None
+    for power in (LEAST[name], 1.0, 2.0**100):
+        block = blocks(name, power)
+        value = FORMATS[name].decode(block)
+        for random in (0, 1, 2**15, 2**16 - 1):
+            again = draw(value, torch.full(value.shape, random, dtype=torch.int32))
+            assert torch.equal(as_codes(name, again[0]), as_codes(name, block[0]))
+            assert torch.equal(again[1], block[1])
+
+
 # --- chances --------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +208,45 @@ def assert_chance(name: str, x: Tensor, low: Tensor, ups: Tensor) -> None:
     values = (fractions(FORMATS[name].decode([as_words(name, c[:, None]), one])[:, 0]) for c in (low, low + 1))
     for of, up, below, above in zip(fractions(x), ups.tolist(), *values, strict=True):
         assert abs((of - below) / (above - below) - Fraction(up, 2**16)) <= Fraction(1, 2**16)
+
+
+# --- decay ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("b", [0.9, 0.97])
+@pytest.mark.parametrize("name", ["i8q4", "i8q8"])
+def test_an_average_of_8_bits_decays_to_zero_at_its_rate(name: str, b: float) -> None:
+    """To nearest i8q4 would stall, at 5e-4 of the maximum for .9 and .05 for .97, while second moments decay."""
+    g = torch.Generator().manual_seed(0)
+    first = torch.rand(30, BLOCK, generator=g) * 0.5
+    first[:, 0] = 1.0
+    steps, x = round(1 / (1 - b)), first
+    for step in range(30 * steps):
+        x = torch.cat([first[:, :1], x[:, 1:] * b], 1)
+        x = ROOTS[name].decode(ROOTS[name].draw(x, torch.randint(0, 2**16, x.shape, generator=g, dtype=torch.int32)))
+        if step + 1 in (steps, 5 * steps):
+            assert x[:, 1:].sum() == pytest.approx(b ** (step + 1) * first[:, 1:].sum().item(), rel=0.05)
+    assert (x[:, 1:] == 0).all()
+
+
+QUOTIENTS = (
+    ("i16q4", "u16q8", 0.9, 2e-6), ("i16q4", "u16q8", 0.95, 4e-5), ("i16q4", "u16q8", 0.98, 2e-3),
+    ("i16q4", "u16q8", 0.99, 3e-2),
+    ("i16q8", "u16q16", 0.9, 2e-9), ("i16q8", "u16q16", 0.99, 5e-8), ("i16q8", "u16q16", 0.999, 1.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "second", "b", "bound"), QUOTIENTS)
+def test_where_an_average_stalls_its_quotient_is_small(name: str, second: str, b: float, bound: float) -> None:
+    """Every code: the largest that stays when its value is times b, over the root of the smallest second moment."""
+    code = torch.arange(6000, dtype=torch.int16)
+    block, power = torch.stack([code, torch.full_like(code, large(name)[1])], -1), torch.ones(6000, 2)
+    value = FORMATS[name].decode([block, power])
+    value[:, 0] *= b
+    stalled = code[FORMATS[name].encode(value)[0][:, 0] == code].max()
+    assert int(stalled) < 5000
+    least = ROOTS[second].decode([torch.full((1,), int(ROOTS[second].floor)), torch.ones(1)])
+    assert (exact(name, int(stalled)) / 2) / (float(least) / 2) ** 0.5 < bound
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from torch_cases import CASES
 
 from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki import emit
-from collage_neuron.passes.backends.nki.bodies import TILES, calibrated, count_as, time_of, waiting, with_bodies
+from collage_neuron.passes.backends.nki.bodies import calibrated, count_as, time_of, with_bodies
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16
 from collage_neuron.passes.backends.nki.emit import Work, loops_of, step_text
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
@@ -104,9 +105,8 @@ def test_few_parameters_get_more_tiles_and_many_share_a_loop(monkeypatch: pytest
     monkeypatch.setattr(emit, "BESIDE", 16)
     chosen = with_bodies(llama(longer("plus", "trn2")))
     of_turns = Counter(work.cut.tiles for work in chosen if work.cut.done)
-    assert of_turns[1] >= 200  # the matrices of the layers
-    assert max(of_turns) in TILES[4:]  # embedding and head
-    assert all(waiting(work) <= 0.25 for work in chosen)
+    assert of_turns[2] >= 200  # the matrices of the layers
+    assert max(of_turns) > 4  # embedding and head
 
 
 @pytest.mark.parametrize("most", [40_000, 60_000])
@@ -146,3 +146,23 @@ def test_a_step_of_12_bytes_is_near_the_memory_bound(
 
 
 # The model
+
+
+def test_a_turn_is_a_barrier_and_what_overlaps_with_nothing() -> None:
+    """A tensor of 64 tiles of 1024 columns, alone: by hand, from the figures of the estimate."""
+    k = kernel()
+    work = Work(k, 64 * PARTITIONS * 1024, Cut(1024, 512)).with_tiles(4)
+    cost = calibrated(k)
+    tile, move = max(cost.times.values()) * 1024, cost.transfer * 1024
+    turn = 9000 + move + max(4 * tile, 3 * move, 4 * 600 * (len(k.plan.program.loads) + len(k.plan.program.stores)))
+    assert time_of(work) == pytest.approx(16 * turn)
+    assert time_of(work.with_tiles(64)) == pytest.approx(64 * max(tile, move))  # copies: nothing waits
+
+
+def test_the_same_model_prints_the_kernel_of_aws() -> None:
+    """8.0 ns a column, measured: the kernel of `bf16`, which moves the same 14 bytes, is estimated within 15 %."""
+    measured = ADAMW_BF16.milliseconds * 1e6 * ADAMW_BF16.cores / (ADAMW_BF16.elements / PARTITIONS)
+    k = longer("bf16", "trn2")
+    assert k.cost.bytes == ADAMW_BF16.bytes
+    work = Work(k, 512 * PARTITIONS * 2048, Cut(2048, 512), 16).with_tiles(1)
+    assert time_of(work) / (512 * 2048) == pytest.approx(measured, rel=0.15)
