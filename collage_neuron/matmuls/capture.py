@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from collage_neuron import torch_privates
 from collage_neuron.errors import warn_user
 from collage_neuron.matmuls.advice import LOSS, SCALED_WELL, advice
-from collage_neuron.matmuls.graph_half import BINADES, Half
+from collage_neuron.matmuls.graph_half import BINADES, UNSTEADY, Half
 from collage_neuron.matmuls.scales import Measurement, Scales, binades, finite_part, size_of, usable
 from collage_neuron.passes.fp8_scaling.plan import Plan, plan, results_of
 from collage_neuron.passes.fp8_scaling.sizes import Size
@@ -171,6 +171,8 @@ class Captured:
         self.sizes = [_size(x) for x in inputs]
         self.device = _device(inputs)
         self.halves: list[Half] = []
+        self.unsteady: set[str] = set()
+        """Operands whose sizes change from call to call, so that they take their largest magnitude in each."""
 
     def partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         """Plans the joint graph before torch cuts it in two."""
@@ -213,6 +215,15 @@ class Captured:
         """Measures in this call if other code than an optimizer's steps has written weights."""
         if self.writes.changed(self.backend.weights()):
             self.restart()
+
+    def take_largest(self, names: Sequence[str]) -> None:
+        """Makes operands take their largest magnitude in each call: no scale of an earlier call fits them."""
+        self.unsteady.update(names)
+        self.backend.scales.measured.difference_update(map(self.key, names))  # what was seen last is not true any more
+        why = f"its size changed by more than {BINADES:g} binades in each of {UNSTEADY} measurements"
+        self.plan.reductions.update(dict.fromkeys(names, why))
+        for half in self.halves:
+            half.write()
 
     def correct(self, names: Sequence[str], seen: Tensor) -> bool:
         """Follows what a call without gradients measured, where scales were unknown or far off. Waits for the device.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from collage_neuron.matmuls.scales import size_of, worst
+from collage_neuron.matmuls.scales import binades, size_of, worst
 from collage_neuron.passes.fp8_scaling.rewrite import rewrite
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 4
 """How often a call is computed at most until scales fit; once for each operand, if these are more."""
+UNSTEADY = 3
+"""The number of measurements in a row that find an operand far off, after which no scale is kept for it."""
 
 
 BINADES = 2.0
@@ -113,9 +115,9 @@ class Half:
         """True if scales that the last measurement found to be off were those of results."""
         self.calls = 0
         self.measuring: GraphModule | None = None
-        self.plain = rewrite(module)
+        self.write()
         before = {name for half in graph.halves for name in half.plain.names}
-        self.measured = [name for name in self.plain.names if name not in before] if rescale else []
+        self.candidates = [name for name in self.plain.names if name not in before] if rescale else []
         """The operands that this half measures: the forward half has measured the others."""
         wanted = [n.name for n in graph.plan.tangents]
         holders = [n.name for n in module.graph.nodes if n.op == "placeholder"]
@@ -124,6 +126,18 @@ class Half:
         """True while the sizes of the gradients that come in are assumed to be 1."""
         self.powers: Tensor | None = None  # made at the first call: while torch traces, tensors are fake
         self.recalibration = Recalibration(rescale)
+        self.jumps: dict[str, int] = {}
+        """In how many measurements in a row an operand was far off."""
+
+    def write(self) -> None:
+        """Writes the graph anew, without a scale for operands that are unsteady."""
+        self.plain = rewrite(self.source, unsteady=self.graph.unsteady)
+        self.measuring = None
+
+    @property
+    def measured(self) -> list[str]:
+        """The operands that this half measures: those that have a scale, and that the forward half does not measure."""
+        return [name for name in self.candidates if name not in self.graph.unsteady]
 
     def load(self) -> None:
         """Takes the scales as they are now."""
@@ -138,7 +152,14 @@ class Half:
         if self.graph.backend.notice([self.graph.key(name) for name in names], seen, self.harmed):
             self.restart()  # an operand that became 0 hides those behind it: a first call looks until all fit
         weights = [i for i, name in enumerate(names) if name in self.graph.plan.weights]
-        return worst(seen[weights]) > BINADES
+        drifted = worst(seen[weights]) > BINADES
+        self._count_jumps(names, (binades(seen) > BINADES).tolist())
+        return drifted
+
+    def _count_jumps(self, names: list[str], far: list[bool]) -> None:
+        self.jumps = {name: self.jumps.get(name, 0) + 1 for name, is_far in zip(names, far, strict=True) if is_far}
+        if unsteady := [name for name, n in self.jumps.items() if n >= UNSTEADY]:
+            self.graph.take_largest(unsteady)
 
     def restart(self) -> None:
         """Makes the next call measure."""
@@ -157,7 +178,7 @@ class Half:
         if not self.measured or not self.recalibration.due(self.calls):
             return self._run(self.plain.module, args)
         if self.measuring is None:
-            self.measuring = rewrite(self.source, self.measured).module
+            self.measuring = rewrite(self.source, self.measured, self.graph.unsteady).module
         first = self.recalibration.is_first(self.calls)
         corrected = first or self.corrects
         self.harmed = not corrected or not (first or self.recalibration.history[-1] == self.calls - 1)

@@ -39,6 +39,8 @@ def _lines(graphs: list[Captured]) -> Iterator[str]:
             yield f"  {name} takes its largest magnitude in every step: {why}"
         exponents, seen = scales.exponents(), scales.seen()
         for name, fmt in plan.formats.items():
+            if name in graph.unsteady:
+                continue
             key = graph.key(name)
             yield f"  {key}: {fmt}, scale 2**{-exponents[key]}{_measured(seen.get(key))}"
         keys = {graph.key(name): None for name in plan.formats}

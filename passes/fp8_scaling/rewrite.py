@@ -13,7 +13,7 @@ The scales are elements of the first input, `powers`: float32[2, operands], scal
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class _Rewriter:
     """Of operands in `powers`, by name."""
     scales: Node
     wanted: Sequence[str]
+    unsteady: Set[str]
     measured: dict[str, Node] = field(default_factory=dict)
     cast: dict[Node, tuple[Node, Node]] = field(default_factory=dict)
     found: dict[str, tuple[Node, Node]] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class _Rewriter:
     def powers(self, wide: Node, operand: Operand) -> tuple[Node, Node]:
         """The scale of an operand and its inverse; once for all values with the same elements."""
         if operand.name not in self.found:
-            if operand.is_known:
+            if operand.is_known and operand.name not in self.unsteady:
                 # `powers` is flat: all scales, and then the inverse of each.
                 both, at, n = self.scales, self.places[operand.name], len(self.places)
             else:
@@ -87,10 +88,11 @@ class _Rewriter:
         self.graph.erase_node(node)
 
 
-def rewrite(module: GraphModule, measured: Sequence[str] = ()) -> Rewritten:
+def rewrite(module: GraphModule, measured: Sequence[str] = (), unsteady: Set[str] = frozenset()) -> Rewritten:
     """A copy of a graph with its marked matmuls rewritten.
 
-    With names of operands in `measured`, a last output has what `measure` gives of each.
+    With names of operands in `measured`, a last output has what `measure` gives of each. Those in `unsteady` take their
+    largest magnitude, as those of unknown size do.
     """
     graph = Graph()
     copied: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
@@ -103,7 +105,7 @@ def rewrite(module: GraphModule, measured: Sequence[str] = ()) -> Rewritten:
         powers = graph.placeholder("powers")
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         scales = graph.call_function(torch.unbind, (graph.call_function(torch.flatten, (powers,)),))
-    writer = _Rewriter(graph, {name: i for i, name in enumerate(names)}, scales, measured)
+    writer = _Rewriter(graph, {name: i for i, name in enumerate(names)}, scales, measured, unsteady)
     for node in marked:
         writer.rewrite(node)
     if measured:

@@ -168,6 +168,37 @@ def test_a_first_call_looks_until_the_last_layer_fits(trains: bool) -> None:
     assert error(found, wanted) < 0.25  # 1 if a layer gives zeros; twelve layers round in turn
 
 
+@pytest.mark.filterwarnings("ignore:matmul='fp8'.*its scale was off")
+def test_batches_of_two_magnitudes_take_their_largest_one() -> None:
+    models = pair()
+    errors = [trained(models, mean_square(batch(i) * (2.0**14 if i % 2 else 1))) for i in range(12)]
+    assert errors[1] > 0.9
+    assert max(errors[4:]) < FP8
+    text = collage_neuron.explain(models[0])
+    assert (
+        "0.input takes its largest magnitude in every step: its size changed by more than 2 binades in each of 3"
+        in text
+    )
+    assert "0.input:" not in text
+    assert "0.weight takes" not in text
+    assert trained(models, mean_square(batch() * 2.0**-14)) < FP8
+
+
+@pytest.mark.filterwarnings("ignore:matmul='fp8'.*its scale was off")
+def test_two_backwards_of_one_forward_take_their_largest_magnitude() -> None:
+    models = pair()
+
+    def step(model: nn.Module) -> Tensor:
+        loss = mean_square(batch())(model)
+        (loss * 2.0**-40).backward(retain_graph=True)
+        model.zero_grad()
+        return loss
+
+    errors = [trained(models, step) for _ in range(10)]
+    assert errors[1] > 0.9
+    assert max(errors[7:]) < FP8
+
+
 # ---- threads
 
 
