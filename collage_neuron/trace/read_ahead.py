@@ -37,16 +37,13 @@ WRONG = 2
 MOST_GUESSES = 16
 """Steps in which a guess may be wrong; then values are computed when they are asked for."""
 
-ELEMENTWISE = frozenset(
-    name + suffix
-    for name in (
-        "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "copy", "div", "eq", "ge", "gt", "le",
-        "lerp", "lt", "maximum", "minimum", "mul", "ne", "neg", "reciprocal", "rsqrt", "rsub", "sign", "sqrt", "square",
-        "sub", "where",
-    )
-    for suffix in ("", "_")
-)  # fmt: skip
-"""Operations that give each element the same bits wherever it lies; `exp` and `pow` do not, at the end of a tensor."""
+OF_NUMBERS = frozenset({"clamp", "clamp_max", "clamp_min", "lerp"})
+ELEMENTWISE = frozenset({
+    "abs", "add", "addcdiv", "addcmul", "copy", "div", "eq", "ge", "gt", "le", "lt", "mul", "ne", "neg", "reciprocal",
+    "rsqrt", "rsub", "sign", "sqrt", "square", "sub", "where",
+})  # fmt: skip
+"""Operations that give an element the same bits wherever it lies (the first ones, if they have numbers): what torch
+computes at the end of a tensor, which is no whole vector, is otherwise of `exp`, of `pow`, and of zeros in `maximum`."""
 
 Places = tuple[int, ...]
 Column = tuple[type | None, tuple[Any, ...]]
@@ -217,9 +214,9 @@ class Schedule:
         return is_small and all(self._cones.wrong[at] < WRONG for at in _positions(call))
 
     def _is_initial(self, place: int, began: Beginning) -> bool:
-        """Returns True for what the step begins with, of which there will be a copy."""
+        """Returns True for what the step begins with, with a copy that is made ahead, if it is small."""
         like = began.like(place)
-        if like is None or not like.is_contiguous():
+        if like is None or not like.is_contiguous() or like.numel() > SMALL:
             return False
         self._shapes[place] = self._initial[place] = tuple(like.shape)
         return True
@@ -233,8 +230,13 @@ class Schedule:
         return call.function, tuple(args), tuple(call.call.kwargs), len(call.returns)
 
     def _is_elementwise(self, call: Prepared) -> bool:
-        name = str(getattr(call.call.func, "__name__", "")).partition(".")[0]
-        return name in ELEMENTWISE and len({self._shapes[place] for place in (*call.needs, *call.returns)}) == 1
+        name, (_, *others) = str(getattr(call.call.func, "__name__", "")).partition(".")[0], call.call.args
+        has_numbers, kwargs = not {int}.issuperset(map(type, others)), call.call.kwargs
+        if name.rstrip("_") not in (ELEMENTWISE | OF_NUMBERS if has_numbers else ELEMENTWISE):
+            return False
+        # `x.add(2.0, alpha=0.1)` rounds the product of its numbers, or not.
+        is_other = "rounding_mode" in kwargs or (has_numbers and "alpha" in kwargs)
+        return not is_other and len({self._shapes[place] for place in (*call.needs, *call.returns)}) == 1
 
     def _found_stacks(self) -> Iterator[tuple[Places, tuple[int, ...]]]:
         """The tensors, with their shapes, in which what the step begins with lies: as the first calls have it."""

@@ -79,6 +79,18 @@ def by_numbers_that_are_alike_at_first(o: Any, p: Any, g: Any, s: Any, lr: float
     p.sub_(u, alpha=lr / (1 + read(u.norm())) * (1 + read((u * 0.0 * (-1) ** t).sum().neg().reciprocal().sign())))
 
 
+def of_a_sum_that_goes_on(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """What is large is let go between two values, and computed again from what the step began with."""
+    q = s.setdefault("q", torch.zeros_like(p)).add_(g)
+    p.sub_(q, alpha=lr * min(1.0, read(q.norm())))
+    p.mul_(1 / (1 + lr * read(p.norm())))
+
+
+def of_two_numbers(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    u = (g.add(0.7, alpha=-0.3) * 3).maximum(-g).lerp(p, g.abs().clamp(max=1.0)).lerp(p, 1.0 / t)
+    p.sub_(g, alpha=lr / (1 + read(u.sum()) ** 2 + read(u.abs().min()) + read(u.max())))
+
+
 def of_views(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     m = s.setdefault("m", torch.zeros_like(p))
     flat = m.view(-1) if m.dim() else m
@@ -96,6 +108,8 @@ UPDATES = (
     that_is_read_twice,
     in_some_steps,
     by_numbers_that_are_alike_at_first,
+    of_a_sum_that_goes_on,
+    of_two_numbers,
     of_views,
 )
 
