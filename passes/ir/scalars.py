@@ -9,9 +9,9 @@ device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from collage_neuron.passes.ir.values import Fp32, Reader, Value
@@ -41,17 +41,17 @@ class Scalar(Value):
 
     def value(self, slots: Sequence[float], drawing: Sequence[float] = ()) -> float:
         """The double, given the slots of this step, and `DRAWING` if the update draws random bits."""
-        (found,) = _function(f"{self.source()},")(slots, drawing)
-        return found
-
-    def source(self) -> str:
-        """The double as an expression of Python."""
         if self.op == "slot":
-            return f"slots[{self.args[0]}]"
+            return slots[int(self.args[0])]  # type: ignore[arg-type]  # a number
         if self.op in DRAWING:
-            return f"drawing[{DRAWING.index(self.op)}]"
-        a, b = (x.source() if isinstance(x, Scalar) else f"({float(x)!r})" for x in self.args)
-        return f"_divide({a}, {b})" if self.op == "/" else f"({a} {self.op} {b})"
+            return drawing[DRAWING.index(self.op)]
+        a, b = (x.value(slots, drawing) if isinstance(x, Scalar) else x for x in self.args)
+        return _OPERATIONS[self.op](a, b)
+
+    def constants(self) -> Iterator[Number]:
+        """The numbers that are part of the update."""
+        for x in self.args if self.op in _OPERATIONS else ():
+            yield from x.constants() if isinstance(x, Scalar) else (x,)
 
     def read(self, a: Reader) -> Fp32:
         return a.scalar("fp32", self)
@@ -88,6 +88,9 @@ def _divide(a: float, b: float) -> float:
     return a / b if b else a * math.copysign(math.inf, b)  # as for tensors, division by zero is not an error
 
 
+_OPERATIONS: dict[str, Callable[[float, float], float]] = {"-": operator.sub, "*": operator.mul, "/": _divide}
+
+
 def round_double(x: float, bits: int) -> float:
     """The double `x` rounded to `bits` significant bits, to nearest even (normal range of the target)."""
     if not math.isfinite(x):
@@ -122,13 +125,37 @@ FORMS = {"fp32": lambda x: x, "hi": high_word, "lo": low_word, "upper16": upper1
 """How an entry of the vector is made of its double; `fp32` is rounded when the vector becomes a tensor."""
 
 
-@cache
-def _function(results: str) -> Callable[[Sequence[float], Sequence[float]], tuple[float, ...]]:
-    """The function of slots and of `DRAWING` that returns these expressions."""
-    # Compiled, since every step runs it for each group: to walk over the scalars takes six times as long.
-    known = {**FORMS, "_divide": _divide, "inf": math.inf, "nan": math.nan}
-    made: Any = eval(f"lambda slots, drawing: ({results})", known)
-    return made  # type: ignore[no-any-return]
+class _Flat:
+    """Scalars as one list of operations, each once: nothing is called for them but the operations."""
+
+    def __init__(self, entries: Sequence[tuple[str, Scalar]], slots: int, drawing: int) -> None:
+        self.given = slots, drawing
+        numbers = {repr(x): x for _, scalar in entries for x in scalar.constants()}  # as text: -0.0 is not 0.0
+        self._constants = list(numbers.values())
+        self._operations: list[tuple[Callable[[float, float], float], int, int]] = []
+        self._places: dict[Any, int] = {text: slots + drawing + i for i, text in enumerate(numbers)}
+        self.results = [(None if form == "fp32" else FORMS[form], self._place(scalar)) for form, scalar in entries]
+
+    def _place(self, x: Scalar | Number) -> int:
+        """Where the value of `x` is, among the numbers that are given, the constants and the results."""
+        if not isinstance(x, Scalar):
+            return self._places[repr(x)]
+        if x.op == "slot":
+            return int(x.args[0])  # type: ignore[arg-type]  # a number
+        if x.op in DRAWING:
+            return self.given[0] + DRAWING.index(x.op)
+        a, b = map(self._place, x.args)
+        if (key := (x.op, a, b)) not in self._places:
+            self._places[key] = sum(self.given) + len(self._constants) + len(self._operations)
+            self._operations.append((_OPERATIONS[x.op], a, b))
+        return self._places[key]
+
+    def run(self, slots: Sequence[float], drawing: Sequence[float]) -> list[float]:
+        """The values of the entries."""
+        values = [*slots, *drawing, *self._constants]
+        for operation, a, b in self._operations:
+            values.append(operation(values[a], values[b]))
+        return [values[at] if form is None else form(values[at]) for form, at in self.results]
 
 
 @dataclass
@@ -136,8 +163,8 @@ class ScalarProgram:
     """The entries of the scalar vector, in order: which scalar, in which form."""
 
     entries: list[tuple[str, Scalar]] = field(default_factory=list)
-    _compiled: Any = field(default=(0, lambda slots, drawing: ()), compare=False, repr=False)
-    """How many entries were compiled, and their function."""
+    _flat: _Flat | None = field(default=None, compare=False, repr=False)
+    """The entries of the last run."""
 
     def index(self, form: str, scalar: Scalar) -> int:
         """The entry that holds `scalar` in `form`, appended if it is new."""
@@ -148,10 +175,11 @@ class ScalarProgram:
 
     def run(self, slots: Sequence[float], drawing: Sequence[float] = ()) -> list[float]:
         """The values of the entries for the slots of one step, and for `DRAWING` if it draws random bits."""
-        if len(self.entries) != self._compiled[0]:  # passes have added some
-            results = "".join(f"{form}({scalar.source()}), " for form, scalar in self.entries)
-            self._compiled = len(self.entries), _function(results)
-        return [*self._compiled[1](slots, drawing)]
+        flat, given = self._flat, (len(slots), len(drawing))
+        # Made anew if passes have added entries since, or the update has begun to draw.
+        if flat is None or len(flat.results) != len(self.entries) or flat.given != given:
+            flat = self._flat = _Flat(self.entries, *given)
+        return flat.run(slots, drawing)
 
     def __str__(self) -> str:
         return "\n".join(f"c{i} = {form}({scalar})" for i, (form, scalar) in enumerate(self.entries))
