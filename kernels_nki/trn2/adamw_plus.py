@@ -37,6 +37,38 @@ Python ints, at most 2048 and 512, and so is `total`, which is N. A tile is 128 
     n7 = 1.0 / fp32(s4)
     n8 = fp32(s5)
 
+A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:
+
+    old_exp_avg_sq = exp_avg_sq_in + exp_avg_sq_lo_in
+    product_1 = old_exp_avg_sq * n0
+    product_2 = grad_in * n1
+    product_3 = product_2 * grad_in
+    sum_1 = product_1 + product_3
+    exp_avg_sq_out = bf16(minimum(sum_1, 3.3895313892515355e38))
+    exp_avg_sq_lo_out = bf16(sum_1 - exp_avg_sq_out)
+    clamped_1 = minimum(maximum(sum_1, n2), n3)
+    root_1 = sqrt(clamped_1)
+
+    unit_1 = bitwise_and(param_in, 0x7F80)
+    product_4 = unit_1 * 2.0**-8
+    product_5 = unit_1 * -0.00390625
+    larger_1 = maximum(param_lo_in, product_5)
+    smaller_1 = minimum(larger_1, product_4)
+    sum_2 = param_in + smaller_1
+    product_6 = sum_2 * n4
+    difference_1 = grad_in - exp_avg_in
+    product_7 = difference_1 * n5
+    new_exp_avg = exp_avg_in + product_7
+    exp_avg_out = bf16(new_exp_avg)
+    product_8 = new_exp_avg * n6
+    sum_3 = root_1 * n7 + n8
+    reciprocal_1 = reciprocal(sum_3)
+    product_9 = product_8 * reciprocal_1
+    sum_4 = product_6 + product_9
+    new_param = sum_2 + sum_4
+    param_out = bf16(new_param)
+    param_lo_out = bf16(new_param - param_out)
+
 Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 161828 of 229376.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/backends/nki/hardware.py:
 
@@ -128,27 +160,16 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             op=nl.add,
             engine=nisa.engine.gpsimd,
         )
-        product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=product_1, op=nl.copy, data=old_exp_avg_sq, scale=numbers[0:rows, 0:1])
-        product_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        product_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=product_2, op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 1:2])
         product_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(
-            dst=product_3, data1=product_2, data2=grad_in[:, start:stop], op=nl.multiply, engine=nisa.engine.vector
+            dst=product_3, data1=product_2, data2=grad_in[:, start:stop], op=nl.multiply, engine=nisa.engine.gpsimd
         )
-        sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=sum_1, data1=product_1, data2=product_3, op=nl.add, engine=nisa.engine.vector)
-        clamped_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_scalar(
-            dst=clamped_1,
-            data=sum_1,
-            op0=nl.maximum,
-            operand0=numbers[0:rows, 2:3],
-            op1=nl.minimum,
-            operand1=numbers[0:rows, 3:4],
-            engine=nisa.engine.vector,
-        )
-        nisa.activation(dst=root_1[:, start:stop], op=nl.sqrt, data=clamped_1)
+        sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=sum_1, data1=product_1, data2=product_3, op=nl.add, engine=nisa.engine.gpsimd)
         nisa.tensor_scalar(
             dst=exp_avg_sq_out[:, start:stop],
             data=sum_1,
@@ -163,6 +184,17 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             op=nl.subtract,
             engine=nisa.engine.vector,
         )
+        clamped_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.tensor_scalar(
+            dst=clamped_1,
+            data=sum_1,
+            op0=nl.maximum,
+            operand0=numbers[0:rows, 2:3],
+            op1=nl.minimum,
+            operand1=numbers[0:rows, 3:4],
+            engine=nisa.engine.vector,
+        )
+        nisa.activation(dst=root_1[:, start:stop], op=nl.sqrt, data=clamped_1)
     # the scalar engine holds the table of reciprocal
     for chunk in range(columns // width):
         start = chunk * width
@@ -189,7 +221,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         nisa.tensor_tensor(
             dst=sum_2, data1=param_in[:, start:stop], data2=smaller_1, op=nl.add, engine=nisa.engine.gpsimd
         )
-        product_6 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        product_6 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.activation(dst=product_6, op=nl.copy, data=sum_2, scale=numbers[0:rows, 4:5])
         difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.tensor_tensor(
@@ -205,6 +237,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         nisa.tensor_tensor(
             dst=new_exp_avg, data1=exp_avg_in[:, start:stop], data2=product_7, op=nl.add, engine=nisa.engine.gpsimd
         )
+        nisa.activation(dst=exp_avg_out[:, start:stop], op=nl.copy, data=new_exp_avg)
         product_8 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=product_8, op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7])
         sum_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
@@ -217,10 +250,10 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         nisa.tensor_tensor(
             dst=product_9, data1=product_8, data2=reciprocal_1, op=nl.multiply, engine=nisa.engine.gpsimd
         )
-        sum_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=sum_4, data1=product_6, data2=product_9, op=nl.add, engine=nisa.engine.gpsimd)
-        new_param = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=new_param, data1=sum_2, data2=sum_4, op=nl.add, engine=nisa.engine.gpsimd)
+        sum_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.tensor_tensor(dst=sum_4, data1=product_6, data2=product_9, op=nl.add, engine=nisa.engine.vector)
+        new_param = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.tensor_tensor(dst=new_param, data1=sum_2, data2=sum_4, op=nl.add, engine=nisa.engine.vector)
         nisa.activation(dst=param_out[:, start:stop], op=nl.copy, data=new_param)
         nisa.tensor_tensor(
             dst=param_lo_out[:, start:stop],
@@ -229,7 +262,6 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             op=nl.subtract,
             engine=nisa.engine.vector,
         )
-        nisa.activation(dst=exp_avg_out[:, start:stop], op=nl.copy, data=new_exp_avg)
     nisa.dma_copy(dst=param.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0), src=param_out)
     nisa.dma_copy(
         dst=param_lo.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0), src=param_lo_out

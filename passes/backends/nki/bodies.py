@@ -4,16 +4,16 @@ A loop that the device runs (`nl.fori_loop`) waits at the end of each turn for a
 tile and stores its last one with nothing beside them: for one tile that takes longer than its work. So a loop updates
 in a turn a tile of each of several parameters of one size, which takes no more instructions than a loop for each; and,
 where there are few, several tiles of each, which are copies of their instructions. A step's kernel may have so many of
-these (`Generation.instructions`), of which each size has a share by its elements.
+these (`Generation.instructions`).
 
 Given: 128 parameters of 8 tiles, and 2 of 62
-Result: 8 loops, each over 16 of the first, 2 tiles of each in a turn; and one over the others, 16 tiles of each
+Result: 8 loops, each over 16 of the first, a tile of each in a turn; and one over the others, 8 tiles of each
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,8 +24,11 @@ from collage_neuron.passes.backends.nki.emit import BESIDE, Work
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.tiling import Cut, Part, parts_of, turns_of
 
-TILES = (32, 24, 16, 12, 8, 6, 5, 4, 3, 2)
-"""Tiles that a turn may have, of all parameters of a loop."""
+TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""Tiles that a turn may have."""
+
+SHARE = 0.1
+"""The share of a turn that may be its barrier and what overlaps with nothing: a turn with less gets no more tiles."""
 
 
 def with_bodies(works: Sequence[Work]) -> list[Work]:
@@ -35,23 +38,31 @@ def with_bodies(works: Sequence[Work]) -> list[Work]:
         return list(works)
     chosen = {work: work._replace(beside=1 if work.cut.length else _beside(n)) for work, n in counts.items()}
     chosen = {work: first.with_tiles(1) for work, first in chosen.items()}
-    left = kernel.generation.instructions - sum(n * _traced(chosen[work]) for work, n in counts.items())
-    elements = sum(work.total for work in works)
-    # The smallest first: what they leave of their shares of the budget is for the others.
-    for work, n in sorted(counts.items(), key=lambda of_one: of_one[0].total * of_one[1]):
-        share, one = left * work.total * n / elements, chosen[work]
-        for other in (one.with_tiles(-(-tiles // one.beside)) for tiles in TILES):
-            added = n * (_traced(other) - _traced(one))
-            if added <= share:
-                chosen[work], left = other, left - added
-                break
-        elements -= work.total * n
+    left = kernel.generation.instructions - sum(n * _traced(work) for work, n in counts.items())
+    # Greedy: the change that gains most for an instruction, until the budget is used. Kernels have no order, so that
+    # ties are left to the order of the parameters.
+    while best := max(_changes(chosen, counts, left), key=lambda change: change[:2], default=None):
+        _, fewer, work, tiles = best
+        chosen[work], left = chosen[work].with_tiles(tiles), left + fewer
     return [chosen[work] for work in works]
 
 
 def _beside(count: int) -> int:
     """The parameters in the largest of as few loops as take so many: `emit.loops_of` makes these."""
     return -(-count // -(-count // BESIDE))
+
+
+def _changes(
+    chosen: Mapping[Work, Work], counts: Mapping[Work, int], left: int
+) -> Iterator[tuple[float, int, Work, int]]:
+    """For more tiles a turn of one kind of parameters: what is gained for an instruction, and minus those added."""
+    for work, now in chosen.items():
+        for tiles in TILES if waiting(now) > SHARE else ():
+            other = now.with_tiles(tiles)
+            added = counts[work] * (_traced(other) - _traced(now))
+            gain = counts[work] * (time_of(now) - time_of(other))
+            if tiles > now.cut.tiles and added <= left and gain > 0:
+                yield gain / max(added, 1), -added, work, tiles
 
 
 @lru_cache(4096)
@@ -70,6 +81,14 @@ def calibrated(kernel: Design) -> Estimate:
 def time_of(work: Work, cores: int = 1) -> float:
     """Nanoseconds of the update of one parameter, on the last one of so many cores."""
     return sum(_of_part(work, part) for part in parts_of(work.total, work.cut, cores))
+
+
+def waiting(work: Work) -> float:
+    """The largest share of a turn of its loops in which what takes longest waits; 0 if nothing loops."""
+    looped = [part for part in parts_of(work.total, work.cut) if _turns(work, part)]
+    alone = (work.cut.tiles * max(_of_tile(work.kernel, part)[:2]) for part in looped)
+    shares = (busy / _turn(work, part) for busy, part in zip(alone, looped, strict=True))
+    return max((1 - share for share in shares), default=0.0)
 
 
 def _turns(work: Work, part: Part) -> int:

@@ -167,9 +167,11 @@ def lower_to_nki(
     tiling = tiling_of(plan, g)
     scalars = [f"{form}({str(value).removeprefix('(').removesuffix(')')})" for form, value in update.scalars.entries]
     scalars += [f"{name} of the stages before" for name in update.only_stage.numbers]
+    measures = (*(f"sum of {s}" for s in update.sums), *(f"number of {c}" for c in update.counts))
+    measures = measures or _described(program)
     title = title or ("Sums over a parameter." if program.sums else "One optimizer step, fused.")
     arguments, cost = _arguments(update, program), estimate(plan, tiling, g)
-    return Kernel(name, title, arguments, scalars, plan, tiling, cost, g, dialect)
+    return Kernel(name, title, arguments, scalars, plan, tiling, cost, g, measures, dialect)
 
 
 def _programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Program]:
@@ -177,6 +179,15 @@ def _programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, P
     if update.only_stage.kind == REDUCTION:
         return (program := reduction_of(update, storage)), program
     return programs_of(update, storage)
+
+
+def _described(program: Program) -> tuple[str, ...]:
+    """What the measures of a reduction are: of each sum its unit, twice the inverse, and its totals."""
+    what: dict[int, str] = {}
+    for k, pieces in enumerate(program.sums):
+        what |= {pieces.unit: "unit of the elements", pieces.inverse: "2 / unit"}
+        what |= {index: f"sum {k}, in units: times {factor:g}" for index, factor in pieces.totals}
+    return tuple(what[k] for k in range(len(program.measures)))
 
 
 def reason_against(update: Update) -> str | None:

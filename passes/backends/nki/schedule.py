@@ -47,27 +47,60 @@ TABLES = frozenset({"sqrt", "reciprocal", "exp", "log"})
 
 def in_phases(values: Sequence[Value], stores: Collection[Value]) -> dict[Value, int]:
     """The phase of each of `values` (operands first), in the order in which to compute them."""
-    function, phase, final = dict[int, str](), dict[Value, int](), set[Value]()
+    users = {v: [u for u in values if v in u.tiles()] for v in values}
+    final = _final(values, set(stores), users)
+    phase = _late(values, _early(values), users, final)
+    order = sorted(values, key=lambda v: phase[v])
+    # What is only stored comes as early in its phase as it can, so that fewer tiles are alive at once.
+    return {v: phase[v] for v in _stored_early(order, phase, final)}
+
+
+def _early(values: Sequence[Value]) -> dict[Value, int]:
+    """The first phase in which each value can be computed."""
+    function, phase = dict[int, str](), dict[Value, int]()
     for value in values:
-        phase[value] = _after_operands(value, phase)
+        first = max((phase[x] for x in value.tiles() if x in phase), default=0)
         if value.op in TABLES:
             # ScalarE holds one table at a time, so a phase has one function, and another one waits for a later phase.
-            while function.setdefault(phase[value], value.op) != value.op:
-                phase[value] += 1
+            while function.setdefault(first, value.op) != value.op:
+                first += 1
+        phase[value] = first
+    return phase
+
+
+def _late(
+    values: Sequence[Value], early: Mapping[Value, int], users: Mapping[Value, list[Value]], final: Collection[Value]
+) -> dict[Value, int]:
+    """The phase in which each value is needed; for functions, and for values that are only stored, the first one."""
+    phase = dict(early)
     for value in reversed(values):
-        users = [user for user in values if value in user.tiles()]
-        final |= {value} if value in stores and final.issuperset(users) else set()
-        needed = [phase[user] for user in users if user not in final]
+        needed = [phase[u] for u in users[value] if u not in final]
         # A function stays where its table is loaded; all else moves to its first reader, so fewer tiles cross phases.
         if needed and value.op not in TABLES:
             phase[value] = min(needed)
-    for value in values:  # what is only stored, once it can be
-        phase[value] = _after_operands(value, phase) if value in final else phase[value]
-    return dict(sorted(phase.items(), key=lambda of_one: of_one[1]))
+    for value in values:
+        if value in final:
+            phase[value] = max((phase[x] for x in value.tiles() if x in phase), default=0)
+    return phase
 
 
-def _after_operands(value: Value, phase: Mapping[Value, int]) -> int:
-    return max((phase[x] for x in value.tiles() if x in phase), default=0)
+def _final(values: Sequence[Value], stores: Collection[Value], users: Mapping[Value, list[Value]]) -> set[Value]:
+    """Stored values that are read only by other stored values."""
+    final = set[Value]()
+    for value in reversed(values):
+        final |= {value} if value in stores and final.issuperset(users[value]) else set()
+    return final
+
+
+def _stored_early(order: Sequence[Value], phase: Mapping[Value, int], final: Collection[Value]) -> list[Value]:
+    done: list[Value] = []
+    waiting = [v for v in order if v in final]
+    for value in order:
+        for v in (value, *waiting):
+            ready = all(x.op == "load" or x in done for x in v.tiles()) and phase[v] == phase[value]
+            if v not in done and (v is value or ready):
+                done.append(v)
+    return done
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -287,9 +287,11 @@ def test_what_has_no_instruction_is_known_before_a_step(monkeypatch: pytest.Monk
     assert "for which no NKI instruction is known" in str(reason_against(update))
 
 
-def test_the_kernels_of_lamb() -> None:
+def test_the_kernels_of_lamb(golden: Callable[[str, str], None]) -> None:
+    """The docstring of the reduction: tensors, arithmetic and costs."""
     parts = [part for part in update_of(Lamb).parts if part.stages[0].kind != NUMBERS]
     reduction, last = (lower_to_nki(part, "trn1", "nki") for part in parts)
+    golden("nki_lamb_plus.txt", reduction.source.split('"""')[1])
     assert sum(reduction.cost.instructions.values()) <= 80
     assert last.finds
 
