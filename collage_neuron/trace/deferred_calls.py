@@ -322,7 +322,7 @@ class DeferredCalls:
         if any(torch_privates.inside(self.tensors[i]) != self._inside[i] for i in copies):
             raise Exchanged(EXCHANGED)
         met = [i for i in copies if i in self.met]
-        torch_privates.copy_each([copies[i] for i in met], [*map(adopted_tensors.value_in, map(self.met.get, met))])
+        torch_privates.copy_each([copies[i] for i in met], [adopted_tensors.value_in(self.met[i]) for i in met])
         self.copy_into([(self.tensors[i], into) for i, into in copies.items() if i not in self.met])
         return True
 

@@ -42,8 +42,8 @@ ELEMENTWISE = frozenset({
     "abs", "add", "addcdiv", "addcmul", "copy", "div", "eq", "ge", "gt", "le", "lt", "mul", "ne", "neg", "reciprocal",
     "rsqrt", "rsub", "sign", "sqrt", "square", "sub", "where",
 })  # fmt: skip
-"""Operations that give an element the same bits wherever it lies (the first ones, if they have numbers): what torch
-computes at the end of a tensor, which is no whole vector, is otherwise of `exp`, of `pow`, and of zeros in `maximum`."""
+"""Operations that give an element the same bits wherever it lies (the first ones, if they have numbers). At the end of a
+tensor, which is no whole vector, torch computes `exp` and `pow` otherwise, and signs of zeros in `maximum`."""
 
 Places = tuple[int, ...]
 Column = tuple[type | None, tuple[Any, ...]]
