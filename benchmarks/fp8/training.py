@@ -142,6 +142,8 @@ def _forward(model: Any) -> Any:
 def _unscale(model: Any, windows: Tensor) -> None:
     """Captures the model, and sets every scale to 1, where it stays."""
     loss_of(model, windows).backward()
+    with torch.no_grad():  # the graph of validation has scales of its own
+        loss_of(model, windows)
     for p in model.parameters():
         p.grad = None
     scales = _forward(model).backend.scales
@@ -179,7 +181,7 @@ def operands(model: Any, windows: Tensor, run: Run) -> dict[str, Any]:
     seen_before: set[str] = set()
     for half in backend.graphs[0].halves:
         half.rescale, half.recalibration.rescale = 1, 1
-        half.candidates = [n for n in half.plain.names if n not in seen_before]
+        half.measured = [n for n in half.plain.names if n not in seen_before]
         half.measuring = None
         seen_before.update(half.measured)
     (loss_of(model, windows) * run.factor).backward()
