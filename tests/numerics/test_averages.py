@@ -176,3 +176,28 @@ def test_weights_of_rows_that_are_zero_98_percent_of_the_time_move_as_far_as_in_
     moved = collage_neuron.exact_value(optimizer, p).double().sum(1) / theta.sum(1) - 1
     assert abs(float(moved.mean())) < STANDARD_ERRORS * float(moved.std()) / n**0.5
     assert float(moved.std()) / n**0.5 < 0.005  # the error was 4.3 % with draws in sequence
+
+
+@pytest.mark.parametrize("decay", [0.995, 0.998])
+def test_the_noise_of_a_second_moment_is_a_matter_of_its_gaps(decay: float) -> None:
+    """Its relative variance is near h / 2 for codes h apart, whatever the decay is.
+
+    A step moves a code v by d = (1 - decay) * (g**2 - v), drawn with variance |d| * h * v - d**2. In the long run
+    noise**2 = decay**2 * noise**2 + E|d| * h * v - E d**2. For normal g, E|z**2 - 1| is .968, and E (z**2 - 1)**2 is 2.
+    """
+    fmt, g, steps = format_named("u8q16"), torch.Generator().manual_seed(2), round(3 / (1 - decay))
+    value = exact = torch.ones(SHAPE)
+    for step in range(steps):
+        new = (1 - decay) * torch.randn(SHAPE, generator=g).square()
+        left = drawn(step)
+        value = fmt.decode(fmt.store("m", value * decay + new, lambda left=left: next(left)))  # type: ignore[misc]
+        exact = exact * decay + new
+    expected = (0.968 * gap_at_one() - 2 * (1 - decay)) / (1 + decay)
+    assert float((value - exact).square().mean()) == pytest.approx(expected, rel=0.1)  # v and its gaps vary by .1
+
+
+def gap_at_one() -> float:
+    """The mean relative distance between codes around an average of 1, in blocks whose power of two is 2 or 1."""
+    c = ROOTS["u8q16"].curve
+    roots = [(2 / power + c.linear) ** 0.0625 for power in (1, 2)]
+    return float(sum(16 * c.step / root for root in roots) / 2)
