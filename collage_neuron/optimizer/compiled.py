@@ -186,6 +186,8 @@ class Compiled(Optimizer):
                 load_inner.load(base, self, state_dict, partial(exact_methods.presented_lazily, base, self))
             else:
                 load_state.load(base, self, state_dict, super().load_state_dict)
+        if (traces := bookkeeping(self).traces) is not None:
+            traces.presentation = None  # it has the states of before
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles: as torch's, plus the bookkeeping."""

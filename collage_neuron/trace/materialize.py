@@ -49,6 +49,11 @@ class Prepared(NamedTuple):
     written: tuple[int, ...]
     """The memory that it makes or writes."""
 
+    @property
+    def meets(self) -> bool:
+        """Returns True for a tensor with a value that meets values that wait."""
+        return self.call.rule is MEETS
+
 
 class Cone(NamedTuple):
     """What runs for a value."""
@@ -90,6 +95,11 @@ class Cones:
         """Looks at the calls, up to so many."""
         while len(self.prepared) < count:
             self._add(self.calls[len(self.prepared)])
+
+    @property
+    def sets_data(self) -> bool:
+        """Returns True if a tensor is given other data."""
+        return any(call.func is set_data for call in self.calls)
 
     def guess_again(self, k: int, wrong: Sequence[int]) -> None:
         """Numbers of a value were guessed wrongly: some are known when it is asked for, and others then."""

@@ -19,9 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from collage_neuron.trace.calls import MEETS
-from collage_neuron.trace.placeholders import set_data
-
 if TYPE_CHECKING:
     from collage_neuron.trace.materialize import Cones, Prepared
 
@@ -42,8 +39,8 @@ ELEMENTWISE = frozenset({
     "abs", "add", "addcdiv", "addcmul", "copy", "div", "eq", "ge", "gt", "le", "lt", "mul", "ne", "neg", "reciprocal",
     "rsqrt", "rsub", "sign", "sqrt", "square", "sub", "where",
 })  # fmt: skip
-"""Operations that give an element the same bits wherever it lies (the first ones, if they have numbers). At the end of a
-tensor, which is no whole vector, torch computes `exp` and `pow` otherwise, and signs of zeros in `maximum`."""
+"""Operations that give an element the same bits wherever it lies (the first ones, if they have numbers). At the end of
+a tensor, which is no whole vector, torch computes `exp` and `pow` otherwise, and signs of zeros in `maximum`."""
 
 Places = tuple[int, ...]
 Column = tuple[type | None, tuple[Any, ...]]
@@ -185,7 +182,7 @@ class Schedule:
     def _add_call(self, i: int, j: int, began: Beginning) -> bool:
         """Adds the call `j` of a value to the first level in which it can run; False if it runs when asked for."""
         call = self._cones.prepared[i]
-        if call.call.rule is MEETS and self._is_initial(call.call.first, began):
+        if call.meets and self._is_initial(call.call.first, began):
             self.calls[i] = call
             return True
         read, written = set(map(self._cones.memory, call.needs)), set(call.written)
@@ -205,7 +202,7 @@ class Schedule:
     def _may_run(self, call: Prepared, read: set[int], written: set[int], began: Beginning) -> bool:
         if not (read | written).isdisjoint(self._late_written) or not written.isdisjoint(self._late_read):
             return False
-        if call.plain is None or call.call.rule is MEETS or len(call.returns) > 1:
+        if call.plain is None or call.meets or len(call.returns) > 1:
             return False
         if not all(place in self._shapes or self._is_initial(place, began) for place in call.needs):
             return False
@@ -277,7 +274,7 @@ def look(cones: Cones, numbers: Sequence[float], last: Sequence[float], began: B
     if most < 0 or len(last) < max(len(numbers), cones.prepared[most].numbers.stop):  # it has raised, or ended earlier
         return None
     if cones.schedule is None or len(cones.schedule.positions) < len(known):
-        if any(cone.is_anew for cone in known) or any(call.func is set_data for call in cones.calls):
+        if any(cone.is_anew for cone in known) or cones.sets_data:
             return None
         cones.schedule = Schedule(cones, began, len(numbers), last)
     return cones.schedule.run(numbers, last, began.copy_into) if cones.schedule.calls else None

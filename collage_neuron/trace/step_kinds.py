@@ -373,7 +373,7 @@ class Traces:
     before: Before | None = None
     """How the last step found the parameters."""
     presentation: Presentation | None = None
-    """That of the last step, without states."""
+    """That of the last step, with the states that it has left."""
     structure: step_inventory.Structure | None = None
     """What the last step found."""
     foreseen: object = ()

@@ -281,3 +281,19 @@ def test_states_that_a_computed_step_makes_have_words(traced: None) -> None:
     for t in range(1, 3):
         optimizer.step(partial(set_gradients, params, t))
         assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.bfloat16}
+
+
+def test_states_that_a_checkpoint_replaces_are_let_go() -> None:
+    params = [Parameter(torch.randn(4, 4).bfloat16()) for _ in range(3)]
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        p.sub_(s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g), alpha=lr)
+
+    optimizer: Any = collage_neuron.compile(Stepping(params, update), strategy="fp32", verbose=False)
+    for t in range(4):
+        set_gradients(params, t)
+        optimizer.step()
+    own = [weakref.ref(optimizer.state[p]["m"].untyped_storage()) for p in params]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    gc.collect()
+    assert not any(x() for x in own)
