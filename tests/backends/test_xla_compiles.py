@@ -114,7 +114,7 @@ def transfers() -> int:
     return 0 if data is None else int(data[0])
 
 
-@pytest.mark.parametrize("make", [foreign.Lion, foreign.Adan])
+@pytest.mark.parametrize("make", [foreign.Lion])
 def test_a_traced_step_is_compiled_once_and_waits_for_no_value(xla: torch.device, make: Any) -> None:
     """Validation looks at results in steps 1, 2, 4 and 8."""
     optimizer = collage_neuron.compile(make(fresh_parameters(xla), lr=1e-3), strategy="plus")

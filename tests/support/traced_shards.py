@@ -46,6 +46,13 @@ SHAPES = ((7, 6), (9,), (2, 3), (1, 5))
 """The last one leaves the second process without elements, and the others are uneven."""
 
 
+class ByRows(Lamb):
+    """Scales each row by its mean."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / (g.square().mean(-1, keepdim=True).sqrt() + 1e-6), alpha=group["lr"])
+
+
 class Sized(Lamb):
     """Divides gradients by the number of elements of the whole: for one shape, twice that of its shard."""
 
@@ -138,6 +145,12 @@ def _writes_what_it_holds(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> 
     o.held[id(p)].mul_(0.5)
 
 
+@_later
+def _states_of_parts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s["m"] = torch.zeros_like(p.to_local())
+    p.sub_(g, alpha=lr)
+
+
 class Holding(Stepping):
     """Holds the parts of the gradients that it is about to be given, or of parameters."""
 
@@ -166,8 +179,10 @@ SUMMED: dict[str, Make] = {
 AS_WRITTEN: dict[str, Make] = {
     "novograd": Novograd,
     "muon": Muon,
+    "rows": ByRows,
     "reads": Reading,
     "adafactor": partial(Adafactor, lr=1e-2),
+    "states_of_parts": partial(Stepping, update=_states_of_parts),
     "draws": partial(Stepping, update=_draws),
     "holds_gradients": partial(Holding, update=_writes_what_it_holds),
     "holds_parameters": partial(Holding, update=_writes_what_it_holds, of_gradients=False),
