@@ -181,7 +181,7 @@ def operands(model: Any, windows: Tensor, run: Run) -> dict[str, Any]:
     seen_before: set[str] = set()
     for half in backend.graphs[0].halves:
         half.rescale, half.recalibration.rescale = 1, 1
-        half.measured = [n for n in half.plain.names if n not in seen_before]
+        half.candidates = [n for n in half.plain.names if n not in seen_before]
         half.measuring = None
         seen_before.update(half.measured)
     (loss_of(model, windows) * run.factor).backward()
