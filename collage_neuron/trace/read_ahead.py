@@ -277,7 +277,11 @@ def look(cones: Cones, numbers: Sequence[float], last: Sequence[float], began: B
         if any(cone.is_anew for cone in known) or cones.sets_data:
             return None
         cones.schedule = Schedule(cones, began, len(numbers), last)
-    return cones.schedule.run(numbers, last, began.copy_into) if cones.schedule.calls else None
+    # What earlier values needed and was not computed ahead would be missing.
+    earlier = (run.number for cone in known[: cones.begins] for run in cone.runs)
+    if not cones.schedule.calls or not all(number in cones.schedule.calls for number in earlier):
+        return None
+    return cones.schedule.run(numbers, last, began.copy_into)
 
 
 class Ahead(NamedTuple):

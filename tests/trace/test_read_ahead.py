@@ -86,6 +86,21 @@ def of_a_sum_that_goes_on(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> 
     p.mul_(1 / (1 + lr * read(p.norm())))
 
 
+def of_what_is_known_after_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """A number of all is wrong at first: then values are computed ahead once more, and others were not ahead."""
+    params = o.param_groups[0]["params"]
+    n = s.setdefault("n", torch.zeros((), dtype=torch.float32))
+    n.mul_(0.9).add_(g.norm())
+    if place(o, p) < len(params) - 1:
+        return
+    total = sum(read(o.state[q]["n"]) for q in params)
+    for q in params:
+        q.sub_(q.grad, alpha=lr / (1 + 0.1 * total))
+        o.kept["size"] = read(q.norm())
+    for q in params:
+        q.mul_(1 - 0.01 * min(1.0, lr * read(o.state[q]["n"]) / (1 + o.kept["size"])))
+
+
 def of_two_numbers(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     u = (g.add(0.7, alpha=-0.3) * 3).maximum(-g).lerp(p, g.abs().clamp(max=1.0)).lerp(p, 1.0 / t)
     p.sub_(g, alpha=lr / (1 + read(u.sum()) ** 2 + read(u.abs().min()) + read(u.max())))
@@ -109,6 +124,7 @@ UPDATES = (
     in_some_steps,
     by_numbers_that_are_alike_at_first,
     of_a_sum_that_goes_on,
+    of_what_is_known_after_all,
     of_two_numbers,
     of_views,
 )
