@@ -434,7 +434,7 @@ class Presentation:
         """What `plan` does, for a step that has `seen` the same structure."""
         self.optimizer = self.gradients.optimizer = optimizer
         self._aliases, self._copies, self.groups = [], None, self._found_groups()
-        ids = seen.ids()
+        ids = seen.ids
         self.is_as_before = ids == self._found
         if not self.is_as_before:
             self._find(dict(zip(map(id, self.params()), seen.state_of(self.params()), strict=True)))

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, count
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
 from collage_neuron.states.sharding import ORDINARY, local, locals_of, version, versions
 
 Mark = tuple[int, int, int]
@@ -97,36 +96,35 @@ class Split(NamedTuple):
     words: Sequence[tuple[int, str]]
     """The further words of the owners themselves: the place, and the key."""
 
+    def marks(self) -> list[list[int]]:
+        """The marks of the parameters now: all versions, all addresses, and what else tells them apart."""
+        shards = locals_of(self.params)
+        if ORDINARY.issuperset(map(type, shards)):  # a few calls for all
+            return [versions(self.params), [*map(torch.Tensor.data_ptr, shards)], [*map(id, shards)]]
+        return [*map(list, zip(*map(mark_of, self.params), strict=True))]
+
 
 class _Columns(NamedTuple):
     """The marks of all that is in a `Split`, in its order."""
 
     split: Split
-    params: list[Mark]
+    ids: list[int]
+    """Those of all tensors in the states, which say that states have the same words: these are held here."""
+    params: list[list[int]]
     highs: list[torch.Tensor]
     high_versions: list[int]
     words: list[torch.Tensor]
     word_versions: list[int]
     stored: int
 
-
-def _columns(split: Split, states: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, str]] = ()) -> _Columns:
-    """The marks as they are now, and the further words in these places."""
-    params, highs, further = split.params, _values(states, split.highs), _values(states, words)
-    if ORDINARY.issuperset(map(type, chain(params, highs, further))):  # one call for all
-        own = torch_privates.version
-        marks = [*zip(map(own, params), map(torch.Tensor.data_ptr, params), map(id, params), strict=True)]
-        return _Columns(split, marks, highs, [*map(own, highs)], further, [*map(own, further)], next(ORDER))
-    shards = locals_of(params)
-    if ORDINARY.issuperset(map(type, shards)):  # a few calls for all
-        marks = [*zip(versions(params), map(torch.Tensor.data_ptr, shards), map(id, shards), strict=True)]
-    else:
-        marks = [*map(mark_of, params)]
-    return _Columns(split, marks, highs, versions(highs), further, versions(further), next(ORDER))
+    @classmethod
+    def of(cls, split: Split, ids: list[int], highs: list[torch.Tensor], words: list[torch.Tensor]) -> _Columns:
+        """The marks as they are now."""
+        return cls(split, ids, split.marks(), highs, versions(highs), words, versions(words), next(ORDER))
 
 
 def _values(states: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, str]]) -> list[torch.Tensor]:
-    return [states[i][key] for i, key in places] if places else []
+    return [states[i][key] for i, key in places]
 
 
 class Marks:
@@ -163,23 +161,31 @@ class Marks:
         found = [high for names in self._states.values() for high, _ in names.values()]
         return set(map(id, found if self._all is None else self._all.highs))
 
-    def mark_all(self, split: Split, states: Sequence[Mapping[str, Any]]) -> None:
-        """Marks everything in `split`, which is of these states, and nothing else, after a step."""
+    def mark_all(self, split: Split, states: Sequence[Mapping[str, Any]], ids: list[int]) -> None:
+        """Marks everything in `split`, which is of states with tensors of these ids, and nothing else, after a step."""
         self._params.clear()
         self._states.clear()
-        self._all = _columns(split, states, split.words)
+        self._all = _Columns.of(split, ids, _values(states, split.highs), _values(states, split.words))
         if self._ids is not None and self._ids[0] is not split:
             self._ids = None  # parameters that are gone are not kept by it
 
-    def are_those_of(self, split: Split, states: Sequence[Mapping[str, Any]]) -> bool:
-        """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
-        noted = self._all
-        if noted is None or noted.split is not split:
+    def mark_again(self, split: Split, ids: list[int]) -> bool:
+        """The same where states have the tensors of the last step; False, and marks nothing, if some are others."""
+        noted = self._of(split, ids)
+        if noted is None:
             return False
-        now = _columns(split, states, split.words)
-        # Tensors are compared by identity: == of lists would compare the values of those that differ.
-        same = [*map(id, now.highs), *map(id, now.words)] == [*map(id, noted.highs), *map(id, noted.words)]
-        return same and now.params == noted.params and now.high_versions == noted.high_versions
+        self._all = _Columns.of(split, ids, noted.highs, noted.words)
+        return True
+
+    def are_those_of(self, split: Split, ids: list[int]) -> bool:
+        """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
+        noted = self._of(split, ids)
+        return noted is not None and (noted.params, noted.high_versions) == (split.marks(), versions(noted.highs))
+
+    def _of(self, split: Split, ids: list[int]) -> _Columns | None:
+        """What was noted after a step with the same structure, and the same tensors in states."""
+        noted = self._all
+        return noted if noted is not None and noted.split is split and noted.ids == ids else None
 
     def _spread(self) -> None:
         """Makes dictionaries of lists."""
@@ -190,7 +196,8 @@ class Marks:
         for (i, key), word, its_version in zip(noted.split.words, noted.words, noted.word_versions, strict=True):
             words.setdefault(i, {})[key] = word
             counts.setdefault(i, []).append(its_version)
-        params = zip(noted.split.params, noted.params, words.values(), counts.values(), strict=True)
+        marks = zip(*noted.params, strict=True)
+        params = zip(noted.split.params, marks, words.values(), counts.values(), strict=True)
         self._params.update((p, LowWords(STEPPED, mark, of, None, noted.stored, v)) for p, mark, of, v in params)
         for (i, name), high, its_version in zip(noted.split.highs, noted.highs, noted.high_versions, strict=True):
             self._states.setdefault(owners[i], {})[name] = high, its_version

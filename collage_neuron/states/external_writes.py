@@ -131,7 +131,8 @@ def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
     # Of a parameter that has left the groups they may be old: another optimizer steps it.
     gone = step_inventory.once(optimizer, "gone", partial(_gone, optimizer, split))
     before = {p: book.marks.params[p] for p in gone if p in book.marks.params}
-    book.marks.mark_all(split, states)
+    if in_step is None or not book.marks.mark_again(split, in_step.ids):
+        book.marks.mark_all(split, states, [] if in_step is None else in_step.with_others().ids)
     if before:
         book.marks.params.update(before)
     if ended:
@@ -168,7 +169,7 @@ def drop_stale(optimizer: Optimizer) -> None:
         ValueError: codes were written; nothing was changed.
     """
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
-    if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.states):
+    if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.ids):
         return  # states are not cleared either: the low words are where the last step left them
     low_words.restore(optimizer, are_to_stay=True)
     state_writes.drop_stale(optimizer)

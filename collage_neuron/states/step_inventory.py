@@ -12,7 +12,7 @@ What is *not* part of the key is looked at by each step: gradients, versions and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
 from operator import is_
@@ -82,6 +82,8 @@ class Seen:
     states: list[dict[str, Any]]
     """The states of the owners."""
     structure: Structure
+    ids: list[int]
+    """Those of the tensors in the states, one after the other: nothing is kept alive by them."""
     backends: dict[Any, Any] = field(default_factory=dict)
     """The backends of this step, by settings and device."""
 
@@ -91,10 +93,10 @@ class Seen:
             return self.states
         return [self._by_id.get(id(p), {}) for p in params]
 
-    def ids(self) -> list[int]:
-        """Those of the tensors in the states, one after the other."""
+    def with_others(self) -> Seen:
+        """The same where states have got other tensors, of the same types."""
         values = chain.from_iterable(map(dict.values, self.states))
-        return [*map(id, compress(values, self.structure.are_tensors))]
+        return replace(self, ids=[*map(id, compress(values, self.structure.are_tensors))])
 
     @cached_property
     def _by_id(self) -> dict[int, dict[str, Any]]:
@@ -154,7 +156,7 @@ def look(optimizer: Optimizer) -> Seen | None:
             book.structure = None
             return None
         book.structure = Structure(key, held, are_tensors, guard)
-    return Seen(optimizer, params, owners, states, book.structure)
+    return Seen(optimizer, params, owners, states, book.structure, [*map(id, tensors)])
 
 
 def _are_plain(owners: Sequence[Any], states: Sequence[Any]) -> bool:

@@ -510,6 +510,8 @@ class TracedStep:
             self._changed(kind), kind, objects, self.traces.temporaries, len(self._began.references.holders)
         )
         left_objects.keep_met({i: self.optimizer.state[params[i]] for (i, _), _ in mode.met_states()}, kind, mode)
+        if (kind.changed or mode.met) and (seen := step_inventory.of(self.optimizer)) is not None:
+            bookkeeping(self.optimizer).seen = seen.with_others()
         if kind.before.keys != kind.left.keys:
             now = self._began.presentation.states()
             left_objects.put_in_order({i: now[id(p)] for i, p in enumerate(params) if id(p) in now}, kind)
