@@ -129,6 +129,8 @@ class Presentation:
     """The values, but for those of which something had the memory before the step, and for empty ones."""
     groups: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     """The parameters and their groups, by the id of the parameter."""
+    _of_optimizer: list[dict[str, Any]] = field(default_factory=list)
+    """All groups."""
     outlines: dict[int, Outline] = field(default_factory=dict)
     """What is presented of each of them."""
     owners: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -150,6 +152,8 @@ class Presentation:
     """The values of which copies were made together last, and which of them are alike."""
     presented: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What was exchanged when values that wait were presented."""
+    _pairs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """The same of the last step."""
     _sources: dict[int, torch.Tensor] = field(default_factory=dict)
     is_as_before: bool = False
     """True if the step has found the objects of the last one."""
@@ -163,6 +167,10 @@ class Presentation:
     """What was inside the tensors that a step began with whose values have waited."""
     _flags: list[bool] = field(default_factory=list)
     """Which objects require gradients."""
+    _grads: list[int] = field(default_factory=list)
+    """The ids of gradients in the last step."""
+    _all: set[int] = field(default_factory=set)
+    """These, and those of objects and words."""
     _words: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """The further words of each parameter, and of its states, by their keys."""
 
@@ -310,8 +318,8 @@ class Presentation:
                     state.pop(name, None)  # two parameters may have one state
         # Compared as a whole first: in most steps no flag has to be set. Those of the same objects are the same.
         if not self.is_as_before:
-            self._flags = list(map(_requires_grad, self.values))
-        if list(map(_shell_requires_grad, self.values)) != self._flags:
+            self._flags = [v.owner.requires_grad for v in self.values]
+        if list(map(_requires_grad, [v.shell for v in self.values])) != self._flags:
             for v, flag in zip(self.values, self._flags, strict=True):
                 v.shell.requires_grad_(flag)
         self._exchange()
@@ -350,12 +358,12 @@ class Presentation:
             return local(source).to(torch.float32, copy=True)
         return self._copies.take(owner, self._decoded)
 
-    def copy_into(self, asked: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy_into(self, owners: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         """The same of several objects, none of which is a DTensor, into fp32 tensors."""
-        sources, values = self.gradients.sources(), {id(v.owner): v for v in self.values}
-        grads = [(into, sources[id(x)]) for x, into in asked if id(x) in sources]
-        torch_privates.copy_each([into for into, _ in grads], [grad for _, grad in grads])
-        self._decode({id(x): into for x, into in asked if id(x) not in sources}, values)
+        asked, sources = dict(zip(map(id, owners), into, strict=True)), self.gradients.sources()
+        grads = [(asked.pop(key), grad) for key, grad in sources.items() if key in asked]
+        torch_privates.copy_each([x for x, _ in grads], [grad for _, grad in grads])
+        self._decode(asked, {id(v.owner): v for v in self.values})
 
     def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
         asked = {id(v.owner): v for v in values}
@@ -416,7 +424,7 @@ class Presentation:
             for v in self.values:
                 v.owner, v.further = v.p, []
             self.owners.clear()
-            self._words, self._found = {}, []
+            self._words, self._found, self._pairs = {}, [], []
         self._shells.clear()
         self._copies, self._sources = None, {}
         self.gradients.let_go()
@@ -424,7 +432,8 @@ class Presentation:
 
     def _found_groups(self) -> dict[int, tuple[Any, dict[str, Any]]]:
         found: dict[int, tuple[Any, dict[str, Any]]] = {}
-        for group in self.optimizer.param_groups:
+        self._of_optimizer = list(self.optimizer.param_groups)
+        for group in self._of_optimizer:
             for p in group["params"]:
                 if not is_left_alone(p):
                     found.setdefault(id(p), (p, group))
@@ -433,16 +442,19 @@ class Presentation:
     def again(self, optimizer: Optimizer, seen: step_inventory.Seen) -> set[int]:
         """What `plan` does, for a step that has `seen` the same structure."""
         self.optimizer = self.gradients.optimizer = optimizer
-        self._aliases, self._copies, self.groups = [], None, self._found_groups()
+        self._aliases, self._copies = [], None
+        if not step_inventory.are_same(self._of_optimizer, optimizer.param_groups):
+            self.groups = self._found_groups()
         ids = seen.ids
         self.is_as_before = ids == self._found
         if not self.is_as_before:
             self._find(dict(zip(map(id, self.params()), seen.state_of(self.params()), strict=True)))
-            self._found = ids
-        grads = [id(p.grad) for p in self.params() if p.grad is not None]
-        known = {*self._known, *grads}
-        self.has_two_names = len(known) < self._names + len(grads)
-        return known
+            self._found, self._grads = ids, []
+        grads = [id(g) for g in map(_grad, self.params()) if g is not None]
+        if not grads or grads != self._grads:
+            self._grads, self._all = grads, {*self._known, *grads}
+            self.has_two_names = len(self._all) < self._names + len(grads)
+        return self._all
 
     def _find(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Finds the objects, and the further words, in `states`, by the ids of parameters."""
@@ -465,9 +477,9 @@ class Presentation:
         self.gradients.enter(self._waiting)
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            pairs = self.pairs()
+            pairs = self._pairs if self.is_as_before and self._pairs else self.pairs()
             if self._waiting is not None:
-                self.presented = pairs
+                self.presented = self._pairs = pairs
             if not self.has_shards:
                 torch_privates.exchange_all(pairs)
             else:
@@ -531,11 +543,11 @@ class Presentation:
         for each in (self.values, self.alike, self._shells, self._aliases, self.outlines, self.owners, self._words):
             each.clear()
         self._asked = [], []
-        self._copies, self._sources = None, {}
+        self._copies, self._sources, self._pairs = None, {}, []
         self.gradients = Gradients(self.optimizer)
 
 
-_requires_grad, _shell_requires_grad = attrgetter("owner.requires_grad"), attrgetter("shell.requires_grad")
+_requires_grad, _grad = attrgetter("requires_grad"), attrgetter("grad")
 
 
 def _part(value: Value, x: torch.Tensor) -> torch.Tensor:

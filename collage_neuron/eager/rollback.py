@@ -51,17 +51,12 @@ class Held:
         self._attributes = [(x, {k: v for k, v in x.items() if not k.startswith(OURS)}) for x in own]
         containers: dict[int, Any] = {}
         tensors: dict[int, torch.Tensor] = {}
-        states: list[dict[str, Any]] = [] if seen is None else seen.states
-        containers.update(zip(map(id, states), states, strict=True))  # what is there is not looked into
-        values = list(chain.from_iterable(map(dict.values, states)))
-        found = [] if seen is None else list(compress(values, seen.structure.are_tensors))
-        if not known.issuperset(map(id, found)):
-            tensors.update((id(x), x) for x in found if id(x) not in known)
-        _collect(tuple(x for x in values if type(x) not in _LEAVES), containers, tensors)
+        if seen is not None:
+            _collect_states(seen, known, containers, tensors)
         for _, attributes in self._attributes:
             _collect(attributes, containers, tensors)
             containers.pop(id(attributes))
-        for holder in filter(None, map(torch_privates.attributes, params)):
+        for holder in filter(None, map(torch_privates.attributes, filter(vars, params))):
             _collect(holder, containers, tensors)
         self._containers = [(x, _COPY.get(type(x), copy.copy)(x)) for x in containers.values()]
         self.tensors = [x for key, x in tensors.items() if key not in known and not (x.is_meta or _is_given_back(x))]
@@ -145,6 +140,20 @@ def _collect(x: Any, containers: dict[int, Any], tensors: dict[int, torch.Tensor
                 containers[id(x)] = x
             inner = _inner(x)
             waiting += () if ATOMS.issuperset(map(type, inner)) else inner
+
+
+def _collect_states(
+    seen: step_inventory.Seen, known: set[int], containers: dict[int, Any], tensors: dict[int, torch.Tensor]
+) -> None:
+    """The same of what is in states: most have nothing but tensors with `known` ids, and numbers."""
+    containers.update(zip(map(id, seen.states), seen.states, strict=True))  # what is there is not looked into
+    values = chain.from_iterable(map(dict.values, seen.states))
+    if not known.issuperset(seen.ids):
+        values = list(values)
+        found = compress(values, seen.structure.are_tensors)
+        tensors.update((id(x), x) for x in found if id(x) not in known)
+    if not seen.structure.once("are leaves", lambda: _LEAVES.issuperset(map(type, values))):
+        _collect(tuple(x for x in values if type(x) not in _LEAVES), containers, tensors)
 
 
 def _inner(x: Any) -> Any:

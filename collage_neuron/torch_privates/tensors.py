@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from itertools import starmap
+from operator import attrgetter, length_hint
 from typing import Any
 
 import torch
 
-version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]  # a stub: int
+version: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor, or one that shares its memory, was written in place: it costs no look at the values."""
 
 
@@ -86,21 +88,16 @@ def attributes(t: torch.Tensor) -> dict[str, Any]:
 
 def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """The same of many pairs of tensors that are what they hold."""
-    swap = torch._C._swap_tensor_impl
-    for x, y in pairs:
-        swap(x, y)
+    deque(starmap(torch._C._swap_tensor_impl, pairs), maxlen=0)
 
 
 def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """The same of all pairs, or of none if torch rejects one."""
-    # Counted, since those that are exchanged already must be put back.
-    swap, done = torch._C._swap_tensor_impl, 0
+    waiting = iter(pairs)
     try:
-        for x, y in pairs:
-            swap(x, y)
-            done += 1
+        exchange_each(waiting)
     except RuntimeError:
-        exchange_each(pairs[:done])
+        exchange_each(pairs[: len(pairs) - length_hint(waiting) - 1])  # those that are exchanged already
         raise
 
 

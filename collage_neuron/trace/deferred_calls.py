@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import Token
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from operator import add, ge, gt
 from typing import Any
 
@@ -87,7 +87,7 @@ class DeferredCalls:
     any more: they are made once more, and `steady` is for it. `inside` says what is inside the first values, if known.
     """
 
-    copy_into: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None] | None = None
+    copy_into: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
     """Copies first values into tensors, if those that will be read may be computed ahead."""
 
     def __init__(
@@ -110,8 +110,8 @@ class DeferredCalls:
         """Why values were computed."""
         self.outer: Step | None = None
         self.given: dict[int, torch.Tensor] = {}
-        self._own: dict[int, int] = {}
-        """The first places of tensors that have been given other data."""
+        self._own, self._are_own = dict[int, int](), True
+        """The first places of tensors that have been given other data; True if there are none."""
         self.decide: Callable[[], None] = lambda: None
         """Called before anything is computed: it may end the step."""
         self.failed: BaseException | None = None
@@ -208,8 +208,18 @@ class DeferredCalls:
         if at >= len(self._quick) or (expected := self._quick[at][by]) is None:
             return None
         what, places, number, returns, calls, others, _ = expected
-        # By ids: all that waits is alive in `tensors`. Without a comprehension, which is a call of Python's.
-        if what != asked or [*map(self._place, map(id, args))] != places:
+        if what != asked or not args or (count := len(args)) != len(places):
+            return None
+        # Mostly these are one or two objects, each in its place; what is no tensor is looked at below.
+        tensors, first, second = self.tensors, places[0], places[-1]
+        are_there = (
+            first is not None
+            and args[0] is tensors[first]
+            and (count == 1 or (count == 2 and (second is None or args[1] is tensors[second])))
+            and self._are_own
+        )
+        # Else by ids: all that waits is alive in `tensors`. Without a comprehension, which is a call of Python's.
+        if not are_there and [*map(self._place, map(id, args))] != places:
             return None
         if others:
             numbers = expected.numbers(args, kwargs or {}, self._place)
@@ -220,11 +230,10 @@ class DeferredCalls:
             if kwargs:
                 return None
         else:
-            x: Any = None
-            if isinstance(number, int):
-                x = None if kwargs else args[number]
-            elif kwargs and len(kwargs) == 1:
-                x = kwargs.get(number)
+            if not kwargs:
+                x = args[number] if isinstance(number, int) else None
+            else:
+                x = kwargs.get(number) if len(kwargs) == 1 else None
             if type(x) is not float:
                 return None
             self.numbers.append(x)
@@ -308,22 +317,28 @@ class DeferredCalls:
         return found
 
     def _value(self, place: int, before: int | None = None) -> torch.Tensor:
-        self.decide()
         before = self._course.at if before is None else before
+        found = self._values.ahead(self._course.whole, (place, before), self.numbers)
+        if found is not None:
+            return found
+        self.decide()
         began = Beginning(self._copied, self._copied_into if self.copy_into else None, self._like)
         return self._values.value(self._cones, place, before, self.numbers, began)
 
     def _like(self, place: int) -> torch.Tensor | None:
         return self.tensors[place] if place < self._first or place in self.met else None
 
-    def _copied_into(self, copies: Mapping[int, torch.Tensor]) -> bool:
-        if self.copy_into is None or any(i >= self._first and i not in self.met for i in copies):
+    def _copied_into(self, places: Sequence[int], into: Sequence[torch.Tensor]) -> bool:
+        if self.copy_into is None or any(i >= self._first and i not in self.met for i in places):
             return False
-        if any(torch_privates.inside(self.tensors[i]) != self._inside[i] for i in copies):
+        own = [*map(self.tensors.__getitem__, places)]
+        if [*map(torch_privates.inside, own)] != [*map(self._inside.__getitem__, places)]:
             raise Exchanged(EXCHANGED)
-        met = [i for i in copies if i in self.met]
-        torch_privates.copy_each([copies[i] for i in met], [adopted_tensors.value_in(self.met[i]) for i in met])
-        self.copy_into([(self.tensors[i], into) for i, into in copies.items() if i not in self.met])
+        if self.met:
+            met = {i: x for i, x in zip(places, into, strict=True) if i in self.met}
+            torch_privates.copy_each([*met.values()], [adopted_tensors.value_in(self.met[i]) for i in met])
+            own, into = [*compress(own, are_first := [i not in met for i in places])], [*compress(into, are_first)]
+        self.copy_into(own, into)
         return True
 
     def meet_again(self, states: Iterable[torch.Tensor]) -> None:
@@ -482,7 +497,7 @@ class DeferredCalls:
         there, new = self._place(id(t)), self._place(id(value))
         if self.is_filled or there is None or new is None or not isinstance(t, torch.nn.Parameter):
             return False
-        there = self._own.setdefault(id(t), there)  # it may have been given other data before
+        there, self._are_own = self._own.setdefault(id(t), there), False  # it may have been given other data before
         if _geometry(t) != _geometry(value):
             return False
         own = [there, new]

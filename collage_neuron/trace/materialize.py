@@ -184,6 +184,16 @@ class Values:
         self._last: list[float] = []
         """The numbers of the last step."""
 
+    def ahead(self, calls: list[Call], of: tuple[int, int], numbers: Sequence[float]) -> torch.Tensor | None:
+        """A value that was computed ahead, if it is asked for as in the last step; most are, so this comes first."""
+        ahead, cones, k = self._ahead, self._cones, self._asked
+        if ahead is None or cones is None or cones.calls is not calls or k not in ahead.values:
+            return None
+        if cones.known[k].of != of or not ahead.is_right(k, numbers):
+            return None
+        self._asked += 1
+        return ahead.values[k]
+
     def value(self, cones: Cones, place: int, before: int, numbers: list[float], began: Beginning) -> torch.Tensor:
         """What is at a place after so many calls, for reading. The calls of before are the first ones of these.
 
@@ -200,6 +210,8 @@ class Values:
         return self._computed(cones, cone, numbers, began)
 
     def _computed(self, cones: Cones, cone: Cone, numbers: Sequence[float], began: Beginning) -> torch.Tensor:
+        if self._ahead is not None:
+            self._there.tensors = self._ahead.there.by_places()
         there, (place, _) = _There() if cone.is_anew else self._there, cone.of
         done = () if self._ahead is None else self._ahead.schedule.calls
         for i, lets_go in cone.runs:
@@ -247,7 +259,7 @@ class Values:
         self._ahead = look(self._cones, numbers, self._last, began)
         if self._ahead is not None:
             self._there = _There()
-            self._there.tensors, self._there.done = self._ahead.tensors, dict(self._ahead.schedule.done)
+            self._there.done = dict(self._ahead.schedule.done)
 
 
 class _There:

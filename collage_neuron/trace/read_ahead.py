@@ -10,11 +10,12 @@ another, all that was computed ahead is forgotten.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from math import copysign, prod
-from operator import is_
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,6 +43,13 @@ ELEMENTWISE = frozenset({
 """Operations that give an element the same bits wherever it lies (the first ones, if they have numbers). At the end of
 a tensor, which is no whole vector, torch computes `exp` and `pow` otherwise, and signs of zeros in `maximum`."""
 
+_aten: Any = torch.ops.aten
+WHOLE = {_aten.sum.default: _aten.sum.dim_IntList, _aten.mean.default: _aten.mean.dim}
+"""Reductions of a whole tensor, and of dimensions."""
+
+DIMS_AT = {_aten.sum.dim_IntList: 1, _aten.mean.dim: 1, _aten.linalg_vector_norm.default: 2}
+"""Which argument of a reduction has the dimensions."""
+
 Places = tuple[int, ...]
 Column = tuple[type | None, tuple[Any, ...]]
 """An argument of several calls: places of tensors (int), positions of numbers (float), or a constant (None)."""
@@ -55,8 +63,8 @@ class Beginning(NamedTuple):
 
     copy: Callable[[int], torch.Tensor]
     """A copy of the value at a place."""
-    copy_into: Callable[[dict[int, torch.Tensor]], bool] | None
-    """Copies values into tensors, by their places; None if they are not to be read ahead, False if one is missing."""
+    copy_into: Callable[[Sequence[int], Sequence[torch.Tensor]], bool] | None
+    """Copies the values at places into tensors; None if they are not to be read ahead, False if one is missing."""
     like: Callable[[int], torch.Tensor | None]
     """What lies as the value at a place does; None if a call makes it."""
 
@@ -64,14 +72,34 @@ class Beginning(NamedTuple):
 class There:
     """Values that were computed, by their places; those of parameters that are alike lie in one tensor, too."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[int, torch.Tensor] = {}
-        self._stacks: dict[Places, torch.Tensor] = {}
+    def __init__(self, stacks: Mapping[Places, torch.Tensor]) -> None:
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._stacks = dict(stacks)
+        self._whole: dict[Places, torch.Tensor] = {}
+        """Those whose rows nobody has asked for yet."""
 
     def put(self, places: Places, stack: torch.Tensor) -> None:
         """The rows of a tensor are at places."""
-        self._stacks[places] = stack
-        self.tensors.update(zip(places, stack.unbind(), strict=True))
+        self._stacks[places] = self._whole[places] = stack
+
+    def put_each(self, places: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Tensors are at places."""
+        self._tensors.update(zip(places, tensors, strict=True))
+
+    def at(self, places: Places) -> list[torch.Tensor]:
+        """The tensors at places."""
+        if (stack := self._whole.pop(places, None)) is not None:
+            self.put_each(places, stack.unbind())
+        elif not all(map(self._tensors.__contains__, places)):
+            self.by_places()
+        return [*map(self._tensors.__getitem__, places)]
+
+    def by_places(self) -> dict[int, torch.Tensor]:
+        """All of them."""
+        for places, stack in self._whole.items():
+            self.put_each(places, stack.unbind())
+        self._whole.clear()
+        return self._tensors
 
     def one(self, column: Column, numbers: Sequence[float]) -> Any:
         """The argument of all calls at once, if there is one: a tensor with those of all, or the same number."""
@@ -86,22 +114,30 @@ class There:
     def each(self, column: Column, numbers: Sequence[float]) -> Sequence[Any]:
         """Those of each."""
         kind, values = column
-        return values if kind is None else [*map((self.tensors if kind is int else numbers).__getitem__, values)]
+        if kind is int:
+            return self.at(values)
+        return values if kind is None else [*map(numbers.__getitem__, values)]
 
 
 class Batch:
     """One operation of several parameters of one shape, none of which needs what another one gives."""
 
-    def __init__(self, calls: Sequence[Prepared], is_elementwise: bool) -> None:
+    def __init__(self, calls: Sequence[Prepared], is_elementwise: bool, shape: tuple[int, ...]) -> None:
+        """`shape` is that of the first argument."""
         first, rows = calls[0].call, [each.plain or [] for each in calls]
         columns: list[Column] = [(column[0][0], tuple(x for _, x in column)) for column in zip(*rows, strict=True)]
         self.columns, self._names, self._count = columns, [*first.kwargs], len(first.args)
         self._function, self._is_elementwise = calls[0].function, is_elementwise
         self._returns = tuple(i for each in calls for i in each.returns)
+        self._of_rows = None if is_elementwise else reduction(calls[0], shape, len(calls))
+        """What reduces all of them at once, but for that argument."""
 
     def run(self, there: There, numbers: Sequence[float]) -> None:
         """Runs it: once for all of them, if that gives the same bits."""
         given = [there.one(column, numbers) for column in self.columns]
+        if self._of_rows is not None and given[0] is not _EACH:
+            there.put(self._returns, self._of_rows(given[0]))
+            return
         if self._is_elementwise and not any(x is _EACH for x in given):
             out = self._function(*given[: self._count], **dict(zip(self._names, given[self._count :], strict=True)))
             if self._returns:
@@ -109,7 +145,7 @@ class Batch:
             return
         made = self._each(given, there, numbers)
         if self._returns:
-            there.tensors.update(zip(self._returns, made, strict=True))
+            there.put_each(self._returns, made)
 
     def _each(self, given: Sequence[Any], there: There, numbers: Sequence[float]) -> list[torch.Tensor]:
         rows = [there.each(column, numbers) for column in self.columns[: self._count]]
@@ -160,13 +196,23 @@ class Schedule:
         self._levels: dict[int, Level] = {}
         for k in range(len(cones.known)):
             self._add_value(k, began)
-        self._batches = [
-            ([Batch(calls, self._is_elementwise(calls[0])) for calls in own.calls.values()], own.values)
-            for _, own in sorted(self._levels.items())
-        ]
-        self._stacks = dict(self._found_stacks())
+        levels = [level for _, level in sorted(self._levels.items())]
+        self._batches = [([*map(self._batch, level.calls.values())], level.values) for level in levels]
+        self.getters = [itemgetter(*own, *own[:1]) if own else None for own in self.positions]
+        """For each value, what gives those numbers, the first one twice: always a tuple."""
+        # What is filled in each step is the same memory: small tensors.
+        found = [*self._found_stacks()]
+        self._stacks = {
+            places: torch.empty((len(places), *shape), dtype=torch.float32, device="cpu") for places, shape in found
+        }
+        self._places = [*chain.from_iterable(self._stacks)]
+        self._rows = [*chain.from_iterable(stack.unbind() for stack in self._stacks.values())]
         self._alike = dict(_alike(last, first, {at for own in self.positions for at in own}))
         """Numbers that were like one that is known, and which that is."""
+
+    def _batch(self, calls: Sequence[Prepared]) -> Batch:
+        needs = calls[0].needs
+        return Batch(calls, self._is_elementwise(calls[0]), self._shapes[needs[0]] if needs else ())
 
     def _add_value(self, k: int, began: Beginning) -> None:
         (place, _), runs, _ = self._cones.known[k]
@@ -252,17 +298,16 @@ class Schedule:
         guess = [*numbers, *last[len(numbers) :]]
         for at, like in self._alike.items():
             guess[at] = numbers[like]
-        there, values = There(), dict[int, torch.Tensor]()
-        for places, shape in self._stacks.items():
-            there.put(places, torch.empty((len(places), *shape), dtype=torch.float32, device="cpu"))
-        if not copy_into(there.tensors):
+        there, values = There(self._stacks), dict[int, torch.Tensor]()
+        there.put_each(self._places, self._rows)
+        if not copy_into(self._places, self._rows):
             return None
         for batches, taken in self._batches:
             for batch in batches:
                 batch.run(there, guess)
-            own = there.tensors
-            values.update((k, own[at].clone() if k in self._overwritten else own[at]) for k, at in taken)
-        return Ahead(self, guess, there.tensors, values)
+            own = there.at(tuple(at for _, at in taken))
+            values.update((k, x.clone() if k in self._overwritten else x) for (k, _), x in zip(taken, own, strict=True))
+        return Ahead(self, guess, there, values)
 
 
 def look(cones: Cones, numbers: Sequence[float], last: Sequence[float], began: Beginning) -> Ahead | None:
@@ -284,18 +329,62 @@ def look(cones: Cones, numbers: Sequence[float], last: Sequence[float], began: B
     return cones.schedule.run(numbers, last, began.copy_into)
 
 
-class Ahead(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Ahead:
     """What was computed ahead in a step."""
 
     schedule: Schedule
     guess: list[float]
-    tensors: dict[int, torch.Tensor]
+    there: There
     values: dict[int, torch.Tensor]
+
+    @cached_property
+    def _guesses(self) -> list[tuple[float, ...]]:
+        return [() if get is None else get(self.guess) for get in self.schedule.getters]
+
+    def is_right(self, k: int, numbers: Sequence[float]) -> bool:
+        """Returns True if the numbers of a value are known to be those that were guessed: most are equal, and not 0."""
+        get, guess = self.schedule.getters[k], self._guesses[k]
+        return get is None or (get(numbers) == guess and 0.0 not in guess)
 
     def wrong(self, k: int, numbers: Sequence[float]) -> list[int]:
         """The positions of numbers of a value that were guessed wrongly."""
         positions = self.schedule.positions[k : k + 1]  # none, if the last step has not asked for it
         return [at for at in chain.from_iterable(positions) if not _is_same(numbers[at], self.guess[at])]
+
+
+def reduction(prepared: Prepared, shape: tuple[int, ...], count: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What reduces each row of a tensor as a call does one of `count` tensors of this shape; None for other calls."""
+    func, plain = prepared.call.func, prepared.plain or []
+    of_dims = WHOLE.get(func, func)
+    if of_dims not in DIMS_AT or not shape or prepared.call.kwargs or any(kind is not None for kind, _ in plain[1:]):
+        return None
+    given, at = tuple(tuple(x) if isinstance(x, list) else x for _, x in plain[1:]), DIMS_AT[of_dims] - 1
+    dims = given[at] if func is of_dims and len(given) > at else None
+    inner = tuple(dim - len(shape) if dim >= 0 else dim for dim in dims or range(len(shape)))
+    first = given[:at] or (2,) * at  # the kind of a norm
+    each, rows = Applied(func, given), Applied(of_dims, (*first, inner, *given[at + 1 :]))
+    return rows if _are_alike(each, rows, shape, count) else None
+
+
+class Applied(NamedTuple):
+    """An operation on a tensor with further arguments."""
+
+    func: Any
+    args: tuple[Any, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.func(x, *self.args)
+        return made
+
+
+@lru_cache
+def _are_alike(each: Applied, rows: Applied, shape: tuple[int, ...], count: int) -> bool:
+    """Returns True if `rows` gives what `each` does, bit for bit."""
+    # torch adds up what lies one after the other in the same order, whatever is beside it. This holds it to that.
+    x = torch.randn((count, *shape), generator=torch.Generator().manual_seed(0))
+    both = torch.stack([*map(each, x.unbind())]), rows(x)
+    return torch.equal(*(own.view(torch.int32) for own in both))
 
 
 def _is_same(x: float, y: float) -> bool:
