@@ -147,13 +147,15 @@ def _collect_states(
 ) -> None:
     """The same of what is in states: most have nothing but tensors with `known` ids, and numbers."""
     containers.update(zip(map(id, seen.states), seen.states, strict=True))  # what is there is not looked into
-    values = chain.from_iterable(map(dict.values, seen.states))
     if not known.issuperset(seen.ids):
-        values = list(values)
-        found = compress(values, seen.structure.are_tensors)
+        found = compress(_values(seen), seen.structure.are_tensors)
         tensors.update((id(x), x) for x in found if id(x) not in known)
-    if not seen.structure.once("are leaves", lambda: _LEAVES.issuperset(map(type, values))):
-        _collect(tuple(x for x in values if type(x) not in _LEAVES), containers, tensors)
+    if not seen.structure.once("are leaves", lambda: _LEAVES.issuperset(map(type, _values(seen)))):
+        _collect(tuple(x for x in _values(seen) if type(x) not in _LEAVES), containers, tensors)
+
+
+def _values(seen: step_inventory.Seen) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, seen.states))
 
 
 def _inner(x: Any) -> Any:

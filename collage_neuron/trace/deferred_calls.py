@@ -233,7 +233,7 @@ class DeferredCalls:
             if not kwargs:
                 x = args[number] if isinstance(number, int) else None
             else:
-                x = kwargs.get(number) if len(kwargs) == 1 else None
+                x = kwargs.get(number) if len(kwargs) == 1 else None  # type: ignore[arg-type]  # or None
             if type(x) is not float:
                 return None
             self.numbers.append(x)

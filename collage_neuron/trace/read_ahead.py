@@ -363,19 +363,17 @@ def reduction(prepared: Prepared, shape: tuple[int, ...], count: int) -> Callabl
     dims = given[at] if func is of_dims and len(given) > at else None
     inner = tuple(dim - len(shape) if dim >= 0 else dim for dim in dims or range(len(shape)))
     first = given[:at] or (2,) * at  # the kind of a norm
-    each, rows = Applied(func, given), Applied(of_dims, (*first, inner, *given[at + 1 :]))
-    return rows if _are_alike(each, rows, shape, count) else None
+    each, rows = (func, given), (of_dims, (*first, inner, *given[at + 1 :]))
+    return partial(_applied, rows) if _are_alike(each, rows, shape, count) else None
 
 
-class Applied(NamedTuple):
-    """An operation on a tensor with further arguments."""
+Applied = tuple[Any, tuple[Any, ...]]
+"""An operation, and its arguments after the first."""
 
-    func: Any
-    args: tuple[Any, ...]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.func(x, *self.args)
-        return made
+def _applied(what: Applied, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = what[0](x, *what[1])
+    return made
 
 
 @lru_cache
@@ -383,7 +381,7 @@ def _are_alike(each: Applied, rows: Applied, shape: tuple[int, ...], count: int)
     """Returns True if `rows` gives what `each` does, bit for bit."""
     # torch adds up what lies one after the other in the same order, whatever is beside it. This holds it to that.
     x = torch.randn((count, *shape), generator=torch.Generator().manual_seed(0))
-    both = torch.stack([*map(each, x.unbind())]), rows(x)
+    both = torch.stack([_applied(each, row) for row in x.unbind()]), _applied(rows, x)
     return torch.equal(*(own.view(torch.int32) for own in both))
 
 
