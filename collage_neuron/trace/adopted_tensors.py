@@ -8,6 +8,7 @@ then (`torch.zeros`), so that a number says what it is, or it is a state (of row
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.trace.calls import NUMBER, Call, Uncompiled, Written
-from collage_neuron.trace.placeholders import STEP, WAITS, give, placeholder, present, stands_for, withdraw
+from collage_neuron.trace.placeholders import STEP, WAITS, give, placeholder, present, stands_for, waits, withdraw
 
 aten = torch.ops.aten
 
@@ -111,6 +112,24 @@ def exchanged(x: torch.Tensor) -> torch.Tensor:
     other = placeholder(x.shape, x.stride(), torch.float32, x.device)
     exchange(x, other)
     return other
+
+
+def exchange_all(states: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """The same of states that are like those of the last step, with the `others` of that; False if some may not wait.
+
+    Then nothing is done.
+    """
+    # What else `_may_wait` asks for they have still: it is part of the structure of the step.
+    if not (all(map(waits, others)) and torch_privates.are_held_once(states)):
+        return False
+    if not all(x.untyped_storage().resizable() for x in states):
+        return False
+    pairs = list(zip(states, others, strict=True))
+    torch_privates.exchange_all(pairs)
+    present(pairs)
+    for other in others:
+        other.__class__ = Returned
+    return True
 
 
 def exchange(x: torch.Tensor, other: torch.Tensor) -> None:

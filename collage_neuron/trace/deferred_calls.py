@@ -133,8 +133,8 @@ class DeferredCalls:
         """The context in which values are read before updates are launched."""
         self.may_send = False
         """True if what is added up between processes waits: only if they agree on what is launched."""
-        self.has_met = False
-        """True if there were some."""
+        self.has_met, self._meeting = False, list[Call]()
+        """True if there were some, and the calls by which states are known that were."""
         self._just_met: list[int] = []
         """The ids of those of the operation that is under way: torch returns what was inside when it began."""
         self._state_of, self._copy_of = state_of, copy_of
@@ -341,6 +341,28 @@ class DeferredCalls:
         self.copy_into(own, into)
         return True
 
+    def meet_all(self, names: Sequence[adopted_tensors.Name], states: Sequence[torch.Tensor]) -> bool:
+        """Makes the states with these names wait that have met values in the last step, which began with the same.
+
+        False, and nothing is done, if that step has not begun with their calls.
+        """
+        calls, first = self._course.whole[: len(names)], self._first
+        if [call.args for call in calls] != [[(tuple, name)] for name in names] or not self._spare:
+            return False
+        if any(call.func is not adopted_tensors.state for call in calls):
+            return False
+        others = self.tensors[first : first + len(states)]
+        if not adopted_tensors.exchange_all(states, others):
+            return False
+        for t in others:
+            del self._places[id(t)]
+        self.tensors[first : first + len(states)] = states  # what is inside them was inside the others
+        places = range(first, first + len(states))
+        self._places.update(zip(map(id, states), places, strict=True))
+        self.met, self._meeting, self.has_met = dict(zip(places, others, strict=True)), calls, True
+        self._course.at += len(states)
+        return True
+
     def meet_again(self, states: Iterable[torch.Tensor]) -> None:
         """Makes states wait that met values in the last step."""
         for x in states:
@@ -379,6 +401,7 @@ class DeferredCalls:
         call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._count())
         self._note(call, numbers)
         self.met[call.first] = adopted_tensors.exchanged(x)
+        self._meeting += [call] if func is adopted_tensors.state else []
         self._just_met.append(id(x))
         self.has_met = True
         self._put(call, [x])
@@ -552,15 +575,12 @@ class DeferredCalls:
 
     def exchange_states(self, exchange: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Exchanges what is inside states that have met values that wait: they are there while updates are launched."""
-        for call in self._meeting():
+        for call in self._meeting:
             exchange(self.tensors[call.first], self.met[call.first])
 
     def met_states(self) -> Iterator[tuple[adopted_tensors.Name, torch.Tensor]]:
         """The states that have met values that wait, with their names."""
-        return ((call.args[0][1], self.tensors[call.first]) for call in self._meeting())
-
-    def _meeting(self) -> list[Call]:
-        return [call for call in self.calls if call.func is adopted_tensors.state] if self.met else []
+        return ((call.args[0][1], self.tensors[call.first]) for call in self._meeting)
 
     def is_shared(self, first: int, users: Sequence[int]) -> bool:
         """Returns True if something in C++ has a placeholder, or something that is not known one from a place on.

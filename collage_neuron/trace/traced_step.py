@@ -199,12 +199,10 @@ class TracedStep:
         for p in params if not (on_host and kinds) else ():
             self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE), only_narrow=on_host)
         if on_host and kinds and kinds[0].met:
-            states = [
-                dict.get(self.optimizer.state, params[i], _NO_STATE).get(name)
-                for i, name in kinds[0].met
-                if i < len(params)
-            ]
-            self._mode.meet_again(x for x in states if isinstance(x, torch.Tensor))
+            met = [(i, name) for i, name in kinds[0].met if i < len(params)]
+            states = [dict.get(self.optimizer.state, params[i], _NO_STATE).get(name) for i, name in met]
+            if not (self._is_planned and is_like_last and self._mode.meet_all(met, states)):
+                self._mode.meet_again(x for x in states if isinstance(x, torch.Tensor))
         return self._mode
 
     def _objects(self, presentation: Presentation, params: list[Any]) -> list[torch.Tensor]:

@@ -187,16 +187,16 @@ def run_by_rows(launch: Launch, kernels: Kernels, run: Run) -> list[Measure]:
     if not launch.is_taken:
         return [nothing_of(launch)] * len(launch.reads) if launch.update.sums else []
     measured = dict[int, Measure]()
-    for numbers in _together(launch):
-        own = _Alike(launch.part(numbers), kernels, run).run()
+    is_shared = _memory_is_shared(launch)
+    groups = [[i] for i in range(len(launch.reads))] if is_shared else _together(launch)
+    for numbers in groups:
+        own = _Alike(launch if len(groups) == 1 else launch.part(numbers), kernels, run).run(is_shared)
         measured |= dict(zip(numbers, own, strict=True)) if launch.update.sums else {}
     return [measured[i] for i in sorted(measured)]
 
 
 def _together(launch: Launch) -> list[list[int]]:
-    """The numbers of parameters of one shape and of equal dtypes; each alone, in order, if any share memory."""
-    if _memory_is_shared(launch):
-        return [[i] for i in range(len(launch.reads))]
+    """The numbers of parameters of one shape and of equal dtypes."""
     groups: dict[object, list[int]] = {}
     for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
         key = reads[0].shape, *((type(t), t.dtype, t.is_contiguous()) for t in (*reads, *writes))
@@ -210,13 +210,15 @@ def _memory_is_shared(launch: Launch) -> bool:
     for reads, writes in zip(launch.reads, launch.writes, strict=True):
         more = _only_written(reads, writes)
         tensors += [*reads, *more]
-        written += [*(any(t is x for x in writes) for t in reads), *(True for _ in more)]
+        ids = {*map(id, writes)}
+        written += [*(id(t) in ids for t in reads), *(True for _ in more)]
     begins = [t.data_ptr() for t in tensors]
     return share_memory(begins, [a + t.nbytes for a, t in zip(begins, tensors, strict=True)], written)
 
 
 def _only_written(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> list[Tensor]:
-    return [t for t in writes if not any(t is x for x in reads)]
+    ids = {*map(id, reads)}
+    return [t for t in writes if id(t) not in ids]
 
 
 class _Alike:
@@ -227,10 +229,10 @@ class _Alike:
         self.step = 2 * kernels.machine.target.width
         """Elements in one step of a loop."""
 
-    def run(self) -> list[Measure]:
-        """Runs the update; its measurements, if it has any."""
+    def run(self, may_share: bool) -> list[Measure]:
+        """Runs the update, of tensors that may share memory; its measurements, if it has any."""
         try:
-            reads = self._contiguous()
+            reads = self._contiguous(may_share)
             values, found = find_by_rows(self.launch._replace(reads=reads), self._sums)
             totals = self._stored(reads, values)
         except NotEmitted:  # nothing has been written
@@ -241,7 +243,7 @@ class _Alike:
         sums = totals.sum((0, 2)).view(count, -1) if middle else ()
         return [Measure(own[:middle], own[middle:].to(torch.int64)) for own in sums]
 
-    def _contiguous(self) -> list[list[Tensor]]:
+    def _contiguous(self, may_share: bool) -> list[list[Tensor]]:
         """The components; NotEmitted unless rows are long enough, and what is written is contiguous, and in place."""
         place = {key: i for i, key in enumerate(self.update.inputs)}
         kept = [(place[key], j) for j, key in enumerate(self.update.outputs) if key in place]
@@ -254,7 +256,7 @@ class _Alike:
             and all(reads[i] is writes[j] for i, j in kept)
             for reads, writes in pairs
         )
-        if not is_fit or _memory_is_shared(self.launch):
+        if not is_fit or (may_share and _memory_is_shared(self.launch)):
             raise NotEmitted("rows of these tensors")
         return [[t.contiguous() for t in reads] for reads, _ in pairs]
 
