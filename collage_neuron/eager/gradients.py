@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ Parts = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Tensors that lie in a buffer, by their ids, with the fp32 tensors that they present."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Gradient:
     """A gradient, and the fp32 tensor that it presents."""
 
@@ -95,8 +96,8 @@ class Gradients:
 
         With `waiting`, the tensors are its placeholders, and get their values from `compute`.
         """
-        given = [p for p in params if p.grad is not None]
-        grads, shared = [p.grad for p in given], {}
+        both = [(p, g) for p in params if (g := p.grad) is not None]
+        given, grads, shared = [p for p, _ in both], [g for _, g in both], dict[int, torch.Tensor]()
         if not are_alone(grads):
             shared = {id(g): g for g in grads if type(g) in ORDINARY and _is_shared(g)}
         self.pairs, self._buffers = [], []
@@ -107,7 +108,7 @@ class Gradients:
         is_met = bool(shared) and _meet(list(shared.values()), [*owners, *held])
         self.are_single = not (is_met or known) and len({*map(id, grads)}) == len(given)
         if waiting is not None:
-            self._plan_waiting(given, waiting)
+            self._plan_waiting(given, grads, waiting)
             return
         inside = _parts_held(grads, held)
         shared |= inside
@@ -128,12 +129,13 @@ class Gradients:
         self.pairs += [(grad, wide.detach()) for _, grad, wide in alone.values()]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 
-    def _plan_waiting(self, given: Sequence[Any], waiting: MakesPlaceholders) -> None:
+    def _plan_waiting(self, given: Sequence[Any], grads: Sequence[Any], waiting: MakesPlaceholders) -> None:
         self._in_buffers = ()
         made = waiting.gradients(given)
         self.are_as_before, self._made = made is self._made, made
-        self.of = {id(p): Gradient(p.grad, wide) for p, (wide, _) in zip(given, made, strict=True)}
-        self.pairs = [(p.grad, other) for p, (_, other) in zip(given, made, strict=True)]
+        wide, others = zip(*made, strict=True) if made else ((), ())
+        self.of = dict(zip(map(id, given), map(Gradient, grads, wide), strict=True))
+        self.pairs = list(zip(grads, others, strict=True))
 
     def check_apart(self, params: Sequence[torch.Tensor]) -> None:
         """Raises UnsupportedUpdate for gradients that have elements of a parameter: each has fp32 memory of its own.
@@ -227,15 +229,15 @@ class Gradients:
     def enter(self, waiting: MakesPlaceholders | None) -> None:
         """Exchanges what is inside the objects; one that something in C++ refers to weakly stays as it is."""
         self.pairs = self._exchanged()
+        if waiting is not None:
+            waiting.present(self.pairs)
         inside = {id(own): other for own, other in self.pairs}
         # Those of inference mode have no versions, and torch communicates in parts of DTensors.
         before = [inside.get(id(g.owner), g.owner) for g in self.of.values()]
         if not ORDINARY.issuperset(map(type, before)):
             before = [local(x) for x in before if not is_sharded(x)]
-        self._before = [x for x in before if not x.is_inference()]
+        self._before = list(filterfalse(torch.Tensor.is_inference, before))
         self._versions = list(map(torch_privates.version, self._before))
-        if waiting is not None:
-            waiting.present(self.pairs)
 
     def _exchanged(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The pairs that torch exchanges; most often these are all."""

@@ -8,9 +8,10 @@ does.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -133,6 +134,8 @@ class Presentation:
     """All groups."""
     outlines: dict[int, Outline] = field(default_factory=dict)
     """What is presented of each of them."""
+    _outlined: list[tuple[Outline, list[int]]] = field(default_factory=list)
+    """For those that are alike in it, what their states have beside what the code sees."""
     owners: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """The objects of its values, the parameter first."""
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
@@ -194,6 +197,10 @@ class Presentation:
         self.has_two_names, self._copies = False, None
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params(), seen), strict=True))
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for key, outline in self.outlines.items():
+            alike.setdefault((outline.is_idle, outline.aside), []).append(key)
+        self._outlined = [(self.outlines[keys[0]], keys) for keys in alike.values()]
         self.dtypes = {key: p.dtype for key, (p, _) in self.groups.items()}
         self.has_shards = any(map(is_sharded, self.params()))
         known = {id(p.grad) for p in self.params() if p.grad is not None}
@@ -308,14 +315,7 @@ class Presentation:
 
     def enter(self) -> None:
         """Presents the values that were planned."""
-        states = self.states()
-        for (key, (p, _)), outline in zip(self.groups.items(), self.outlines.values(), strict=True):
-            if outline.is_idle and p not in getattr(self.optimizer.state, "empty", ()):
-                self.optimizer.state.pop(p, None)
-            elif outline.aside:
-                state = states[key]
-                for name in outline.aside:
-                    state.pop(name, None)  # two parameters may have one state
+        self._put_aside()
         # Compared as a whole first: in most steps no flag has to be set. Those of the same objects are the same.
         if not self.is_as_before:
             self._flags = [v.owner.requires_grad for v in self.values]
@@ -325,6 +325,18 @@ class Presentation:
         self._exchange()
         self.is_on = True
         self.gradients.present(self.params())
+
+    def _put_aside(self) -> None:
+        """States have no further words, and those that have nothing else are not there."""
+        states, empty = self.states(), getattr(self.optimizer.state, "empty", ())
+        for outline, keys in self._outlined:
+            if outline.is_idle:
+                for p in (p for key in keys if (p := self.groups[key][0]) not in empty):
+                    self.optimizer.state.pop(p, None)
+                keys = [key for key in keys if self.groups[key][0] in empty]
+            own = [states[key] for key in keys] if outline.aside else []
+            for name in outline.aside:
+                deque(map(dict.pop, own, repeat(name), repeat(None)), maxlen=0)  # two parameters may have one state
 
     @torch.no_grad()
     def compute(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -115,10 +116,13 @@ def _are_usual(params: Sequence[torch.Tensor]) -> bool:
 
 def _with_graphs(params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Parameters whose gradients were computed with `create_graph=True`, and these."""
-    return [(p, g) for p, g in zip(params, map(_grad, params), strict=True) if g is not None and g.requires_grad]
+    grads = list(map(_grad, params))
+    if not any(map(_requires_grad, filter(_is_there, grads))):
+        return []
+    return [(p, g) for p, g in zip(params, grads, strict=True) if g is not None and g.requires_grad]
 
 
-_grad = attrgetter("grad")
+_grad, _requires_grad, _is_there = attrgetter("grad"), attrgetter("requires_grad"), partial(is_not, None)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from types import MappingProxyType
 from typing import Any
 
@@ -49,8 +49,8 @@ class Held:
         """Looks at all; with what the step has `seen`, it is known which values of states are tensors."""
         own = [vars(x) for x in (optimizer, *(each.optimizer for each in inside))]
         self._attributes = [(x, {k: v for k, v in x.items() if not k.startswith(OURS)}) for x in own]
-        containers: dict[int, Any] = {}
-        tensors: dict[int, torch.Tensor] = {}
+        states = {} if seen is None else dict(zip(map(id, seen.states), seen.states, strict=True))
+        containers, tensors = dict[int, Any](states), dict[int, torch.Tensor]()  # states are not looked into
         if seen is not None:
             _collect_states(seen, known, containers, tensors)
         for _, attributes in self._attributes:
@@ -58,7 +58,9 @@ class Held:
             containers.pop(id(attributes))
         for holder in filter(None, map(torch_privates.attributes, filter(vars, params))):
             _collect(holder, containers, tensors)
-        self._containers = [(x, _COPY.get(type(x), copy.copy)(x)) for x in containers.values()]
+        others = islice(containers.values(), len(states), None)
+        self._containers = [(x, _COPY.get(type(x), copy.copy)(x)) for x in others]
+        self._containers += zip(states.values(), map(dict.copy, states.values()), strict=True)
         self.tensors = [x for key, x in tensors.items() if key not in known and not (x.is_meta or _is_given_back(x))]
         self._small = _copies([x for x in self.tensors if x.numel() <= SMALL])
         self._large = [(x, version(x)) for x in self.tensors if x.numel() > SMALL]
@@ -139,14 +141,16 @@ def _collect(x: Any, containers: dict[int, Any], tensors: dict[int, torch.Tensor
             if isinstance(x, _CHANGING):
                 containers[id(x)] = x
             inner = _inner(x)
-            waiting += () if ATOMS.issuperset(map(type, inner)) else inner
+            if ORDINARY.issuperset(map(type, inner)):  # parameters, most often: all at once
+                tensors.update(zip(map(id, inner), inner, strict=True))
+            elif not ATOMS.issuperset(map(type, inner)):
+                waiting += [y for y in inner if id(y) not in containers]
 
 
 def _collect_states(
     seen: step_inventory.Seen, known: set[int], containers: dict[int, Any], tensors: dict[int, torch.Tensor]
 ) -> None:
     """The same of what is in states: most have nothing but tensors with `known` ids, and numbers."""
-    containers.update(zip(map(id, seen.states), seen.states, strict=True))  # what is there is not looked into
     if not known.issuperset(seen.ids):
         found = compress(_values(seen), seen.structure.are_tensors)
         tensors.update((id(x), x) for x in found if id(x) not in known)
