@@ -31,6 +31,10 @@ class HostNumber(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
 
+    def tensor(self, value: float) -> torch.Tensor:
+        """Such a tensor."""
+        return torch.full(self.shape, value, dtype=self.dtype, device="cpu")
+
 
 Written = list[Any]
 """Arguments: a tensor is its place, a number is `NUMBER`, a list is a list, all else a tuple of its type and itself."""
@@ -329,7 +333,7 @@ def arguments(
         if type(x) is int
         else next(numbers)
         if x is NUMBER or x is WHOLE
-        else torch.full(x.shape, next(numbers), dtype=x.dtype, device="cpu")
+        else x.tensor(next(numbers))
         if type(x) is HostNumber
         else arguments(x, tensors, numbers)
         if type(x) is list

@@ -311,7 +311,16 @@ def _arguments(prepared: Prepared, tensors: Mapping[int, torch.Tensor], numbers:
         given = iter(numbers[prepared.numbers])
         args = arguments(call.args, tensors, given)
         return args, dict(zip(call.kwargs, arguments([*call.kwargs.values()], tensors, given), strict=True))
-    found = [tensors[x] if kind is int else numbers[x] if kind is float else x for kind, x in prepared.plain]
+    found = [
+        tensors[x]
+        if kind is int
+        else numbers[x]
+        if kind is float
+        else x[0].tensor(numbers[x[1]])
+        if kind is HostNumber
+        else x
+        for kind, x in prepared.plain
+    ]
     count = len(call.args)
     return found[:count], dict(zip(call.kwargs, found[count:], strict=True)) if call.kwargs else _NONE
 
@@ -330,14 +339,14 @@ def _function(call: Call) -> Any:
 def _plain(call: Call, first: int) -> list[tuple[type | None, Any]] | None:
     found: list[tuple[type | None, Any]] = []
     for x in (*call.args, *call.kwargs.values()):
-        if type(x) is HostNumber or (type(x) is list and not {tuple}.issuperset(map(type, x))):
+        if type(x) is list and not {tuple}.issuperset(map(type, x)):
             return None
         if type(x) is list:  # of constants
             found.append((None, [each for _, each in x]))
         elif type(x) is int:
             found.append((int, x))
         elif is_number(x):
-            found.append((float, first))
+            found.append((HostNumber, (x, first)) if type(x) is HostNumber else (float, first))
             first += 1
         else:
             found.append((None, x[1]))

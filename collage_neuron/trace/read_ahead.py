@@ -52,7 +52,8 @@ DIMS_AT = {_aten.sum.dim_IntList: 1, _aten.mean.dim: 1, _aten.linalg_vector_norm
 
 Places = tuple[int, ...]
 Column = tuple[type | None, tuple[Any, ...]]
-"""An argument of several calls: places of tensors (int), positions of numbers (float), or a constant (None)."""
+"""An argument of several calls: places of tensors (int), positions of numbers (float), these with what tensors of the
+host they are (`HostNumber`), or a constant (None)."""
 
 _EACH: Any = object()
 """Instead of an argument that is not one for all calls."""
@@ -101,22 +102,26 @@ class There:
         self._whole.clear()
         return self._tensors
 
+    def first(self, kind: type | None, x: Any, numbers: Sequence[float]) -> Any:
+        """An argument of one call alone."""
+        if kind is int:
+            return self._tensors[x] if x in self._tensors else self.by_places()[x]
+        return x if kind is None else numbers[x] if kind is float else x[0].tensor(numbers[x[1]])
+
     def one(self, column: Column, numbers: Sequence[float]) -> Any:
         """The argument of all calls at once, if there is one: a tensor with those of all, or the same number."""
         kind, values = column
         if kind is int:
             return self._stacks.get(values, _EACH)
-        if kind is None:
-            return values[0]
+        if kind is not float:
+            return values[0] if kind is None else _EACH
         found = {numbers[at] for at in values}
         return found.pop() if len(found) == 1 and 0.0 not in found else _EACH  # 0.0 equals -0.0
 
     def each(self, column: Column, numbers: Sequence[float]) -> Sequence[Any]:
         """Those of each."""
         kind, values = column
-        if kind is int:
-            return self.at(values)
-        return values if kind is None else [*map(numbers.__getitem__, values)]
+        return self.at(values) if kind is int else [self.first(kind, x, numbers) for x in values]
 
 
 class Batch:
@@ -129,11 +134,15 @@ class Batch:
         self.columns, self._names, self._count = columns, [*first.kwargs], len(first.args)
         self._function, self._is_elementwise = calls[0].function, is_elementwise
         self._returns = tuple(i for each in calls for i in each.returns)
+        self._is_alone = len(calls) == 1
         self._of_rows = None if is_elementwise else reduction(calls[0], shape, len(calls))
         """What reduces all of them at once, but for that argument."""
 
     def run(self, there: There, numbers: Sequence[float]) -> None:
         """Runs it: once for all of them, if that gives the same bits."""
+        if self._is_alone:
+            self._run_alone(there, numbers)
+            return
         given = [there.one(column, numbers) for column in self.columns]
         if self._of_rows is not None and given[0] is not _EACH:
             there.put(self._returns, self._of_rows(given[0]))
@@ -146,6 +155,13 @@ class Batch:
         made = self._each(given, there, numbers)
         if self._returns:
             there.put_each(self._returns, made)
+
+    def _run_alone(self, there: There, numbers: Sequence[float]) -> None:
+        own = [there.first(kind, values[0], numbers) for kind, values in self.columns]
+        named = dict(zip(self._names, own[self._count :], strict=True)) if self._names else {}
+        out = self._function(*own[: self._count], **named)
+        if self._returns:
+            there.put_each(self._returns, (out.detach() if out is own[0] else out,))
 
     def _each(self, given: Sequence[Any], there: There, numbers: Sequence[float]) -> list[torch.Tensor]:
         rows = [there.each(column, numbers) for column in self.columns[: self._count]]
@@ -197,7 +213,14 @@ class Schedule:
         for k in range(len(cones.known)):
             self._add_value(k, began)
         levels = [level for _, level in sorted(self._levels.items())]
-        self._batches = [([*map(self._batch, level.calls.values())], level.values) for level in levels]
+        self._batches = [
+            (
+                [*map(self._batch, level.calls.values())],
+                [k for k, _ in level.values],
+                tuple(at for _, at in level.values),
+            )
+            for level in levels
+        ]
         self.getters = [itemgetter(*own, *own[:1]) if own else None for own in self.positions]
         """For each value, what gives those numbers, the first one twice: always a tuple."""
         # What is filled in each step is the same memory: small tensors.
@@ -269,7 +292,10 @@ class Schedule:
 
     def _kind(self, call: Prepared) -> Hashable:
         """What calls have in common that run together: a place or a number may be another one for each."""
-        args = [(kind, self._shapes[x] if kind is int else kind is None and repr(x)) for kind, x in call.plain or ()]
+        args = [
+            (kind, self._shapes[x] if kind is int else kind is not float and repr(x if kind is None else x[0]))
+            for kind, x in call.plain or ()
+        ]
         return call.function, tuple(args), tuple(call.call.kwargs), len(call.returns)
 
     def _is_elementwise(self, call: Prepared) -> bool:
@@ -284,7 +310,7 @@ class Schedule:
     def _found_stacks(self) -> Iterator[tuple[Places, tuple[int, ...]]]:
         """The tensors, with their shapes, in which what the step begins with lies: as the first calls have it."""
         left = dict(self._initial)
-        for batch in chain.from_iterable(batches for batches, _ in self._batches):
+        for batch in chain.from_iterable(batches for batches, *_ in self._batches):
             for places in (places for kind, places in batch.columns if kind is int):
                 if all(place in left for place in places) and len({*places}) == len(places):
                     yield places, left[places[0]]
@@ -302,11 +328,12 @@ class Schedule:
         there.put_each(self._places, self._rows)
         if not copy_into(self._places, self._rows):
             return None
-        for batches, taken in self._batches:
+        for batches, asked, places in self._batches:
             for batch in batches:
                 batch.run(there, guess)
-            own = there.at(tuple(at for _, at in taken))
-            values.update((k, x.clone() if k in self._overwritten else x) for (k, _), x in zip(taken, own, strict=True))
+            if places:
+                values.update(zip(asked, there.at(places), strict=True))
+                values.update((k, values[k].clone()) for k in self._overwritten.intersection(asked))
         return Ahead(self, guess, there, values)
 
 

@@ -115,8 +115,29 @@ def of_views(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(m, alpha=lr / (1 + read(flat.abs().sum()) + read(m.t().norm() if m.dim() == 2 else m.norm())))
 
 
+def of_rows(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """With states that are in no words."""
+    sizes = read(g.norm())
+    if g.dim() == 2:
+        r, c = s.setdefault("r", torch.zeros(len(g), 1)), s.setdefault("c", torch.zeros(1, g.shape[1]))
+        r.lerp_(torch.norm(g, dim=-1, keepdim=True).square(), 0.1)
+        c.lerp_(g.square().mean(dim=0, keepdim=True), 0.1)
+        u = g / ((r * c).sqrt() + 1e-6)
+        sizes += read(u.norm(p=1)) + read(r.sum()) + abs(read(u.mean(dim=1).sum()))
+    p.sub_(g, alpha=lr / (1 + sizes))
+
+
+def of_a_sum_of_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """It begins with a number of the host."""
+    before = o.kept.pop("total") if place(o, p) else torch.zeros((), dtype=torch.float32)
+    o.kept["total"] = before + g.norm()
+    p.sub_(g / (1 + o.kept["total"]), alpha=lr / (1 + read(o.kept["total"])))
+
+
 UPDATES = (
     with_trust,
+    of_rows,
+    of_a_sum_of_all,
     of_another_number_for_each,
     of_what_was_read_before,
     that_is_written_later,
