@@ -70,6 +70,10 @@ class Launch(NamedTuple):
         vector = self.vector if self.vector.dim() == 1 else self.vector[numbers[0] if len(numbers) == 1 else [*numbers]]
         return self._replace(vector=vector, reads=reads, writes=writes, small=small, kept=None)
 
+    def kept_of(self, part: Update) -> dict[Any, Any] | None:
+        """`kept` of a launch of a part of its update, with tensors of this one in the same order."""
+        return None if self.kept is None else self.kept.setdefault(id(part), {})  # the update holds its parts
+
     def masked(self, reads: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors that an update reads for a parameter; the gradient is zero if the launch is skipped."""
         if self.finite is None:

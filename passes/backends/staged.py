@@ -146,7 +146,7 @@ def given_to(part: Update, launch: Launch, values: Values) -> tuple[Launch, Tens
     """The launch of a reduction of whole tensors, which stores no components, and what it reads of each parameter."""
     places = [launch.update.inputs.index(key) for key in part.inputs]
     reads = [[components[i] for i in places] for components in launch.reads]
-    own = launch._replace(update=part, reads=reads, writes=[()] * len(reads), kept=None, small=())
+    own = launch._replace(update=part, reads=reads, writes=[()] * len(reads), kept=launch.kept_of(part), small=())
     scalars = launch.vector.to(launch.reads[0][0].device).expand(len(reads), -1)
     return own, _rows(scalars, part.stages[0], values)
 

@@ -167,11 +167,8 @@ class Native(Backend):
 
     def _sum_groups(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
         """The sums of groups for all parameters, those with equal dtypes at once; some are left to the reference."""
-        alike: dict[tuple[torch.dtype, ...], list[int]] = {}
-        for i, reads in enumerate(launch.reads):
-            is_plain = in_memory(reads) and len({*map(Tensor.numel, reads)}) == 1
-            # The key without dtypes is that of what the reference has to add up.
-            alike.setdefault(tuple(t.dtype for t in reads) if is_plain else (), []).append(i)
+        kept = {} if launch.kept is None else launch.kept
+        alike: dict[tuple[torch.dtype, ...], list[int]] = kept.get(_alike) or kept.setdefault(_alike, _alike(launch))
         found: dict[int, Sequence[Tensor]] = {}
         results = len(launch.update.only_stage.reduced)
         for dtypes, numbers in alike.items():
@@ -187,12 +184,22 @@ class Native(Backend):
         return [found[i] for i in range(len(launch.reads))]
 
 
+def _alike(launch: Launch) -> dict[tuple[torch.dtype, ...], list[int]]:
+    """The numbers of parameters by the dtypes of what is read of them; without dtypes what the reference has to add."""
+    alike: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for i, reads in enumerate(launch.reads):
+        is_plain = in_memory(reads) and len({*map(Tensor.numel, reads)}) == 1
+        alike.setdefault(tuple(t.dtype for t in reads) if is_plain else (), []).append(i)
+    return alike
+
+
 def _last_stage(launch: Launch, found: Found | None) -> Launch:
     """A launch; if it has several stages, the last one, with the numbers that were found for each parameter."""
     if not launch.update.is_staged or not launch.reads:
         return launch
     vector = launch.vector if found is None else found.rows  # of what is skipped it is not read
-    return launch._replace(update=launch.update.parts[-1], vector=vector, kept=None, small=())
+    last = launch.update.parts[-1]
+    return launch._replace(update=last, vector=vector, kept=launch.kept_of(last), small=())
 
 
 @contextmanager
