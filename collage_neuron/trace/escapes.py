@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
+from itertools import compress
 from operator import attrgetter, gt
 from typing import Any, NamedTuple
 
@@ -55,11 +56,11 @@ def outliving(kind: StepKind, mode: DeferredCalls, began: References, marked: Co
     stays, first, then_parts = kind.left.places(), len(began.holders), began.of_parts
     is_shared = mode.is_shared(first, kind.users)
     made = mode.let_go(first)
-    references = list(enumerate(torch_privates.references(made), first))
-    kept = [i for i, n in references if n > 2 and i not in stays]  # two are the list's and the count's own
+    references = torch_privates.references(made)
+    kept = [i for i, n in enumerate(references, first) if n > 2 and i not in stays]  # two: the list's, the count's own
     gone = [n for _, _, n, _ in kind.changed if n is not None and n < first and n not in stays]
     are_parts_kept = bool(then_parts) and (
-        any(map(gt, torch_privates.references(mode.tensors), then_parts)) or any(n > 3 for _, n in references)
+        any(map(gt, torch_privates.references(mode.tensors), then_parts)) or any(n > 3 for n in references)
     )  # a DTensor has its part
     objects, then = began.objects or mode.tensors, began.holders
     now = torch_privates.references(objects)
@@ -69,11 +70,16 @@ def outliving(kind: StepKind, mode: DeferredCalls, began: References, marked: Co
     returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
     if is_shared or more or returned or are_parts_kept or not _are_numbers(kept, first, stays, mode):
         raise Uncompiled(SHARED)
-    numbers, are_params = set(kept), any(i is not None and i >= first for i in kind.left.params)
-    if are_params or are_marked([t for i, t in enumerate(made, first) if i not in stays and i not in numbers]):
+    are_gone = [True] * len(made)
+    for i in (*kept, *(i for i in stays if i is not None and i >= first)):
+        are_gone[i - first] = False
+    are_params = any(i is not None and i >= first for i in kind.left.params)
+    if are_params or are_marked([*compress(made, are_gone)]):
         return Outliving(kept, [])
-    own = (_alike(t) if i in numbers else mode.met.get(i, t) if i in stays else t for i, t in enumerate(made, first))
-    return Outliving(kept, list(own))  # a number that is kept is the code's
+    changed = {i: _alike(made[i - first]) for i in kept}  # a number that is kept is the code's
+    for i, t in (changed | {i: other for i, other in mode.met.items() if i in stays}).items():
+        made[i - first] = t
+    return Outliving(kept, made)
 
 
 def _alike(t: torch.Tensor) -> torch.Tensor:
