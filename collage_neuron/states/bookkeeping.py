@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.states.sharding import ORDINARY, local, locals_of, version, versions
 
 Mark = tuple[int, int, int]
@@ -99,9 +100,11 @@ class Split(NamedTuple):
     def marks(self) -> list[list[int]]:
         """The marks of the parameters now: all versions, all addresses, and what else tells them apart."""
         shards = locals_of(self.params)
-        if ORDINARY.issuperset(map(type, shards)):  # a few calls for all
-            return [versions(self.params), [*map(torch.Tensor.data_ptr, shards)], [*map(id, shards)]]
-        return [*map(list, zip(*map(mark_of, self.params), strict=True))]
+        if not ORDINARY.issuperset(map(type, shards)):
+            return [*map(list, zip(*map(mark_of, self.params), strict=True))]
+        # A few calls for all. What is no DTensor is its own part.
+        counts = versions(self.params) if shards is not self.params else [*map(torch_privates.version, shards)]
+        return [counts, [*map(torch.Tensor.data_ptr, shards)], [*map(id, shards)]]
 
 
 class _Columns(NamedTuple):
