@@ -532,8 +532,8 @@ class DeferredCalls:
 
     @property
     def is_untouched(self) -> bool:
-        """Returns True if nothing was called or computed yet."""
-        return not (self._course.at or self.is_filled)
+        """Returns True if nothing was called or computed yet, but that states wait from the beginning."""
+        return not (self._course.at > len(self._meeting) or self.is_filled)
 
     @property
     def calls(self) -> list[Call]:
@@ -571,6 +571,7 @@ class DeferredCalls:
         """What has met values that wait has its own again: the step is undone."""
         for place, other in self.met.items():
             adopted_tensors.exchange_back(self.tensors[place], other)
+            self.tensors[place] = other  # a placeholder as before
         self.met = {}
 
     def exchange_states(self, exchange: Callable[[torch.Tensor, torch.Tensor], None]) -> None:

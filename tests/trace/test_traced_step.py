@@ -283,6 +283,20 @@ def test_states_that_a_computed_step_makes_have_words(traced: None) -> None:
         assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.bfloat16}
 
 
+def test_a_closure_sees_the_weights_before_rows_and_columns_wait() -> None:
+    found = []
+    for is_compiled in (True, False):
+        params = [Parameter(p.detach().float()) if not is_compiled else p for p in initial(torch.bfloat16)]
+        optimizer: Any = torch.optim.Adafactor(params)
+        if is_compiled:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+        for t in range(6):
+            optimizer.step(partial(set_gradients, params, t))
+        found.append([collage_neuron.exact_value(optimizer, p).float() if is_compiled else p.detach() for p in params])
+        assert not is_compiled or optimizer._collage_bookkeeping.traces.misses == 0
+    assert all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(*found, strict=True))
+
+
 def test_states_that_a_checkpoint_replaces_are_let_go() -> None:
     params = [Parameter(torch.randn(4, 4).bfloat16()) for _ in range(3)]
 
