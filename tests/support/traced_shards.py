@@ -87,21 +87,6 @@ class Clipping(Written):
             p.sub_(p.grad, alpha=0.1)
 
 
-class Sam(Written):
-    """Ascends along the gradient, over its norm, and takes the gradient that its closure has there."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it gives no loss
-        closure()
-        params = [p for group in self.param_groups for p in group["params"]]
-        for p in params:
-            self.state[p]["e"] = p.grad * (0.05 / (p.grad.norm() + 1e-6))
-            p.add_(self.state[p]["e"])
-        closure()
-        for p in params:
-            p.sub_(self.state[p]["e"]).sub_(p.grad, alpha=0.1)
-
-
 def _looks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """Asks what only a DTensor can be asked, in steps after those that `compile` records, and works on parts."""
     if t < 3 or o.is_plain:
@@ -163,7 +148,6 @@ ELEMENTWISE: dict[str, Make] = {
     "adamw_foreach": partial(AdamW, lr=1e-2, foreach=True),
     "adamw": partial(AdamW, lr=1e-2, foreach=False, amsgrad=True),
     "schedule_free": foreign.ScheduleFreeAdamW,
-    "adamw_fused": partial(AdamW, lr=1e-2, fused=True),
     "momentum": partial(Stepping, update=LAUNCHED["momentum"]),
     "lion": foreign.Lion,
     "states_trade_places": partial(Stepping, update=LAUNCHED["states_trade_places"]),
@@ -368,7 +352,6 @@ def of_fsdp(folder: Path) -> dict[str, list[str]]:
     found["launched"] = trained(foreign.Lion, "fp32", 2**-20)
     found["in words: lr, weight decay and two betas"] = trained(foreign.Lamb, "split433", 2**-14)
     found |= {"measured": measured(Lamb), "skipped": skipped(foreign.Lion), "skipped sums": skipped(Lamb)}
-    found["a closure"] = with_closure()
     for make, strategy, flat in RESUMED:
         name = f"{make.__name__} resumed, {strategy}"
         found[name] = resumed(make, strategy, folder / name, flat)
@@ -388,32 +371,6 @@ def measured(make: Callable[[Any], Optimizer]) -> list[str]:
     train((model, optimizer), range(3))
     record: Any = monitor.latest()
     return [] if abs(record.total.pair.ratio - 1) < 2**-8 and record.step == 3 else [str(record)]
-
-
-def with_closure() -> list[str]:
-    """What differs from plain fp32 DTensors whose closure gives the same gradients, computed at the real weights."""
-    run = fsdp(Sam, 0, "fp32")
-    params, given = parameters_of(run[1]), list[Any]()
-    plain: list[Any] = [nn.Parameter(collage_neuron.exact_value(run[1], p)) for p in params]
-    other: Any = Sam(plain)
-
-    @torch.enable_grad()
-    def closure() -> None:
-        run[1].zero_grad()
-        backward(run[0], len(given), dist.get_rank())
-        given.append([p.grad.float() for p in params if isinstance(p.grad, DTensor)])
-
-    def again() -> None:
-        for q, g in zip(plain, given.pop(0), strict=True):
-            q.grad = g
-
-    for _ in range(3):
-        run[1].step(closure)  # type: ignore[arg-type]  # it returns no loss
-        other.step(again)
-    pairs = [
-        (full(collage_neuron.exact_value(run[1], p)), full(q.detach())) for p, q in zip(params, plain, strict=True)
-    ]
-    return [str(i) for i, (x, y) in enumerate(pairs) if not torch.equal(x, y)]
 
 
 def skipped(make: Callable[[Any], Optimizer]) -> list[str]:
