@@ -1,8 +1,8 @@
 """One text of a kernel, by two readers, on logical cores of one and of two physical cores: the same bits.
 
 Evidence level: stand-in, which runs the programs of both cores in both orders and fails where one uses what the other
-writes; and an independent interpreter (`second_reader`), in which such a fault leaves wrong bits. It shares nothing with
-the stand-in: a mistake in one of them would have to be in both. Roots and reciprocals are exact here.
+writes; and an independent interpreter (`second_reader`), in which such a fault leaves wrong bits. It shares nothing
+with the stand-in: a mistake in one of them would have to be in both. Roots and reciprocals are exact here.
 """
 
 from __future__ import annotations
