@@ -5,10 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
-import logging
 import threading
-import types
 from typing import Any
 
 import torch
@@ -54,33 +51,6 @@ def hooks(world: World) -> None:
     handle.remove()
     world.step(10)
     world.notes.append(list(counts.values()))
-
-
-@case
-def code_is_exchanged(world: World) -> None:
-    """A rule that is an attribute of the class, then the method, then the step of the object, which takes two."""
-
-    class Ruled(Base):
-        rule: Any = functools.partial(lambda p, g, rate: p.sub_(g, alpha=rate), rate=0.01)
-
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            type(self).rule(p, g)
-
-    optimizer = Ruled(world.params)
-    world.compile(optimizer)
-    world.step(5)
-    Ruled.rule = functools.partial(lambda p, g, rate: p.sub_(g, alpha=rate), rate=0.03)
-    world.step(5)
-    Ruled.rule = lambda p, g: p.sub_(g.sign(), alpha=0.01)
-    world.step(5)
-    Ruled.update = lambda self, p, g, state, group: p.add_(g, alpha=0.002)  # type: ignore[method-assign]
-    world.step(5)
-    world.optimizer.update = types.MethodType(lambda self, p, g, state, group: p.mul_(0.9), world.optimizer)
-    world.step(5)
-    step = world.optimizer.step
-    world.optimizer.step = lambda: (step(), step())
-    world.step(5)
-    del world.optimizer.step
 
 
 @of_both
@@ -236,9 +206,6 @@ class ByExactClass(Base):
         p.sub_(g, alpha=group["lr"] * (1 if type(p) is Parameter else p.rate))
 
 
-LOG = logging.getLogger(__name__)
-
-
 @case
 def what_the_class_is_and_keeps(world: World) -> None:
     """It counts in `type(self)`, is set from outside, goes by its name, and lists its subclasses."""
@@ -321,52 +288,3 @@ def states_of_a_factory_of_its_own(world: World) -> None:
     world.optimizer.state.clear()
     world.optimizer.state.default_factory = lambda: {"n": 9, "m": 0.25}
     world.step(3)
-
-
-@case
-def records_of_a_log_are_counted(world: World) -> None:
-    class Counts(logging.Handler):
-        seen = 0
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.seen += 1
-
-    class Logs(Base):
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            LOG.critical("an update")
-            p.sub_(g, alpha=group["lr"] / handler.seen)
-
-    handler, disabled = Counts(), logging.root.manager.disable
-    LOG.addHandler(handler)
-    LOG.propagate = False
-    logging.disable(logging.NOTSET)
-    try:
-        world.compile(Logs(world.params))
-        world.step(10)
-    finally:
-        LOG.removeHandler(handler)
-        logging.disable(disabled)
-    world.notes.append(handler.seen)
-
-
-@case
-def descriptors_that_only_objects_answer(world: World) -> None:
-    """torch never asks the class: there, the object is None, and looking at it fails."""
-
-    class Count:
-        def __get__(self, optimizer: Any, owner: Any = None) -> int:
-            count: int = vars(optimizer).get("own_count", 0)
-            return count
-
-        def __set__(self, optimizer: Any, value: int) -> None:
-            vars(optimizer)["own_count"] = value
-
-    class Counts(Base):
-        count = Count()
-
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            self.count += 1
-            p.sub_(g, alpha=group["lr"] / self.count)
-
-    world.compile(Counts(world.params))
-    world.step(5)

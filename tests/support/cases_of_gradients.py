@@ -18,18 +18,6 @@ def gradients_come_and_go(world: World, cls: Any) -> None:
         world.step(1, without=((0, 1, 2), (0, 1), (0,), (), (1, 2), (2,))[min(i, i % 5 + 1)])
 
 
-@case
-def gradients_that_are_added_up(world: World) -> None:
-    """Four backward passes add in place; the loop zeroes in place."""
-    world.compile(Ball(world.params))
-    for _ in range(10):
-        for _ in range(4):
-            world.backward(adds=True)
-            world.taken += 1
-        world.optimizer.step()
-        world.optimizer.zero_grad(set_to_none=False)
-
-
 def left_behind(name: str, leave: Callable[[Any, Any, Any], Any]) -> None:
     """Registers a loop that adds to the gradients that the step leaves."""
 
@@ -54,25 +42,6 @@ left_behind("gradients_zeroed", lambda o, p, g: p.grad.zero_())
 left_behind("gradients_zeroed_by_zero_grad", lambda o, p, g: o.zero_grad(set_to_none=False))
 left_behind("gradients_dropped", lambda o, p, g: setattr(p, "grad", None))
 left_behind("gradients_exchanged", lambda o, p, g: setattr(p, "grad", torch.full_like(p, -0.5)))
-
-
-@case
-def gradients_in_one_tensor(world: World) -> None:
-    """The loop writes into the same tensor, which the step keeps: it is always the gradient itself."""
-
-    class Keeps(Base):
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            p.sub_(g + 0.5 * (g - state.setdefault("before", g)), alpha=group["lr"])
-
-    world.compile(Keeps(world.params))
-    for p in world.params:
-        p.grad = torch.zeros_like(p)
-    for _ in range(20):
-        for i, p in enumerate(world.params):
-            assert p.grad is not None
-            p.grad.copy_(world.gradient(i, world.taken))
-        world.taken += 1
-        world.optimizer.step()
 
 
 @of_both

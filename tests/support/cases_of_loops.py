@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import io
 import itertools
 import math
-import pickle
 from typing import Any
 
 import torch
 from case_arena import Ball, Base, World, case, of_both
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW
-
-import collage_neuron
+from torch.optim import SGD, AdamW
 
 # --- between steps: parameters and states -----------------------------------------------------------------------------
-
-
-@case
-def frozen_and_thawed(world: World) -> None:
-    """`requires_grad` goes off and on."""
-    world.compile(Ball(world.params))
-    world.step(8)
-    world.params[0].requires_grad_(False)
-    world.step(8, without=(0,))
-    world.params[0].requires_grad_(True)
-    world.step(8)
 
 
 @case
@@ -50,27 +35,6 @@ def weights_are_written(world: World) -> None:
     world.params[0] = Parameter(torch.full((5, 3), 0.375, dtype=world.params[0].dtype))
     world.optimizer.param_groups[0]["params"][0] = world.params[0]
     world.step(5)
-
-
-@case
-def moments_are_written(world: World) -> None:
-    """Zeroed with their counts; rows of some set, by index; scaled in place, as after a jump of the loss' scale."""
-    world.compile(Adam(world.params, lr=1e-2, betas=(0.9, 0.999)))
-    world.step(20)
-    for state in world.optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq", "step"):
-            state[name].zero_()
-    world.step(10)
-    with torch.no_grad():
-        for p in world.params:
-            p[1:3] = 0.25
-            for name in ("exp_avg", "exp_avg_sq"):
-                world.optimizer.state[p][name][1:3] = 0
-    world.step(10)
-    for state in world.optimizer.state.values():
-        state["exp_avg"].mul_(2.0**-8)
-        state["exp_avg_sq"].mul_(2.0**-16)
-    world.step(10)
 
 
 class Product(Base):
@@ -134,33 +98,6 @@ def a_checkpoint_goes_back_in_time(world: World, cls: Any) -> None:
             for p, w in zip(world.params, weights, strict=True):
                 p.copy_(w)
         world.step(5)
-
-
-@of_both
-def copies_take_over(world: World, cls: Any) -> None:
-    """A copy is compiled, copied midway with its parameters, and pickled."""
-    optimizer = copy.deepcopy(cls(world.params, lr=1e-2))
-    world.params = optimizer.param_groups[0]["params"]
-    world.compile(optimizer)
-    world.step(10)
-    world.params, world.optimizer = copy.deepcopy((world.params, world.optimizer))
-    world.step(10)
-    world.optimizer = pickle.loads(pickle.dumps(world.optimizer))
-    world.params = world.optimizer.param_groups[0]["params"]
-    world.step(10)
-
-
-@case
-def compiled_again_and_again(world: World) -> None:
-    """Compiled twice, and in the middle under other strategies and back."""
-    world.compile(Ball(world.params))
-    start = world.start
-    for strategy in (world.strategy, "full", world.strategy):
-        world.step(10)
-        if world.strategy is not None:
-            world.optimizer = collage_neuron.compile(world.optimizer, strategy=strategy, verbose=False)
-    world.step(10)
-    world.start = start
 
 
 # --- groups and settings ----------------------------------------------------------------------------------------------
@@ -290,21 +227,6 @@ def closures_and_arguments(world: World) -> None:
         world.notes.append(float(world.optimizer.step(closure)))
         world.backward()
         world.notes.append(world.optimizer.step(scale=1 + i / 8, skip=i % 2))
-
-
-@case
-def a_closure_changes_the_rate(world: World) -> None:
-    """Of a class of torch's own."""
-    optimizer = world.compile(AdamW(world.params, lr=1e-2))
-
-    def closure() -> torch.Tensor:
-        world.backward()
-        optimizer.param_groups[0]["lr"] *= 0.95
-        return torch.tensor(1.0)
-
-    for _ in range(20):
-        world.taken += 1
-        optimizer.step(closure)
 
 
 @case

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import contextvars
 import enum
 import fractions
 import itertools
 import math
 import random
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,40 +161,6 @@ class Schedule:
         return self.value
 
 
-class Chameleon:
-    """Attributes that are not there are looked up elsewhere, and kept there."""
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "elsewhere", {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return object.__getattribute__(self, "elsewhere").get(name, 0)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__getattribute__(self, "elsewhere")[name] = value
-
-
-def _of_chameleon(o: Any, p: Any, s: Any, t: int) -> Any:
-    o.kept["c"].n += 1
-    return 1.0 / o.kept["c"].n
-
-
-COUNT = contextvars.ContextVar("count", default=0)
-
-
-def _of_a_context(o: Any, p: Any, s: Any, t: int) -> Any:
-    COUNT.set(COUNT.get() + 1)
-    return 1.0 / (COUNT.get() - o.kept["before"].count)
-
-
-def _under_a_lock(o: Any, p: Any, s: Any, t: int) -> Any:
-    with o.kept["lock"]:
-        o.kept["last"].append(t)
-        return 1.0 / sum(o.kept["last"])
-
-
 def _of_numbers_of_all_kinds(o: Any, p: Any, s: Any, t: int) -> Any:
     half, one, third = o.kept["numbers"]
     return float(half) * np.float64(t) + torch.tensor(0.5 * t, dtype=torch.float64) * (one / t) + third[0]
@@ -216,9 +178,6 @@ rated("of_a_cycle", lambda o, p, s, t: next(o.kept["i"]), lambda ps: {"i": itert
 rated("of_a_generator", lambda o, p, s, t: next(o.kept["i"]), lambda ps: {"i": (1 / n for n in itertools.count(1))})
 rated("of_dice", _of_dice, _drawing)
 rated("of_a_method_of_a_schedule", lambda o, p, s, t: o.kept["next"](), lambda ps: {"next": Schedule().next})
-rated("of_a_chameleon", _of_chameleon, lambda ps: {"c": Chameleon()})
-rated("of_a_context_variable", _of_a_context, lambda ps: {"before": SimpleNamespace(count=COUNT.get())})
-rated("under_a_lock", _under_a_lock, lambda ps: {"lock": threading.RLock(), "last": collections.deque(maxlen=3)})
 rated("of_numbers_of_all_kinds", _of_numbers_of_all_kinds,
       lambda ps: {"numbers": (fractions.Fraction(1, 4), 1.0, np.array([0.125]))})  # fmt: skip
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 from traced_updates import computed, launched, place
 
 # --- where they are ---------------------------------------------------------------------------------------------------
@@ -22,18 +21,8 @@ def with_momentum_in(name: str, m: Any, kept: Any = lambda params: {}) -> None:
     computed(update)
 
 
-OF_MODULE: Any = WeakIdKeyDictionary()
-
-
-def _of_module(o: Any, p: Any) -> Any:
-    if p not in OF_MODULE:
-        OF_MODULE[p] = torch.zeros_like(p)
-    return OF_MODULE[p]
-
-
 with_momentum_in("momentum_of_before_the_steps", lambda o, p: o.kept["all"][place(o, p)],
                  lambda params: {"all": [torch.zeros_like(p) for p in params]})  # fmt: skip
-with_momentum_in("momentum_in_a_module", _of_module)
 
 
 @launched
@@ -98,13 +87,6 @@ def a_state_is_one_of_two_results(o: Any, p: Any, g: Any, s: Any, lr: float, t: 
 
 
 @launched
-def two_buffers_in_turn(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.1)
-    b = s.setdefault(f"b{t % 2}", torch.zeros_like(p)).mul_(0.9).add_(g)
-    p.sub_(s["m"].sign() + b if t % 2 else b, alpha=lr)
-
-
-@launched
 def a_state_comes_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     if t == 5:
         s["z"], s["y"], s["x"] = p.clone(), torch.full_like(p, 2.0), torch.empty_like(p).copy_(g)
@@ -118,16 +100,6 @@ def states_are_new_ones(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> No
     """In each step another tensor, and another dictionary."""
     o.state[p] = {"n": t, "m": 0.5 * (torch.zeros_like(p) if t % 3 == 1 else s["m"]) + g}
     p.sub_(o.state[p]["m"], alpha=lr)
-
-
-@launched
-def states_begin_anew(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if s.get("n", 0) == 3:
-        s.clear()
-    if not s:
-        s.update(n=0, m=torch.zeros_like(p))
-    s["n"] += 1
-    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr / s["n"])
 
 
 @computed
@@ -146,15 +118,6 @@ def a_state_is_none_now_and_then(o: Any, p: Any, g: Any, s: Any, lr: float, t: i
     if t % 3 == 0:
         p.sub_(s["sum"], alpha=lr)
         s["sum"] = None
-
-
-@launched
-def a_state_that_is_missing_is_made_by_a_handler(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    try:
-        m = s["m"].mul_(0.9).add_(g)
-    except KeyError:
-        s["m"] = m = g.clone()
-    p.sub_(m, alpha=lr)
 
 
 # --- what they are made of --------------------------------------------------------------------------------------------
@@ -196,39 +159,11 @@ def a_count_of_the_host(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> No
 
 
 @launched
-def a_number_of_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["v"], s["w"] = torch.zeros(()), torch.zeros(())
-    returned = s["v"].mul_(0.9).add_(g.pow(2).sum(), alpha=0.1)
-    s["w"].add_(g.abs().mean())
-    p.sub_(g / returned.sqrt() + g / (returned * 2 + s["w"]), alpha=lr)
-
-
-@launched
 def a_number_of_each_as_torch_returns_it(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     v = s.setdefault("v", torch.zeros(())).mul_(0.9)
     assert torch.zeros(()).add_(g.norm()).mul_(v) is not v
     s["v"] = torch.add(v, g.norm(), out=v)
     p.sub_(g / s["v"], alpha=20 * lr)
-
-
-@launched
-def rows_and_columns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if g.dim() < 2:
-        p.sub_(g, alpha=lr)
-        return
-    if not s:
-        s["r"], s["c"] = torch.zeros(g.shape[:-1]), g.new_zeros(g.shape[-1:])
-    r = s["r"].mul_(0.9).add_((g * g).mean(-1), alpha=0.1)
-    c = s["c"].lerp_((g * g).mean(-2), 0.1)
-    p.sub_(g / ((r / r.mean()).unsqueeze(-1) * c).sqrt(), alpha=lr)
-
-
-@launched
-def a_state_in_another_shape(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"] = torch.zeros(p.numel())
-    p.sub_(s["m"].mul_(0.9).add_(g.reshape(-1)).view_as(p), alpha=lr)
 
 
 @launched
@@ -239,15 +174,6 @@ def memory_made_of_a_number_is_read_before_it_is_written(o: Any, p: Any, g: Any,
     m.add_(g)
     p.sub_(m * ones, alpha=lr)
     p.sub_(twos.view(p.shape) * g, alpha=lr)
-
-
-@launched
-def a_log_of_the_optimizer_is_made_in_its_first_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """It outlives the step, is no state, and depends on no value."""
-    if not hasattr(o, "log"):
-        o.log = torch.zeros(64)
-    o.log[t] = 1.0 / t
-    p.sub_(g, alpha=lr * o.log[t].item())
 
 
 def with_counts_in(dtype: torch.dtype) -> None:
@@ -298,14 +224,6 @@ def the_last_value_is_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int)
     s["before"] = s.setdefault("m", torch.zeros_like(p))
     s["m"] = 0.9 * s["m"] + g
     p.sub_(s["m"] + 0.5 * s["before"], alpha=lr)
-
-
-@computed
-def states_are_moved_along(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["a"] = s["b"] = s["c"] = torch.zeros_like(p)
-    s["c"], s["b"], s["a"] = s["b"], s["a"], g * 1.0
-    p.sub_(s["a"] + 0.5 * s["b"] + 0.25 * s["c"], alpha=lr)
 
 
 @computed
