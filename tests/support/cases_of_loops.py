@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import io
 import itertools
 import math
 from typing import Any
 
 import torch
 from case_arena import Ball, Base, World, case, of_both
-from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 
 # --- between steps: parameters and states -----------------------------------------------------------------------------
-
-
-@case
-def weights_are_written(world: World) -> None:
-    """Clamped, masked, exchanged and replaced between steps, by numbers that bf16 holds."""
-    world.compile(AdamW(world.params, lr=1e-2))
-    keep = [p.detach() > 0 for p in world.params]
-    for _ in range(5):
-        world.step(3)
-        with torch.no_grad():
-            for p, mask in zip(world.params, keep, strict=True):
-                p.mul_(mask).clamp_(-0.75, 0.75)
-    world.params[0].data = torch.full_like(world.params[0], 0.375)
-    world.step(5)
-    vector = torch.linspace(-1, 1, sum(p.numel() for p in world.params)).mul(16).round().div(16)
-    torch.nn.utils.vector_to_parameters(vector.to(world.params[0].dtype), world.params)
-    world.step(5)
-    world.params[0] = Parameter(torch.full((5, 3), 0.375, dtype=world.params[0].dtype))
-    world.optimizer.param_groups[0]["params"][0] = world.params[0]
-    world.step(5)
 
 
 class Product(Base):
@@ -79,25 +56,6 @@ def states_are_cleared(world: World, cls: Any) -> None:
     world.step(10)
     optimizer.state = collections.defaultdict(dict)
     world.step(10)
-
-
-@of_both
-def a_checkpoint_goes_back_in_time(world: World, cls: Any) -> None:
-    """Weights, moments and the rate go back to a file, repeatedly."""
-    optimizer = world.compile(cls(world.params, lr=1e-2))
-    world.step(10)
-    buffer = io.BytesIO()
-    torch.save([optimizer.state_dict(), [p.detach().clone() for p in world.params]], buffer)
-    for lr in (0.5, 0.003):
-        world.optimizer.param_groups[0]["lr"] = lr
-        world.step(5)
-        buffer.seek(0)
-        state, weights = torch.load(buffer, weights_only=True)
-        world.optimizer.load_state_dict(state)
-        with torch.no_grad():
-            for p, w in zip(world.params, weights, strict=True):
-                p.copy_(w)
-        world.step(5)
 
 
 # --- groups and settings ----------------------------------------------------------------------------------------------
@@ -148,43 +106,6 @@ def settings_of_groups_change(world: World) -> None:
         group["maximize"] = lr == 0.3
         world.step(5)
     world.notes.append(next(asked))
-
-
-@dataclasses.dataclass
-class Settings:
-    beta: float = 0.9
-    signs: bool = False
-    more: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@case
-def objects_and_marks_change(world: World) -> None:
-    """Settings in an object, and attributes of parameters, are changed from outside."""
-
-    class Configured(Base):
-        def __init__(self, params: Any, settings: Settings) -> None:
-            super().__init__(params)
-            self.settings = settings
-
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            m = state.setdefault("m", torch.zeros_like(p)).lerp_(g, 1 - self.settings.beta)
-            p.mul_(1.0 if getattr(p, "_no_decay", False) else 0.99)
-            p.sub_(m.sign() if self.settings.signs else m, alpha=group["lr"] * self.settings.more.get("gain", 1.0))
-            p.sub_(g, alpha=group["lr"] * p.options["rate"] * (2 if p.role == "head" else 1))
-
-    settings = Settings()
-    params: list[Any] = world.params
-    for i, p in enumerate(params):
-        p.role, p.options = ("head" if i == 2 else "body"), {"rate": 1.0 + i}
-    params[0]._no_decay = True
-    world.compile(Configured(world.params, settings))
-    world.step(10)
-    settings.beta, params[0]._no_decay = 0.5, False
-    world.step(10)
-    settings.signs, params[2].options["rate"] = True, 0.25
-    world.step(10)
-    settings.signs, settings.more["gain"] = False, 3.0
-    world.step(10)
 
 
 # --- closures and arguments -------------------------------------------------------------------------------------------

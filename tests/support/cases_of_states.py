@@ -112,29 +112,7 @@ def a_state_is_renamed_and_removed(o: Any, p: Any, g: Any, s: Any, lr: float, t:
     p.sub_(g if m is None else m.mul_(0.9).add_(g), alpha=lr)
 
 
-@computed
-def a_state_is_none_now_and_then(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s["sum"] = g.clone() if s.get("sum") is None else s["sum"] + g
-    if t % 3 == 0:
-        p.sub_(s["sum"], alpha=lr)
-        s["sum"] = None
-
-
 # --- what they are made of --------------------------------------------------------------------------------------------
-
-
-@launched
-def states_are_copies_of_the_weights(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """The difference to those before is the momentum; an anchor is taken every third step; slow ones come back."""
-    if not s:
-        s["before"], s["slow"] = p.detach().clone(), p.detach().clone()
-    if t % 3 == 1:
-        s["anchor"] = p.detach().clone()
-    moved = p - s["before"]
-    s["before"].copy_(p)
-    p.sub_(g + 2 * (p - s["anchor"]), alpha=lr).add_(moved, alpha=0.5)
-    if t % 4 == 0:
-        p.copy_(s["slow"].lerp_(p, 0.5))
 
 
 @launched
@@ -147,15 +125,6 @@ def sums_without_errors_of_its_own(o: Any, p: Any, g: Any, s: Any, lr: float, t:
     s["lost"].copy_((total - s["master"]) - y)
     s["master"].copy_(total)
     p.data.copy_(s["master"] - lr * torch.finfo(p.dtype).eps)
-
-
-@launched
-def a_count_of_the_host(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"], s["step"], s["left"] = torch.zeros_like(p), torch.zeros(()), torch.ones(())
-    s["step"] += 1
-    s["left"].mul_(0.95 * (1 - 1 / (1 + t)))
-    p.sub_(s["m"].mul_(0.9).add_(g) / (1 - 0.9 ** s["step"]) / (1 - s["left"]), alpha=lr)
 
 
 @launched
@@ -193,19 +162,6 @@ for _dtype in (torch.int64, torch.bool):
 
 
 # --- what they share --------------------------------------------------------------------------------------------------
-
-
-@computed
-def two_states_were_one(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"], s["n"] = torch.zeros_like(p), torch.zeros_like(p)
-    if t == 3:
-        s["n"] = s["m"]
-    if t == 5:
-        s["n"] = s["m"].clone()
-    s["m"].mul_(0.9).add_(g)
-    s["n"].mul_(0.5).add_(g)
-    p.sub_(s["n"], alpha=lr)
 
 
 @computed
@@ -315,14 +271,6 @@ def made_and_written_by_another_name(o: Any, p: Any, g: Any, s: Any, lr: float, 
     p.sub_(z + y, alpha=lr)
     assert z is not y
     assert torch.detach(z) is not z
-
-
-@launched
-def what_is_made_is_used_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    z, m = torch.zeros_like(p), s.setdefault("m", torch.zeros_like(p))
-    if t == 5:
-        s["m"] = z.add_(m, alpha=0.5)
-    p.sub_(s["m"].add_(g), alpha=lr)
 
 
 @computed

@@ -39,13 +39,6 @@ for _name, _update in IN_ONE_LINE.items():
 
 
 @launched
-def a_number_that_was_there_and_is_added_to(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    total = torch.tensor([float(t)])  # another one in each step
-    total.add_((g * g).sum())
-    p.sub_(g, alpha=10 * lr / total.item())
-
-
-@launched
 def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """With a tensor that is made in the step, and has a value; and numbers before tensors, as torch once had them."""
     fixed = torch.full(p.shape, 0.5)
@@ -85,14 +78,6 @@ def masks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 @launched
-def lists(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    torch._foreach_mul_([g], [torch.tensor(0.5 + t)])
-    torch._foreach_add_([p], [g], alpha=-lr)
-    torch._foreach_addcmul_([p], [g], [torch.tensor(-lr * t)])
-    torch._foreach_addcdiv_([p], [g], [torch.tensor(2.0 + t)], value=-lr)
-
-
-@launched
 def lists_of_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """In the turn of the first, for all, each with a number of its own."""
     if p is all_of(o)[0]:
@@ -121,16 +106,6 @@ def data_is_another_tensor(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) ->
     old = p.detach()
     p.data = new
     p.add_(difference).add_(old - p, alpha=0.25)
-
-
-@launched
-def data_there_and_back_and_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    old = p.data
-    p.data = p - lr * g
-    p.data = p - 2 * lr * g
-    x = p * g
-    p.data = old
-    p.sub_(x * float(x.sum()) * 0.1, alpha=lr)
 
 
 @computed
@@ -234,15 +209,6 @@ def keeps_a_value_as_other_data(o: Any, p: Any, g: Any, s: Any, lr: float, t: in
     slow = o.kept.setdefault(p, torch.zeros(p.shape))
     p.sub_(slow, alpha=lr).sub_(g, alpha=lr)
     slow.data = p.data.clone()
-
-
-@computed
-def keeps_a_value_in_cpp(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    other = o.kept.setdefault(p, torch.zeros(p.shape))
-    if other.grad is not None:
-        p.sub_(other.grad, alpha=lr)
-    other.grad = g * 0.1
-    p.sub_(g, alpha=lr)
 
 
 @computed
