@@ -1,4 +1,4 @@
-"""Loops around steps: groups, settings, states, closures, and gradients that come and go, are left behind or missing."""
+"""Loops around steps: groups, settings, states, closures, and gradients that come and go, are left or are missing."""
 
 from __future__ import annotations
 
