@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from case_arena import Ball, Base, World, case, hostile, of_both
 from torch.nn import Parameter
-from torch.optim import Adam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # --- hooks and code that is exchanged ---------------------------------------------------------------------------------
@@ -148,46 +147,6 @@ def a_list_of_its_own(world: World) -> None:
                 self.update(p, q.grad, self.state[q], self.param_groups[0])
 
     world.compile(OfModel(torch.nn.ParameterList(world.params)))
-    world.step(20)
-
-
-class Decays:
-    """A mixin that decays after whatever comes next."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)  # type: ignore[misc]
-        for group in self.param_groups:  # type: ignore[attr-defined]
-            for p in group["params"]:
-                p.mul_(1 - 0.5 * group["lr"])
-        return result
-
-
-class Clips:
-    """One that clips gradients, in place, and sets the rate for the time of a step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        groups = self.param_groups  # type: ignore[attr-defined]
-        kept = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] /= 2
-            for p in group["params"]:
-                p.grad.clamp_(-1, 1)
-        try:
-            return super().step(closure)  # type: ignore[misc]
-        finally:
-            for group, lr in zip(groups, kept, strict=True):
-                group["lr"] = lr
-
-
-class Mixed(Decays, Clips, Adam):
-    """Three steps in one."""
-
-
-@case
-def a_step_around_torchs_own(world: World) -> None:
-    world.compile(Mixed(world.params, lr=1e-2))
     world.step(20)
 
 
