@@ -46,13 +46,6 @@ SHAPES = ((7, 6), (9,), (2, 3), (1, 5))
 """The last one leaves the second process without elements, and the others are uneven."""
 
 
-class ByRows(Lamb):
-    """Scales each row by its mean."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g / (g.square().mean(-1, keepdim=True).sqrt() + 1e-6), alpha=group["lr"])
-
-
 class Sized(Lamb):
     """Divides gradients by the number of elements of the whole: for one shape, twice that of its shard."""
 
@@ -74,17 +67,6 @@ class OneNorm(Written):
             self.kept = [p.grad * 2 for p in params]
         for p in params:
             p.sub_(p.grad / (total + 1e-6), alpha=0.1)
-
-
-class Clipping(Written):
-    """Clips all gradients together, as torch does."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it gives no loss
-        params = [p for group in self.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(params, 1.0)
-        for p in params:
-            p.sub_(p.grad, alpha=0.1)
 
 
 def _looks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
@@ -157,13 +139,12 @@ SUMMED: dict[str, Make] = {
     "lamb": Lamb,
     "stable_adamw": StableAdamW,
     "adds_up_parts": partial(Stepping, update=_adds_up_parts),
-    "clips_all": Clipping,
+    "one_norm": OneNorm,
 }
 """Those that add up elements, of parts, of parameters, or of all of them."""
 AS_WRITTEN: dict[str, Make] = {
     "novograd": Novograd,
     "muon": Muon,
-    "rows": ByRows,
     "reads": Reading,
     "adafactor": partial(Adafactor, lr=1e-2),
     "states_of_parts": partial(Stepping, update=_states_of_parts),
