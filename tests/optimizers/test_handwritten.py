@@ -10,7 +10,6 @@ import pytest
 import torch
 from agreement import Agreement, Make, Twins, compare, gradients, initial
 from as_written import Written
-from staged import Lamb
 from torch.optim import Optimizer
 
 import collage_neuron
@@ -171,21 +170,3 @@ def test_a_schedule_in_attributes_is_run_once_a_step() -> None:
         collage_neuron.explain(twins.compiled)  # records once more
         for name in ("warm", "rates", "counts", "total"):
             assert getattr(twins.compiled, name) == getattr(twins.exact, name)
-
-
-@pytest.mark.sampled(of=2)  # each optimizer is here or above, where XLA has it
-@pytest.mark.parametrize("name", [*CASES, "lamb"])
-def test_parameters_of_one_group_do_what_each_does_alone(name: str) -> None:
-    """What an optimizer keeps in the group is counted once a step, not once a parameter; sums are of one alone."""
-    make = CASES[name].make if name in CASES else Lamb
-    together = [torch.nn.Parameter(initial() * k) for k in (1, 2, 4)]
-    optimizers = [make(together), *(make([torch.nn.Parameter(p.detach().clone())]) for p in together)]
-    for optimizer in optimizers:
-        collage_neuron.compile(optimizer)
-        for gradient in gradients(4):
-            for p in optimizer.param_groups[0]["params"]:
-                p.grad = gradient.clone()
-            optimizer.step()
-    for p, alone in zip(together, optimizers[1:], strict=True):
-        (q,) = alone.param_groups[0]["params"]
-        assert torch.equal(collage_neuron.exact_value(optimizers[0], p), collage_neuron.exact_value(alone, q))

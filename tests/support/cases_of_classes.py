@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import threading
 from typing import Any
 
@@ -86,49 +85,6 @@ def an_error_before_the_first_parameter(world: World) -> None:
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
-
-
-@case
-def modes_and_methods_of_its_own(world: World) -> None:
-    """Switched from outside; groups, checkpoints and gradients go through methods that are overridden."""
-
-    class Own(Base):
-        training = True
-
-        def eval(self) -> None:
-            self.training = False
-
-        def train(self) -> None:
-            self.training = True
-
-        def add_param_group(self, param_group: dict[str, Any]) -> None:
-            param_group.setdefault("gain", 0.5 + len(self.param_groups))
-            super().add_param_group(param_group)
-
-        def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "more": 1}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict({k: v for k, v in state_dict.items() if k != "more"})
-
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            average = state.setdefault("average", p.detach().clone())
-            if self.training:
-                p.sub_(g, alpha=group["lr"] * group["gain"])
-            else:
-                p.lerp_(average, 0.5)
-            average.lerp_(p, 0.1)
-
-    optimizer = world.compile(Own(world.params))
-    for _ in range(3):
-        world.step(5)
-        optimizer.eval()
-        world.step(2)
-        optimizer.train()
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    world.step(5)
-    optimizer.training = False
-    world.step(3)
 
 
 @case

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -84,30 +83,6 @@ def groups_are_rebuilt(world: World) -> None:
     world.step(5)
     optimizer.param_groups[0]["params"].append(alone)
     world.step(5)
-
-
-@case
-def settings_of_groups_change(world: World) -> None:
-    """Rates of zero and below, tensors and lists that are written in place, and functions that are called."""
-
-    class Asks(Ball):
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            m = state.setdefault("m", torch.zeros_like(p)).lerp_(g, 1 - group["betas"][0])
-            sign = -1 if group["maximize"] else 1
-            p.sub_(m.mul(group["rate"]), alpha=sign * group["lr"] * group["factor"]())
-
-    asked = itertools.count(1)
-    optimizer = Asks(world.params, betas=[0.9, 0.5], rate=torch.tensor(0.5, dtype=torch.float64), maximize=False,
-                     factor=lambda: 1.0 / next(asked))  # fmt: skip
-    world.compile(optimizer)
-    group = world.optimizer.param_groups[0]
-    for lr in (0.1, 0.0, -0.02, 0.3):
-        group["lr"] = lr
-        group["betas"][0] = 0.5 + lr
-        group["rate"].mul_(0.7)
-        group["maximize"] = lr == 0.3
-        world.step(5)
-    world.notes.append(next(asked))
 
 
 # --- closures and arguments -------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 from traced_updates import computed, launched, place
 
 # --- where they are ---------------------------------------------------------------------------------------------------
@@ -29,13 +28,6 @@ with_momentum_in("momentum_of_before_the_steps", lambda o, p: o.kept["all"][plac
 def momentum(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
     p.add_(s["m"], alpha=-lr)
-
-
-@launched
-def parameter_as_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"] = Parameter(torch.zeros_like(p), requires_grad=False)
-    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
 
 
 @computed
@@ -175,25 +167,10 @@ def two_states_are_one_while_they_are_read(o: Any, p: Any, g: Any, s: Any, lr: f
     p.sub_(s["m"] + s["fixed"], alpha=lr)
 
 
-@launched
-def the_last_value_is_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s["before"] = s.setdefault("m", torch.zeros_like(p))
-    s["m"] = 0.9 * s["m"] + g
-    p.sub_(s["m"] + 0.5 * s["before"], alpha=lr)
-
-
 @computed
 def keeps_the_first_gradient(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """What stands for it in the step stands for those of later steps too."""
     p.sub_(o.kept.setdefault(p, g), alpha=lr).sub_(g, alpha=lr)
-
-
-@computed
-def keeps_a_replaced_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if p in o.kept:
-        p.sub_(o.kept[p], alpha=lr)
-    o.kept[p] = s.get("m", torch.zeros_like(p))
-    s["m"] = o.kept[p] * 0.9 + g
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 from traced_updates import all_of, computed, launched
 
 # --- in one line ------------------------------------------------------------------------------------------------------
@@ -51,12 +49,6 @@ def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float
     s["m"] = m.mul_(0.5)
 
 
-@launched
-def a_number_first(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    d = (g * g + 1.0).sqrt()
-    p.sub_(torch.where(g > 0, torch.div(torch.tensor(lr), d, out=torch.empty_like(d)), torch.tensor(lr) * g))
-
-
 @computed  # no rule reads the sign of a zero
 def a_sign_of_zero_of_each_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     zero = 0.0 if p.dim() == 2 else -0.0
@@ -75,17 +67,6 @@ def masks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     mask = (g * p > 0).to(g.dtype)
     mask /= 0.5
     p.sub_(torch.where(there != (g > 0.5), g, g * 0.1) * mask.div_(mask.mean().clamp_(min=1e-3)), alpha=lr)
-
-
-@launched
-def lists_of_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """In the turn of the first, for all, each with a number of its own."""
-    if p is all_of(o)[0]:
-        ps: list[Any] = all_of(o)
-        ms = [o.state[q].setdefault("m", torch.zeros_like(q)) for q in ps]
-        torch._foreach_lerp_(ms, [q.grad for q in ps], 0.1)
-        below = torch._foreach_add(torch._foreach_abs(ms), 1.0)
-        torch._foreach_addcdiv_(ps, [q.grad for q in ps], below, [-lr / (t + q.ndim) for q in ps])
 
 
 # --- views and data ---------------------------------------------------------------------------------------------------
@@ -228,17 +209,6 @@ def marks_on_values(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     u.seen = g.seen = True
     u.requires_grad_()
     p.sub_(u.detach(), alpha=lr)
-
-
-@launched
-def weak_references_to_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if p in o.kept and o.kept[p]() is not None:
-        p.mul_(0.5)
-    o.kept[p] = weakref.ref(g)
-    d, n = o.kept.setdefault("d", WeakIdKeyDictionary()), o.kept.setdefault("n", [])
-    d[g] = d.get(g, 0) + 1
-    p.sub_(g, alpha=lr * d[g] * (1 + len(n)))
-    weakref.finalize(g, n.append, 1)
 
 
 # --- questions, and errors that are caught ----------------------------------------------------------------------------

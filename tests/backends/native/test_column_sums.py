@@ -21,7 +21,6 @@ from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine, Native
 from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.machine import Target
-from collage_neuron.passes.backends.native.reductions import run_by_rows
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 
@@ -70,23 +69,6 @@ def test_they_have_the_bits_of_the_reference(make: Any, width: int | None, monke
         for ours, theirs, before in zip(found(own), found(wanted), found(given), strict=True):
             assert torch.equal(ours, theirs)
             assert ours.dtype != torch.float32 or not torch.equal(ours, before)
-
-
-@pytest.mark.parametrize(("columns", "passes"), [(64, 4), (65, 8)])
-def test_a_stage_takes_one_pass_for_all_parameters_of_a_shape(columns: int, passes: int) -> None:
-    """CAME has three reduction stages, of which two add up rows and columns.
-
-    Where rows are not whole steps, it takes one pass for rows and two for columns, of which the last are taken twice.
-    """
-    engine, steps = NATIVE.engine, list[Step]()
-
-    def noted(one: Step) -> Tensor:
-        steps.append(one)
-        return engine.run(one)
-
-    (launch,) = launched(Came, ((70, columns),) * 3)
-    run_by_rows(launch, engine.kernels, noted)
-    assert len(steps) == passes
 
 
 @pytest.mark.parametrize("make", [Came, Factored, Lamb])
