@@ -213,14 +213,6 @@ def states_by_default(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None
     last.copy_(g)
 
 
-@launched
-def made_of_others_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """Another number, type of a number, and function, after steps that were alike."""
-    make = (torch.zeros_like, torch.ones_like)[:: -1 if t == 5 else 1]
-    z, first, second = torch.full_like(p, 2.0 if t == 5 else 0.0), make[0](p), make[1](g)
-    p.sub_(g + z + 2 * first + second + torch.full_like(p, True if t == 5 else 1), alpha=lr)
-
-
 @computed  # no number of a step is -0.0, if it belongs to an operation
 def made_of_another_zero_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     zero = torch.full_like(p, -0.0 if t == 5 else 0.0)

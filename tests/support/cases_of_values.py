@@ -235,15 +235,6 @@ def whatever_is_raised_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: i
         p.sub_(g, alpha=lr * rate * scale)
 
 
-@computed
-def an_error_of_an_operation_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    try:
-        x = g - 0.5 * g.roll(1)
-    except BaseException:
-        x = g.clone()
-    p.sub_(x, alpha=lr)
-
-
 # --- other threads ----------------------------------------------------------------------------------------------------
 
 POOL = ThreadPoolExecutor(1)
