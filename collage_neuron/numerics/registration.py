@@ -6,18 +6,20 @@ both would be read wrongly, and silently.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Entry = TypeVar("Entry")
 
 
-class Table(dict[str, Entry]):
+class Table(UserDict[str, Entry]):
     """Entries by name. A new one is checked; a known name is rejected, unless it is the same object."""
 
     def __init__(self, entries: Mapping[str, Entry], check: Callable[[str, Entry], None]) -> None:
-        super().__init__(entries)
+        super().__init__()
         self._check = check
+        self.data.update(entries)  # the built-in ones
 
     def __setitem__(self, name: str, entry: Entry) -> None:
         """Adds an entry.
@@ -35,19 +37,3 @@ class Table(dict[str, Entry]):
                 "the new one, or `del` the first where nothing is stored in it (a cell of a notebook that is run again)"
             )
         super().__setitem__(name, entry)
-
-    def update(self, *others: Any, **named: Any) -> None:
-        """Adds entries as any dictionary does; each is checked."""
-        for name, entry in dict(*others, **named).items():
-            self[name] = entry
-
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # | makes a plain dictionary
-        """Adds entries as any dictionary does; each is checked."""
-        self.update(other)
-        return self
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Adds an entry that is missing, as any dictionary does; it is checked."""
-        if name not in self:
-            self[name] = default
-        return self[name]
