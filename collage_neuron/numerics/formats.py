@@ -362,7 +362,7 @@ def _is_value(fmt: Format, words: Sequence[Value], x: torch.Tensor) -> bool:
     return all(torch.equal(word, x) for word in masters)
 
 
-FORMATS = Table(BUILT_IN, _check)
+FORMATS: dict[str, Format] = Table(BUILT_IN, _check)
 """Every known storage format by name. A name keeps its meaning: states are stored under it."""
 
 

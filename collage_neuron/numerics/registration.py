@@ -6,20 +6,18 @@ both would be read wrongly, and silently.
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
 
 
-class Table(UserDict[str, Entry]):
+class Table(dict[str, Entry]):
     """Entries by name. A new one is checked; a known name is rejected, unless it is the same object."""
 
     def __init__(self, entries: Mapping[str, Entry], check: Callable[[str, Entry], None]) -> None:
-        super().__init__()
+        super().__init__(entries)
         self._check = check
-        self.data.update(entries)  # the built-in ones
 
     def __setitem__(self, name: str, entry: Entry) -> None:
         """Adds an entry.
@@ -37,3 +35,12 @@ class Table(UserDict[str, Entry]):
                 "the new one, or `del` the first where nothing is stored in it (a cell of a notebook that is run again)"
             )
         super().__setitem__(name, entry)
+
+    # Those of a dictionary do not go through `__setitem__`.
+    update: Any = MutableMapping.update
+    setdefault: Any = MutableMapping.setdefault
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # | makes a plain dictionary
+        """Adds entries as any dictionary does; each is checked."""
+        self.update(other)
+        return self
