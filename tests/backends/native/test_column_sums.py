@@ -19,7 +19,6 @@ import collage_neuron
 from collage_neuron.optimizer import launches
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine, Native
-from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.machine import Target
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
@@ -69,27 +68,6 @@ def test_they_have_the_bits_of_the_reference(make: Any, width: int | None, monke
         for ours, theirs, before in zip(found(own), found(wanted), found(given), strict=True):
             assert torch.equal(ours, theirs)
             assert ours.dtype != torch.float32 or not torch.equal(ours, before)
-
-
-@pytest.mark.parametrize("make", [Came, Factored, Lamb])
-def test_parameters_with_numbers_of_their_own_are_added_up_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (given,) = launched(make, ((70, 64),) * 3)
-    rows = torch.stack([given.vector * (1 + 0.01 * i) for i in range(3)])
-    own, alone = copies_of([given])[0]._replace(vector=rows), copies_of([given])[0]
-    wanted = [alone.part([i])._replace(vector=row) for i, row in enumerate(rows)]
-    steps, run_step = list[Step](), NATIVE.engine.run
-
-    def noted(step: Step) -> Tensor:
-        steps.append(step)
-        return run_step(step)
-
-    monkeypatch.setattr(NATIVE.engine, "run", noted)
-    NATIVE.run([given])
-    passes = len(steps)
-    NATIVE.run([own])
-    REFERENCE.run(wanted)
-    assert len(steps) == 2 * passes
-    assert all(map(torch.equal, found(own), found(alone)))
 
 
 def test_parameters_that_share_memory_are_updated_in_their_order() -> None:
