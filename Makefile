@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # images set it; then every process that tests start compiles all of the source again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study accuracy test times mutants test-newest lint docs bench tables doctor device clean
+.PHONY: help setup demo study accuracy test mutants test-newest lint docs bench tables doctor device clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,10 +41,7 @@ accuracy: $(PEERS_READY)  ## measure every strategy against float64 and other pa
 
 test: lint  ## lint, then run every test (no accelerator needed)
 	@echo "== test: pytest"
-	@$(BIN)/python -m pytest $(IN_PARALLEL) --junitxml build/tests.xml
-
-times:  ## print where the time of the last `make test` went, by folder, file and test
-	@$(BIN)/python benchmarks/suite_time.py build/tests.xml
+	@$(BIN)/python -m pytest $(IN_PARALLEL) --durations 40
 
 mutants: $(READY)  ## plant faults in the source, and see the tests notice each: not part of CI
 	@WHOLE=1 $(BIN)/python -m pytest $(IN_PARALLEL) -m mutants tests/repository/test_planted_faults.py

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import torch
-from as_written import Adafactor, Lamb, Muon
+from as_written import Lamb, Muon
 from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.eager.memory_estimate import bytes_by_name, bytes_of_values
 
-MAKES: dict[str, Any] = {make.__name__: make for make in (Muon, Lamb, Adafactor)}
+MAKES: dict[str, Any] = {make.__name__: make for make in (Muon, Lamb)}
 
 
 def seconds(run: Callable[[], Any]) -> float:

@@ -21,12 +21,12 @@ from torch.nn import Parameter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-from foreign import Adan, Lamb, Lion, ScheduleFreeAdamW, Sophia
+from foreign import Lamb, Lion, ScheduleFreeAdamW, Sophia
 
 import collage_neuron
 
 OPTIMIZERS: list[Any] = [
-    torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, Adan, Lamb, Lion,
+    torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, Lamb, Lion,
     ScheduleFreeAdamW, Sophia,
 ]  # fmt: skip
 STRATEGIES = ("split433", "plus", "fp32", "bf16", "split422", "stochastic")

@@ -5,7 +5,6 @@ compared within the round. What the columns mean is printed below the table; ben
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --only plus --workload one --rounds 21
-    python benchmarks/step_time.py --profile plus           # what bounds the step on XLA
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ from time import perf_counter
 from typing import TypeVar
 
 from contenders import BASELINES, Contender, contenders
-from hlo_profile import profile
 from report import LEGEND, Row, content, machine, rows, save, settings_of, table
 from worker import Lap, Ready, Worker
 from workloads import Workload, gpt2_small, one_tensor
-
-from collage_neuron import STRATEGIES
 
 T = TypeVar("T")
 AT_ONCE = 8
@@ -59,12 +55,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="also optimizers of other packages: make bench")
     parser.add_argument("--only", type=re.compile, help="regular expression: contenders with such a name")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    profile_help = "say what bounds this strategy's step on XLA, and end"
-    parser.add_argument("--profile", choices=STRATEGIES, metavar="STRATEGY", help=profile_help)
-    parser.add_argument("--arithmetic", choices=["fp32", "bf16"], default="fp32", help="of --profile")
     given = parser.parse_args(argv)
-    if given.profile and importlib.util.find_spec("torch_xla") is None:
-        parser.error('--profile looks at what XLA compiles, and torch_xla is not installed: pip install ".[xla]"')
     for name in ("rounds", "processes"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} is {getattr(given, name)}: give 1 or more")
@@ -128,10 +119,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = options(argv)
     workloads: dict[str, Workload] = {"one": one_tensor(given.size), "gpt2": gpt2_small(float(given.scale))}
     selected = list(workloads.values()) if given.workload == "both" else [workloads[given.workload]]
-    if given.profile:
-        for workload in selected:
-            print(f"\n{workload}\n\n{profile(given.profile, given.arithmetic, workload)}")
-        return
     print(", ".join(f"{k} {v}" for k, v in machine().items()))
     results: dict[tuple[Workload, int], list[Row]] = {}
     for workload, threads in product(selected, given.threads):

@@ -6,7 +6,7 @@ both would be read wrongly, and silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
@@ -36,18 +36,11 @@ class Table(dict[str, Entry]):
             )
         super().__setitem__(name, entry)
 
-    def update(self, *others: Any, **named: Any) -> None:
-        """Adds entries as any dictionary does; each is checked."""
-        for name, entry in dict(*others, **named).items():
-            self[name] = entry
+    # Those of a dictionary do not go through `__setitem__`.
+    update: Any = MutableMapping.update
+    setdefault: Any = MutableMapping.setdefault
 
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # | makes a plain dictionary
         """Adds entries as any dictionary does; each is checked."""
         self.update(other)
         return self
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Adds an entry that is missing, as any dictionary does; it is checked."""
-        if name not in self:
-            self[name] = default
-        return self[name]

@@ -92,12 +92,6 @@ class Measured:
 # --- the arguments of step --------------------------------------------------------------------------------------------
 
 
-def needs_one(optimizer: Optimizer) -> bool:
-    """Returns True if `step()` cannot be called without a closure."""
-    given = inspect.signature(optimizer.step).parameters.get("closure")
-    return given is not None and given.default is given.empty
-
-
 def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The closure among the arguments of `step`, or None.
 

@@ -37,11 +37,9 @@ for i, strategy in enumerate(s for s in REPRESENTATIVE if s != "full"):
 TRAJECTORIES = {2: CASES, 4: part(CASES, 4, "of four")}
 
 OF_TWO: dict[str, tuple[Any, ...]] = {
-    **{f"{kind} beside a twin": (runs.beside_a_twin, kind, "full") for kind in ("ddp", "fsdp")},
     "trajectories": (runs.trajectories, TRAJECTORIES[2]),
     "replicas": (runs.replicas, [0, 1], False),
     "replicas, model alone": (runs.replicas, [0, 1], True),
-    "values": (runs.values, "plus"),
     "written": (runs.written, "split433"),
     "moved": (runs.moved, "split433"),
     "steady": (runs.steady, "split433"),
@@ -84,12 +82,6 @@ def test_replicas_of_shards_end_where_one_process_ends(unsharded: dict[str, runs
         assert different(own["mesh"], unsharded["full"]) == []
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_given_the_same_gradients_the_update_has_the_same_bits(kind: str, found: Found) -> None:
-    """Processes that see batches of their own."""
-    assert [own[f"{kind} beside a twin"] for own in found[2]] == [[]] * 2
-
-
 def test_tensors_sharded_by_rows_or_columns_and_gradients_in_parts(found: Found) -> None:
     expected: dict[str, list[str]] = {name: [] for name in runs.PLACEMENTS}
     assert [own["tensor parallel"] for own in found[4]] == [expected] * 4
@@ -103,10 +95,6 @@ def test_replicas_that_were_built_from_different_weights_hold_the_same_after_a_b
     first, second = (own[name] for own in found[2])
     assert different(first, second) == []
     assert any(bits.any() for key, bits in first.items() if key.endswith("param_lo"))
-
-
-def test_fp32_shards_are_split_and_not_rounded(found: Found) -> None:
-    assert [own["values"] for own in found[2]] == [[]] * 2
 
 
 def test_weights_that_are_written_are_those_that_were_written(found: Found) -> None:

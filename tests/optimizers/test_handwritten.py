@@ -10,7 +10,6 @@ import pytest
 import torch
 from agreement import Agreement, Make, Twins, compare, gradients, initial
 from as_written import Written
-from staged import Lamb
 from torch.optim import Optimizer
 
 import collage_neuron
@@ -87,7 +86,6 @@ class Case(NamedTuple):
 
 CASES = {
     "transformers_adamw": Case(foreign.TransformersAdamW, 2, {"exp_avg_sq"}, {"exp_avg"}),
-    "adan": Case(foreign.Adan, 2, {"exp_avg_sq"}, {"exp_avg", "exp_avg_diff", "neg_pre_grad"}),
     "sophia": Case(foreign.Sophia, 3, {"hessian"}, {"exp_avg"}),  # with a new curvature, without, and the first
     "schedule_free": Case(foreign.ScheduleFreeAdamW, 2, {"exp_avg_sq"}, set(), {"z"}),
 }
@@ -114,7 +112,8 @@ def test_it_is_near_its_float64_run(name: str, strategy: str, arithmetic: str) -
 
 def test_a_parameter_of_one_word_is_divided_in_the_papers_arithmetic() -> None:
     """Most of each update is lost, and nothing beyond it."""
-    assert compare(foreign.Adan, "bf16", "bf16").error <= 1.0
+    adan = pytest.importorskip("adan_pytorch").Adan
+    assert compare(adan, "bf16", "bf16").error <= 1.0
 
 
 @pytest.mark.sampled(of=2)
@@ -171,21 +170,3 @@ def test_a_schedule_in_attributes_is_run_once_a_step() -> None:
         collage_neuron.explain(twins.compiled)  # records once more
         for name in ("warm", "rates", "counts", "total"):
             assert getattr(twins.compiled, name) == getattr(twins.exact, name)
-
-
-@pytest.mark.sampled(of=2)  # each optimizer is here or above, where XLA has it
-@pytest.mark.parametrize("name", [*CASES, "lamb"])
-def test_parameters_of_one_group_do_what_each_does_alone(name: str) -> None:
-    """What an optimizer keeps in the group is counted once a step, not once a parameter; sums are of one alone."""
-    make = CASES[name].make if name in CASES else Lamb
-    together = [torch.nn.Parameter(initial() * k) for k in (1, 2, 4)]
-    optimizers = [make(together), *(make([torch.nn.Parameter(p.detach().clone())]) for p in together)]
-    for optimizer in optimizers:
-        collage_neuron.compile(optimizer)
-        for gradient in gradients(4):
-            for p in optimizer.param_groups[0]["params"]:
-                p.grad = gradient.clone()
-            optimizer.step()
-    for p, alone in zip(together, optimizers[1:], strict=True):
-        (q,) = alone.param_groups[0]["params"]
-        assert torch.equal(collage_neuron.exact_value(optimizers[0], p), collage_neuron.exact_value(alone, q))

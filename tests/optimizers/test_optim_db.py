@@ -188,19 +188,6 @@ def a_copy_steps_like_the_original(name: str, options: Options) -> None:
     assert same(problem.values(optimizer), twin.values(twin_optimizer))
 
 
-def it_can_be_printed(name: str, options: Options) -> None:
-    """With all of its options: torch prints `lr: 0.001` and so on for each group."""
-    optimizer = Problem().compiled(name, options)
-    assert all(f"{key}: {value}" in repr(optimizer) for key, value in options.items())
-
-
-def its_states_are_tensors(name: str, options: Options) -> None:
-    problem = Problem()
-    optimizer = problem.compiled(name, options)
-    problem.train(optimizer, 2)
-    assert all(isinstance(v, Tensor) or v is None for state in optimizer.state.values() for v in state.values())
-
-
 STEPS = 7
 """RAdam changes its formula in the sixth step."""
 
@@ -364,8 +351,6 @@ CHECKS = (
     a_learning_rate_may_be_a_tensor,
     without_gradients_nothing_happens,
     a_copy_steps_like_the_original,
-    it_can_be_printed,
-    its_states_are_tensors,
     any_way_to_run_goes_where_plain_fp32_goes,
     groups_may_be_empty_and_come_later,
     gradients_of_zero_move_nothing,

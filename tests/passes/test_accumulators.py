@@ -51,7 +51,7 @@ def found(make: Any) -> set[frozenset[str]]:
 KNOWN = {name: (partial(Dividing, idiom=idiom, names=zeros), slow) for name, (idiom, zeros, slow) in SLOW.items()} | {
     name: (partial(Following, idiom=idiom, names=zeros, beta=0.9), slow) for name, (idiom, zeros, slow) in FAST.items()
 }
-NOT_SHOWN = {"addcdiv", "mask multiplied", "where of squares", "yogi by where"}
+NOT_SHOWN = {"addcdiv", "yogi by where"}
 """Second moments that are not shown not to be negative: they have a wider format, with signs."""
 NO_AVERAGES = {
     "with a mask", "centered", "largest second moment, by where", "of g * sign(m)", "of g times the parameter",

@@ -72,21 +72,6 @@ def test_cut_begins_with_its_stages() -> None:
     assert "2, elementwise: computes each element and stores param, param_lo; reads param, param_lo, grad" in stages
 
 
-def test_the_final_form_of_the_full_text_is_the_one_that_explain_shows() -> None:
-    p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
-    p.grad = torch.zeros_like(p)
-    optimizer = collage_neuron.compile(AdamW([p]))
-    optimizer.step()
-    text = collage_neuron.explain(optimizer, passes=True, graphs=True)
-    final = (
-        collage_neuron.explain(optimizer, graphs=True)
-        .partition("every rounding a round_to):\n")[2]
-        .rpartition("\nAdamW")[0]
-    )
-    assert final
-    assert final in re.sub("^  # .*\n", "", text, flags=re.MULTILINE)  # the lines that say what others are part of
-
-
 @pytest.mark.filterwarnings("ignore::collage_neuron.RunsAsWritten")
 def test_what_runs_as_written_has_no_passes_and_says_why() -> None:
     said = explained(torch.optim.Muon)

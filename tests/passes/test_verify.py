@@ -23,7 +23,7 @@ from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.reductions import total
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.backends import registry
-from collage_neuron.passes.ir.printer import format_graph, format_stages, format_update
+from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.stage import ELEMENTWISE, KINDS, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
@@ -231,23 +231,3 @@ def test_verify_finds_what_does_not_fit(name: str) -> None:
     make, message = BROKEN_STAGES[name]
     with pytest.raises(VerificationError, match=message):
         verify(make())
-
-
-def test_stages_are_printed_by_number_only_if_there_are_several() -> None:
-    assert "stage" not in format_stages(update_of(DESCENT))
-    assert format_update(update_of(NORM, DESCENT)).splitlines() == [
-        "  stage 0, reduction: grad -> norm",
-        "  widen = widen(grad)",
-        "  widen_1 = widen(grad)",
-        "  mul = mul(widen, widen_1)",
-        "  total = total(mul)",
-        "  return (total) as (norm)",
-        "  stage 1, elementwise: param, grad, norm -> param",
-        "  widen = widen(param)",
-        "  widen_1 = widen(grad)",
-        "  truediv = truediv(widen_1, norm)",
-        "  sub = sub(widen, truediv)",
-        "  round_to = round_to(sub, bf16)",
-        "  narrow = narrow(round_to, bf16)",
-        "  return (narrow) as (param)",
-    ]

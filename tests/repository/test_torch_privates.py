@@ -59,7 +59,7 @@ NOTICED_BY = {
     "distributed/test_sharding.py::test_a_model_that_fsdp_has_laid_out_in_fp32_is_refused_and_left_alone":
         "has_laid_out",
     "distributed/test_sharding.py::test_a_step_that_finds_what_the_last_one_found_plans_nothing": "layouts parts",
-    "distributed/test_sharding.py::test_given_the_same_gradients_the_update_has_the_same_bits": "offset_of_shard",
+    "distributed/test_sharding.py::test_every_kind_of_sharding_ends_where_one_process_ends": "offset_of_shard",
     "distributed/test_spmd.py::test_a_parameter_in_parts_is_not_seen_in_another_shape": "is_split_over_devices",
     "distributed/test_spmd.py::test_every_word_is_sharded_as_its_parameter_was": "mark_sharding_like",
     "distributed/test_traced.py::test_traced_shards_have_the_words_of_whole_parameters":

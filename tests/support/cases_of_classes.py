@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
-import functools
-import logging
 import threading
-import types
 from typing import Any
 
 import torch
 from case_arena import Ball, Base, World, case, hostile, of_both
 from torch.nn import Parameter
-from torch.optim import Adam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # --- hooks and code that is exchanged ---------------------------------------------------------------------------------
@@ -56,33 +51,6 @@ def hooks(world: World) -> None:
     world.notes.append(list(counts.values()))
 
 
-@case
-def code_is_exchanged(world: World) -> None:
-    """A rule that is an attribute of the class, then the method, then the step of the object, which takes two."""
-
-    class Ruled(Base):
-        rule: Any = functools.partial(lambda p, g, rate: p.sub_(g, alpha=rate), rate=0.01)
-
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            type(self).rule(p, g)
-
-    optimizer = Ruled(world.params)
-    world.compile(optimizer)
-    world.step(5)
-    Ruled.rule = functools.partial(lambda p, g, rate: p.sub_(g, alpha=rate), rate=0.03)
-    world.step(5)
-    Ruled.rule = lambda p, g: p.sub_(g.sign(), alpha=0.01)
-    world.step(5)
-    Ruled.update = lambda self, p, g, state, group: p.add_(g, alpha=0.002)  # type: ignore[method-assign]
-    world.step(5)
-    world.optimizer.update = types.MethodType(lambda self, p, g, state, group: p.mul_(0.9), world.optimizer)
-    world.step(5)
-    step = world.optimizer.step
-    world.optimizer.step = lambda: (step(), step())
-    world.step(5)
-    del world.optimizer.step
-
-
 @of_both
 def steps_in_other_threads_and_modes(world: World, cls: Any) -> None:
     world.compile(cls(world.params, lr=1e-2))
@@ -120,49 +88,6 @@ def an_error_before_the_first_parameter(world: World) -> None:
 
 
 @case
-def modes_and_methods_of_its_own(world: World) -> None:
-    """Switched from outside; groups, checkpoints and gradients go through methods that are overridden."""
-
-    class Own(Base):
-        training = True
-
-        def eval(self) -> None:
-            self.training = False
-
-        def train(self) -> None:
-            self.training = True
-
-        def add_param_group(self, param_group: dict[str, Any]) -> None:
-            param_group.setdefault("gain", 0.5 + len(self.param_groups))
-            super().add_param_group(param_group)
-
-        def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "more": 1}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict({k: v for k, v in state_dict.items() if k != "more"})
-
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            average = state.setdefault("average", p.detach().clone())
-            if self.training:
-                p.sub_(g, alpha=group["lr"] * group["gain"])
-            else:
-                p.lerp_(average, 0.5)
-            average.lerp_(p, 0.1)
-
-    optimizer = world.compile(Own(world.params))
-    for _ in range(3):
-        world.step(5)
-        optimizer.eval()
-        world.step(2)
-        optimizer.train()
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    world.step(5)
-    optimizer.training = False
-    world.step(3)
-
-
-@case
 def a_list_of_its_own(world: World) -> None:
     """The step goes over the parameters of a model that the optimizer holds, and over a list, not over its groups."""
 
@@ -181,46 +106,6 @@ def a_list_of_its_own(world: World) -> None:
     world.step(20)
 
 
-class Decays:
-    """A mixin that decays after whatever comes next."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)  # type: ignore[misc]
-        for group in self.param_groups:  # type: ignore[attr-defined]
-            for p in group["params"]:
-                p.mul_(1 - 0.5 * group["lr"])
-        return result
-
-
-class Clips:
-    """One that clips gradients, in place, and sets the rate for the time of a step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        groups = self.param_groups  # type: ignore[attr-defined]
-        kept = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] /= 2
-            for p in group["params"]:
-                p.grad.clamp_(-1, 1)
-        try:
-            return super().step(closure)  # type: ignore[misc]
-        finally:
-            for group, lr in zip(groups, kept, strict=True):
-                group["lr"] = lr
-
-
-class Mixed(Decays, Clips, Adam):
-    """Three steps in one."""
-
-
-@case
-def a_step_around_torchs_own(world: World) -> None:
-    world.compile(Mixed(world.params, lr=1e-2))
-    world.step(20)
-
-
 @hostile
 class ByExactClass(Base):
     """Goes by the exact class of parameters, and by a class of their own."""
@@ -234,9 +119,6 @@ class ByExactClass(Base):
 
     def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
         p.sub_(g, alpha=group["lr"] * (1 if type(p) is Parameter else p.rate))
-
-
-LOG = logging.getLogger(__name__)
 
 
 @case
@@ -321,52 +203,3 @@ def states_of_a_factory_of_its_own(world: World) -> None:
     world.optimizer.state.clear()
     world.optimizer.state.default_factory = lambda: {"n": 9, "m": 0.25}
     world.step(3)
-
-
-@case
-def records_of_a_log_are_counted(world: World) -> None:
-    class Counts(logging.Handler):
-        seen = 0
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.seen += 1
-
-    class Logs(Base):
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            LOG.critical("an update")
-            p.sub_(g, alpha=group["lr"] / handler.seen)
-
-    handler, disabled = Counts(), logging.root.manager.disable
-    LOG.addHandler(handler)
-    LOG.propagate = False
-    logging.disable(logging.NOTSET)
-    try:
-        world.compile(Logs(world.params))
-        world.step(10)
-    finally:
-        LOG.removeHandler(handler)
-        logging.disable(disabled)
-    world.notes.append(handler.seen)
-
-
-@case
-def descriptors_that_only_objects_answer(world: World) -> None:
-    """torch never asks the class: there, the object is None, and looking at it fails."""
-
-    class Count:
-        def __get__(self, optimizer: Any, owner: Any = None) -> int:
-            count: int = vars(optimizer).get("own_count", 0)
-            return count
-
-        def __set__(self, optimizer: Any, value: int) -> None:
-            vars(optimizer)["own_count"] = value
-
-    class Counts(Base):
-        count = Count()
-
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            self.count += 1
-            p.sub_(g, alpha=group["lr"] / self.count)
-
-    world.compile(Counts(world.params))
-    world.step(5)

@@ -1,76 +1,18 @@
-"""Loops around steps: states and weights that are written, checkpoints, copies, groups, settings, closures."""
+"""Loops around steps: groups, settings, states, closures, and gradients that come and go, are left or are missing."""
 
 from __future__ import annotations
 
 import collections
-import copy
-import dataclasses
-import io
-import itertools
 import math
-import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from case_arena import Ball, Base, World, case, of_both
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW
-
-import collage_neuron
+from torch.optim import SGD, AdamW
 
 # --- between steps: parameters and states -----------------------------------------------------------------------------
-
-
-@case
-def frozen_and_thawed(world: World) -> None:
-    """`requires_grad` goes off and on."""
-    world.compile(Ball(world.params))
-    world.step(8)
-    world.params[0].requires_grad_(False)
-    world.step(8, without=(0,))
-    world.params[0].requires_grad_(True)
-    world.step(8)
-
-
-@case
-def weights_are_written(world: World) -> None:
-    """Clamped, masked, exchanged and replaced between steps, by numbers that bf16 holds."""
-    world.compile(AdamW(world.params, lr=1e-2))
-    keep = [p.detach() > 0 for p in world.params]
-    for _ in range(5):
-        world.step(3)
-        with torch.no_grad():
-            for p, mask in zip(world.params, keep, strict=True):
-                p.mul_(mask).clamp_(-0.75, 0.75)
-    world.params[0].data = torch.full_like(world.params[0], 0.375)
-    world.step(5)
-    vector = torch.linspace(-1, 1, sum(p.numel() for p in world.params)).mul(16).round().div(16)
-    torch.nn.utils.vector_to_parameters(vector.to(world.params[0].dtype), world.params)
-    world.step(5)
-    world.params[0] = Parameter(torch.full((5, 3), 0.375, dtype=world.params[0].dtype))
-    world.optimizer.param_groups[0]["params"][0] = world.params[0]
-    world.step(5)
-
-
-@case
-def moments_are_written(world: World) -> None:
-    """Zeroed with their counts; rows of some set, by index; scaled in place, as after a jump of the loss' scale."""
-    world.compile(Adam(world.params, lr=1e-2, betas=(0.9, 0.999)))
-    world.step(20)
-    for state in world.optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq", "step"):
-            state[name].zero_()
-    world.step(10)
-    with torch.no_grad():
-        for p in world.params:
-            p[1:3] = 0.25
-            for name in ("exp_avg", "exp_avg_sq"):
-                world.optimizer.state[p][name][1:3] = 0
-    world.step(10)
-    for state in world.optimizer.state.values():
-        state["exp_avg"].mul_(2.0**-8)
-        state["exp_avg_sq"].mul_(2.0**-16)
-    world.step(10)
 
 
 class Product(Base):
@@ -117,52 +59,6 @@ def states_are_cleared(world: World, cls: Any) -> None:
     world.step(10)
 
 
-@of_both
-def a_checkpoint_goes_back_in_time(world: World, cls: Any) -> None:
-    """Weights, moments and the rate go back to a file, repeatedly."""
-    optimizer = world.compile(cls(world.params, lr=1e-2))
-    world.step(10)
-    buffer = io.BytesIO()
-    torch.save([optimizer.state_dict(), [p.detach().clone() for p in world.params]], buffer)
-    for lr in (0.5, 0.003):
-        world.optimizer.param_groups[0]["lr"] = lr
-        world.step(5)
-        buffer.seek(0)
-        state, weights = torch.load(buffer, weights_only=True)
-        world.optimizer.load_state_dict(state)
-        with torch.no_grad():
-            for p, w in zip(world.params, weights, strict=True):
-                p.copy_(w)
-        world.step(5)
-
-
-@of_both
-def copies_take_over(world: World, cls: Any) -> None:
-    """A copy is compiled, copied midway with its parameters, and pickled."""
-    optimizer = copy.deepcopy(cls(world.params, lr=1e-2))
-    world.params = optimizer.param_groups[0]["params"]
-    world.compile(optimizer)
-    world.step(10)
-    world.params, world.optimizer = copy.deepcopy((world.params, world.optimizer))
-    world.step(10)
-    world.optimizer = pickle.loads(pickle.dumps(world.optimizer))
-    world.params = world.optimizer.param_groups[0]["params"]
-    world.step(10)
-
-
-@case
-def compiled_again_and_again(world: World) -> None:
-    """Compiled twice, and in the middle under other strategies and back."""
-    world.compile(Ball(world.params))
-    start = world.start
-    for strategy in (world.strategy, "full", world.strategy):
-        world.step(10)
-        if world.strategy is not None:
-            world.optimizer = collage_neuron.compile(world.optimizer, strategy=strategy, verbose=False)
-    world.step(10)
-    world.start = start
-
-
 # --- groups and settings ----------------------------------------------------------------------------------------------
 
 
@@ -187,67 +83,6 @@ def groups_are_rebuilt(world: World) -> None:
     world.step(5)
     optimizer.param_groups[0]["params"].append(alone)
     world.step(5)
-
-
-@case
-def settings_of_groups_change(world: World) -> None:
-    """Rates of zero and below, tensors and lists that are written in place, and functions that are called."""
-
-    class Asks(Ball):
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            m = state.setdefault("m", torch.zeros_like(p)).lerp_(g, 1 - group["betas"][0])
-            sign = -1 if group["maximize"] else 1
-            p.sub_(m.mul(group["rate"]), alpha=sign * group["lr"] * group["factor"]())
-
-    asked = itertools.count(1)
-    optimizer = Asks(world.params, betas=[0.9, 0.5], rate=torch.tensor(0.5, dtype=torch.float64), maximize=False,
-                     factor=lambda: 1.0 / next(asked))  # fmt: skip
-    world.compile(optimizer)
-    group = world.optimizer.param_groups[0]
-    for lr in (0.1, 0.0, -0.02, 0.3):
-        group["lr"] = lr
-        group["betas"][0] = 0.5 + lr
-        group["rate"].mul_(0.7)
-        group["maximize"] = lr == 0.3
-        world.step(5)
-    world.notes.append(next(asked))
-
-
-@dataclasses.dataclass
-class Settings:
-    beta: float = 0.9
-    signs: bool = False
-    more: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@case
-def objects_and_marks_change(world: World) -> None:
-    """Settings in an object, and attributes of parameters, are changed from outside."""
-
-    class Configured(Base):
-        def __init__(self, params: Any, settings: Settings) -> None:
-            super().__init__(params)
-            self.settings = settings
-
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            m = state.setdefault("m", torch.zeros_like(p)).lerp_(g, 1 - self.settings.beta)
-            p.mul_(1.0 if getattr(p, "_no_decay", False) else 0.99)
-            p.sub_(m.sign() if self.settings.signs else m, alpha=group["lr"] * self.settings.more.get("gain", 1.0))
-            p.sub_(g, alpha=group["lr"] * p.options["rate"] * (2 if p.role == "head" else 1))
-
-    settings = Settings()
-    params: list[Any] = world.params
-    for i, p in enumerate(params):
-        p.role, p.options = ("head" if i == 2 else "body"), {"rate": 1.0 + i}
-    params[0]._no_decay = True
-    world.compile(Configured(world.params, settings))
-    world.step(10)
-    settings.beta, params[0]._no_decay = 0.5, False
-    world.step(10)
-    settings.signs, params[2].options["rate"] = True, 0.25
-    world.step(10)
-    settings.signs, settings.more["gain"] = False, 3.0
-    world.step(10)
 
 
 # --- closures and arguments -------------------------------------------------------------------------------------------
@@ -293,23 +128,123 @@ def closures_and_arguments(world: World) -> None:
 
 
 @case
-def a_closure_changes_the_rate(world: World) -> None:
-    """Of a class of torch's own."""
-    optimizer = world.compile(AdamW(world.params, lr=1e-2))
-
-    def closure() -> torch.Tensor:
-        world.backward()
-        optimizer.param_groups[0]["lr"] *= 0.95
-        return torch.tensor(1.0)
-
-    for _ in range(20):
-        world.taken += 1
-        optimizer.step(closure)
-
-
-@case
 def two_optimizers_share_the_parameters(world: World) -> None:
     first, second = world.compile(AdamW(world.params, lr=1e-2)), world.compile(SGD(world.params, lr=1e-2))
     for i in range(40):
         world.optimizer = (first, second)[i % 2]
         world.step(1)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@of_both
+def gradients_come_and_go(world: World, cls: Any) -> None:
+    world.compile(cls(world.params, lr=1e-2))
+    for i in range(20):
+        world.step(1, without=((0, 1, 2), (0, 1), (0,), (), (1, 2), (2,))[min(i, i % 5 + 1)])
+
+
+def left_behind(name: str, leave: Callable[[Any, Any, Any], Any]) -> None:
+    """Registers a loop that adds to the gradients that the step leaves."""
+
+    class Leaves(Base):
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            p.sub_(g, alpha=group["lr"])
+            leave(self, p, g)
+
+    def loop(world: World) -> None:
+        world.compile(Leaves(world.params))
+        world.step(4, adds=True)
+        world.notes.append([None if p.grad is None else p.grad.float().tolist() for p in world.params])
+
+    loop.__name__ = name
+    case(loop)
+
+
+left_behind("gradients_as_they_are", lambda o, p, g: None)
+left_behind("gradients_halved", lambda o, p, g: g.mul_(0.5))
+left_behind("gradients_set", lambda o, p, g: g.mul_(0.0).add_(0.25))
+left_behind("gradients_zeroed", lambda o, p, g: p.grad.zero_())
+left_behind("gradients_zeroed_by_zero_grad", lambda o, p, g: o.zero_grad(set_to_none=False))
+left_behind("gradients_dropped", lambda o, p, g: setattr(p, "grad", None))
+left_behind("gradients_exchanged", lambda o, p, g: setattr(p, "grad", torch.full_like(p, -0.5)))
+
+
+@of_both
+def gradients_and_parameters_laid_out_otherwise(world: World, cls: Any) -> None:
+    """Transposed, with gaps, channels last, without elements or dimensions; gradients are expanded or transposed."""
+    made = torch.Generator().manual_seed(1)
+    x = [torch.randn(s, generator=made).bfloat16().float() for s in ((3, 5), (14,), (2, 3, 4, 5), (), (0, 3))]
+    given = [x[0].T, x[1][::2], x[2].contiguous(memory_format=torch.channels_last), *x[3:]]
+    world.params = [Parameter(t.clone()) for t in given]
+    world.compile(cls(world.params, lr=1e-2))
+    world.step(5)
+    for i in range(5):
+        for p in world.params:
+            p.grad = torch.full((), 0.5 + i, dtype=p.dtype).expand(p.shape)
+        world.optimizer.step()
+
+
+# --- parameters without gradients -------------------------------------------------------------------------------------
+
+WHEN: dict[str, Callable[[int, int], bool]] = {
+    "frozen": lambda step, i: i == 0 or step >= 7,
+    "in_turn": lambda step, i: step % 3 == i,
+    "late": lambda step, i: step >= 5,
+    "gone": lambda step, i: step < 5,
+}
+"""Whether a parameter has a gradient, by the step and the parameter's number."""
+
+
+def idle(update: Callable[[Any, Any, Any, Any, float], object]) -> None:
+    """Registers loops of an update that is called for parameters without gradients, and in groups without parameters.
+
+    It has the optimizer, the parameter, its state and its group, and the number of the step.
+    """
+
+    class Idle(Base):
+        t = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            self.t += 1
+            for group in self.param_groups:
+                group["n"], group["log"] = group.get("n", 0) + 1, [*group.get("log", ()), self.t]
+                for p in group["params"]:
+                    update(p, p.grad, self.state[p], group, group["lr"] * self.t)
+
+    for name, when in WHEN.items():
+
+        def loop(world: World, when: Callable[[int, int], bool] = when) -> None:
+            world.compile(Idle([{"params": world.params[:1]}, {"params": world.params[1:]}, {"params": []}]))
+            for step in range(12):
+                world.step(1, without=tuple(i for i in range(3) if not when(step, i)))
+
+        loop.__name__ = f"{update.__name__}_{name}"
+        case(loop)
+
+
+@idle
+def idle_counts(p: Any, g: Any, state: Any, group: Any, lr: float) -> None:
+    """In its state how often there was no gradient, and the step in which it was first seen; in the group the last."""
+    state.setdefault("born", group["n"])
+    group["last"] = group["n"] if g is None else -group["n"]
+    if g is None:
+        state["missed"] = state.get("missed", 0) + 1
+    else:
+        p.sub_(g, alpha=lr * (1 + state.get("missed", 0)) / (state["born"] * group["n"]))
+
+
+@idle
+def idle_decays(p: Any, g: Any, state: Any, group: Any, lr: float) -> None:
+    """The parameter, its momentum and its rows, where there is no gradient; and a number is read where there is one."""
+    p.mul_(1 - 0.01 * lr)
+    if g is None:
+        for x in state.values():
+            x.mul_(0.5)
+    else:
+        m, row = state.setdefault("m", torch.zeros_like(p)), state.setdefault("row", torch.zeros(p.shape[:1]))
+        row.add_(g.square().view(len(p), -1).mean(1))
+        m.lerp_(g, 0.5)
+        p.sub_(m / (1 + row.view(-1, *([1] * (p.dim() - 1)))), alpha=lr / max(1.0, float(g.norm())))

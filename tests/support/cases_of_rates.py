@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import collections
-import contextvars
 import enum
-import fractions
 import itertools
 import math
 import random
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
-from traced_updates import all_of, launched, place
+from traced_updates import launched, place
 
 Rate = Callable[[Any, Any, dict[str, Any], int], Any]
 Kept = Callable[[list[Any]], dict[Any, Any]]
@@ -101,19 +96,12 @@ def _by_dictionaries(o: Any, p: Any, s: Any, t: int) -> float:
     return float(own * (BY_ID.get(id(p), 1.0) + BY_PARAMETER.get(p, 1.0)) / 4)
 
 
-def _by_all(o: Any, p: Any, s: Any, t: int) -> Any:
-    s["n"] = t
-    steps = sum(o.state[q].get("n", 0) for q in o.state)
-    return 450.0 / (steps * sum(q.numel() for q in all_of(o)) * sum(q.grad is not None for q in all_of(o)))
-
-
 with_late("rate_by_place", lambda o, p, s, t: 0.5 ** place(o, p))
 rated("rate_by_shape", lambda o, p, s, t: (0.5 if p.ndim > 1 else 1) * 3 / p.shape[-1] / (1 + (p.numel() > 10)))
 with_late("rate_by_dictionaries", _by_dictionaries, _in_dictionaries)
 with_late("rate_by_those_held", _by_those_held, _holding)
 with_late("rate_by_class", lambda o, p, s, t: 5.0 if p.__class__ is Parameter and isinstance(p, Parameter) else 1.0)
 rated("rate_of_one_at_a_time", lambda o, p, s, t: 1.0 if place(o, p) == t % 3 else 0.0)
-rated("rate_by_all", _by_all)
 
 
 # --- what one parameter leaves for the next ---------------------------------------------------------------------------
@@ -130,14 +118,7 @@ def _passed_on(o: Any, p: Any, s: Any, t: int) -> float:
     return float(rate)
 
 
-def _in_the_group(o: Any, p: Any, s: Any, t: int) -> Any:
-    group = o.param_groups[0]
-    group["n"] = group.get("n", 0) + 1
-    return 1.0 / group["n"]
-
-
 with_late("counts_parameters", lambda o, p, s, t: 1.0 / _advanced(o, "n"))
-rated("counts_in_the_group", _in_the_group)
 with_late("a_rate_that_is_passed_on", _passed_on)
 
 
@@ -165,45 +146,6 @@ class Schedule:
         return self.value
 
 
-class Chameleon:
-    """Attributes that are not there are looked up elsewhere, and kept there."""
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "elsewhere", {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return object.__getattribute__(self, "elsewhere").get(name, 0)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__getattribute__(self, "elsewhere")[name] = value
-
-
-def _of_chameleon(o: Any, p: Any, s: Any, t: int) -> Any:
-    o.kept["c"].n += 1
-    return 1.0 / o.kept["c"].n
-
-
-COUNT = contextvars.ContextVar("count", default=0)
-
-
-def _of_a_context(o: Any, p: Any, s: Any, t: int) -> Any:
-    COUNT.set(COUNT.get() + 1)
-    return 1.0 / (COUNT.get() - o.kept["before"].count)
-
-
-def _under_a_lock(o: Any, p: Any, s: Any, t: int) -> Any:
-    with o.kept["lock"]:
-        o.kept["last"].append(t)
-        return 1.0 / sum(o.kept["last"])
-
-
-def _of_numbers_of_all_kinds(o: Any, p: Any, s: Any, t: int) -> Any:
-    half, one, third = o.kept["numbers"]
-    return float(half) * np.float64(t) + torch.tensor(0.5 * t, dtype=torch.float64) * (one / t) + third[0]
-
-
 def _drawing(params: list[Any]) -> dict[str, Any]:
     return {"python": random.Random(3), "numpy": np.random.default_rng(3)}
 
@@ -216,11 +158,6 @@ rated("of_a_cycle", lambda o, p, s, t: next(o.kept["i"]), lambda ps: {"i": itert
 rated("of_a_generator", lambda o, p, s, t: next(o.kept["i"]), lambda ps: {"i": (1 / n for n in itertools.count(1))})
 rated("of_dice", _of_dice, _drawing)
 rated("of_a_method_of_a_schedule", lambda o, p, s, t: o.kept["next"](), lambda ps: {"next": Schedule().next})
-rated("of_a_chameleon", _of_chameleon, lambda ps: {"c": Chameleon()})
-rated("of_a_context_variable", _of_a_context, lambda ps: {"before": SimpleNamespace(count=COUNT.get())})
-rated("under_a_lock", _under_a_lock, lambda ps: {"lock": threading.RLock(), "last": collections.deque(maxlen=3)})
-rated("of_numbers_of_all_kinds", _of_numbers_of_all_kinds,
-      lambda ps: {"numbers": (fractions.Fraction(1, 4), 1.0, np.array([0.125]))})  # fmt: skip
 
 
 @launched

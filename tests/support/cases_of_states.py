@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 from traced_updates import computed, launched, place
 
 # --- where they are ---------------------------------------------------------------------------------------------------
@@ -22,31 +20,14 @@ def with_momentum_in(name: str, m: Any, kept: Any = lambda params: {}) -> None:
     computed(update)
 
 
-OF_MODULE: Any = WeakIdKeyDictionary()
-
-
-def _of_module(o: Any, p: Any) -> Any:
-    if p not in OF_MODULE:
-        OF_MODULE[p] = torch.zeros_like(p)
-    return OF_MODULE[p]
-
-
 with_momentum_in("momentum_of_before_the_steps", lambda o, p: o.kept["all"][place(o, p)],
                  lambda params: {"all": [torch.zeros_like(p) for p in params]})  # fmt: skip
-with_momentum_in("momentum_in_a_module", _of_module)
 
 
 @launched
 def momentum(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
     p.add_(s["m"], alpha=-lr)
-
-
-@launched
-def parameter_as_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"] = Parameter(torch.zeros_like(p), requires_grad=False)
-    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
 
 
 @computed
@@ -98,13 +79,6 @@ def a_state_is_one_of_two_results(o: Any, p: Any, g: Any, s: Any, lr: float, t: 
 
 
 @launched
-def two_buffers_in_turn(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.1)
-    b = s.setdefault(f"b{t % 2}", torch.zeros_like(p)).mul_(0.9).add_(g)
-    p.sub_(s["m"].sign() + b if t % 2 else b, alpha=lr)
-
-
-@launched
 def a_state_comes_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     if t == 5:
         s["z"], s["y"], s["x"] = p.clone(), torch.full_like(p, 2.0), torch.empty_like(p).copy_(g)
@@ -120,16 +94,6 @@ def states_are_new_ones(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> No
     p.sub_(o.state[p]["m"], alpha=lr)
 
 
-@launched
-def states_begin_anew(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if s.get("n", 0) == 3:
-        s.clear()
-    if not s:
-        s.update(n=0, m=torch.zeros_like(p))
-    s["n"] += 1
-    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr / s["n"])
-
-
 @computed
 def a_state_is_renamed_and_removed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     if t == 3:
@@ -140,38 +104,7 @@ def a_state_is_renamed_and_removed(o: Any, p: Any, g: Any, s: Any, lr: float, t:
     p.sub_(g if m is None else m.mul_(0.9).add_(g), alpha=lr)
 
 
-@computed
-def a_state_is_none_now_and_then(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s["sum"] = g.clone() if s.get("sum") is None else s["sum"] + g
-    if t % 3 == 0:
-        p.sub_(s["sum"], alpha=lr)
-        s["sum"] = None
-
-
-@launched
-def a_state_that_is_missing_is_made_by_a_handler(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    try:
-        m = s["m"].mul_(0.9).add_(g)
-    except KeyError:
-        s["m"] = m = g.clone()
-    p.sub_(m, alpha=lr)
-
-
 # --- what they are made of --------------------------------------------------------------------------------------------
-
-
-@launched
-def states_are_copies_of_the_weights(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """The difference to those before is the momentum; an anchor is taken every third step; slow ones come back."""
-    if not s:
-        s["before"], s["slow"] = p.detach().clone(), p.detach().clone()
-    if t % 3 == 1:
-        s["anchor"] = p.detach().clone()
-    moved = p - s["before"]
-    s["before"].copy_(p)
-    p.sub_(g + 2 * (p - s["anchor"]), alpha=lr).add_(moved, alpha=0.5)
-    if t % 4 == 0:
-        p.copy_(s["slow"].lerp_(p, 0.5))
 
 
 @launched
@@ -187,48 +120,11 @@ def sums_without_errors_of_its_own(o: Any, p: Any, g: Any, s: Any, lr: float, t:
 
 
 @launched
-def a_count_of_the_host(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"], s["step"], s["left"] = torch.zeros_like(p), torch.zeros(()), torch.ones(())
-    s["step"] += 1
-    s["left"].mul_(0.95 * (1 - 1 / (1 + t)))
-    p.sub_(s["m"].mul_(0.9).add_(g) / (1 - 0.9 ** s["step"]) / (1 - s["left"]), alpha=lr)
-
-
-@launched
-def a_number_of_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["v"], s["w"] = torch.zeros(()), torch.zeros(())
-    returned = s["v"].mul_(0.9).add_(g.pow(2).sum(), alpha=0.1)
-    s["w"].add_(g.abs().mean())
-    p.sub_(g / returned.sqrt() + g / (returned * 2 + s["w"]), alpha=lr)
-
-
-@launched
 def a_number_of_each_as_torch_returns_it(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     v = s.setdefault("v", torch.zeros(())).mul_(0.9)
     assert torch.zeros(()).add_(g.norm()).mul_(v) is not v
     s["v"] = torch.add(v, g.norm(), out=v)
     p.sub_(g / s["v"], alpha=20 * lr)
-
-
-@launched
-def rows_and_columns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if g.dim() < 2:
-        p.sub_(g, alpha=lr)
-        return
-    if not s:
-        s["r"], s["c"] = torch.zeros(g.shape[:-1]), g.new_zeros(g.shape[-1:])
-    r = s["r"].mul_(0.9).add_((g * g).mean(-1), alpha=0.1)
-    c = s["c"].lerp_((g * g).mean(-2), 0.1)
-    p.sub_(g / ((r / r.mean()).unsqueeze(-1) * c).sqrt(), alpha=lr)
-
-
-@launched
-def a_state_in_another_shape(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"] = torch.zeros(p.numel())
-    p.sub_(s["m"].mul_(0.9).add_(g.reshape(-1)).view_as(p), alpha=lr)
 
 
 @launched
@@ -239,15 +135,6 @@ def memory_made_of_a_number_is_read_before_it_is_written(o: Any, p: Any, g: Any,
     m.add_(g)
     p.sub_(m * ones, alpha=lr)
     p.sub_(twos.view(p.shape) * g, alpha=lr)
-
-
-@launched
-def a_log_of_the_optimizer_is_made_in_its_first_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """It outlives the step, is no state, and depends on no value."""
-    if not hasattr(o, "log"):
-        o.log = torch.zeros(64)
-    o.log[t] = 1.0 / t
-    p.sub_(g, alpha=lr * o.log[t].item())
 
 
 def with_counts_in(dtype: torch.dtype) -> None:
@@ -270,19 +157,6 @@ for _dtype in (torch.int64, torch.bool):
 
 
 @computed
-def two_states_were_one(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["m"], s["n"] = torch.zeros_like(p), torch.zeros_like(p)
-    if t == 3:
-        s["n"] = s["m"]
-    if t == 5:
-        s["n"] = s["m"].clone()
-    s["m"].mul_(0.9).add_(g)
-    s["n"].mul_(0.5).add_(g)
-    p.sub_(s["n"], alpha=lr)
-
-
-@computed
 def two_states_are_one_while_they_are_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     if not s:
         s["m"] = s["fixed"] = torch.zeros_like(p)
@@ -293,33 +167,10 @@ def two_states_are_one_while_they_are_read(o: Any, p: Any, g: Any, s: Any, lr: f
     p.sub_(s["m"] + s["fixed"], alpha=lr)
 
 
-@launched
-def the_last_value_is_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s["before"] = s.setdefault("m", torch.zeros_like(p))
-    s["m"] = 0.9 * s["m"] + g
-    p.sub_(s["m"] + 0.5 * s["before"], alpha=lr)
-
-
-@computed
-def states_are_moved_along(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if not s:
-        s["a"] = s["b"] = s["c"] = torch.zeros_like(p)
-    s["c"], s["b"], s["a"] = s["b"], s["a"], g * 1.0
-    p.sub_(s["a"] + 0.5 * s["b"] + 0.25 * s["c"], alpha=lr)
-
-
 @computed
 def keeps_the_first_gradient(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """What stands for it in the step stands for those of later steps too."""
     p.sub_(o.kept.setdefault(p, g), alpha=lr).sub_(g, alpha=lr)
-
-
-@computed
-def keeps_a_replaced_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if p in o.kept:
-        p.sub_(o.kept[p], alpha=lr)
-    o.kept[p] = s.get("m", torch.zeros_like(p))
-    s["m"] = o.kept[p] * 0.9 + g
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -362,14 +213,6 @@ def states_by_default(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None
     last.copy_(g)
 
 
-@launched
-def made_of_others_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """Another number, type of a number, and function, after steps that were alike."""
-    make = (torch.zeros_like, torch.ones_like)[:: -1 if t == 5 else 1]
-    z, first, second = torch.full_like(p, 2.0 if t == 5 else 0.0), make[0](p), make[1](g)
-    p.sub_(g + z + 2 * first + second + torch.full_like(p, True if t == 5 else 1), alpha=lr)
-
-
 @computed  # no number of a step is -0.0, if it belongs to an operation
 def made_of_another_zero_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     zero = torch.full_like(p, -0.0 if t == 5 else 0.0)
@@ -397,14 +240,6 @@ def made_and_written_by_another_name(o: Any, p: Any, g: Any, s: Any, lr: float, 
     p.sub_(z + y, alpha=lr)
     assert z is not y
     assert torch.detach(z) is not z
-
-
-@launched
-def what_is_made_is_used_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    z, m = torch.zeros_like(p), s.setdefault("m", torch.zeros_like(p))
-    if t == 5:
-        s["m"] = z.add_(m, alpha=0.5)
-    p.sub_(s["m"].add_(g), alpha=lr)
 
 
 @computed

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 from traced_updates import all_of, computed, launched
 
 # --- in one line ------------------------------------------------------------------------------------------------------
@@ -19,21 +16,17 @@ IN_ONE_LINE: dict[str, Any] = {
     "a_length_of_text": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * len(f"{g.sum():.3f} {g!r}") * 1e-2),
     "a_value_in_double": lambda o, p, g, s, lr, t: p.sub_(((g.double() + 1e8) - 1e8).float(), alpha=lr),
     "a_slice": lambda o, p, g, s, lr, t: p.view(-1)[1:].sub_(g.reshape(-1)[1:], alpha=lr),
-    "the_first_rows": lambda o, p, g, s, lr, t: p[:2].sub_(g[:2], alpha=lr),
     "an_element": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).__setitem__(0, 0.5),
-    "transposed": lambda o, p, g, s, lr, t: p.T.sub_(g.T, alpha=lr) if p.dim() == 2 else p.sub_(g, alpha=lr),
     "a_neighbour": lambda o, p, g, s, lr, t: p.sub_(g - 0.5 * g.roll(1, 0), alpha=lr),
     "by_position": lambda o, p, g, s, lr, t: p.sub_(g * torch.linspace(0, 1, p.numel()).view_as(p), alpha=lr),
     "a_mask_of_before": lambda o, p, g, s, lr, t: p.sub_(g * o.kept[id(p)], alpha=lr),
     "memory_is_set": lambda o, p, g, s, lr, t: p.set_(p.detach() - lr * g),
     "noise": lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).add_(torch.randn_like(p), alpha=lr),
-    "noise_of_its_own": lambda o, p, g, s, lr, t: p.sub_(g + torch.randn(p.shape, generator=o.kept["dice"]), alpha=lr),
 }
 
 
 def _before(params: list[Any]) -> dict[Any, Any]:
-    masks = {id(p): (p.detach() > 0).float() for p in params}
-    return {**masks, "dice": torch.Generator().manual_seed(0)}
+    return {id(p): (p.detach() > 0).float() for p in params}
 
 
 for _name, _update in IN_ONE_LINE.items():
@@ -41,13 +34,6 @@ for _name, _update in IN_ONE_LINE.items():
     computed(_update)
 
 # --- operations and numbers -------------------------------------------------------------------------------------------
-
-
-@launched
-def a_number_that_was_there_and_is_added_to(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    total = torch.tensor([float(t)])  # another one in each step
-    total.add_((g * g).sum())
-    p.sub_(g, alpha=10 * lr / total.item())
 
 
 @launched
@@ -61,17 +47,6 @@ def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float
     assert p.mul_(0.9).add_(-lr, m) is p
     assert torch.add(p, fixed, alpha=-lr, out=p) is p
     s["m"] = m.mul_(0.5)
-
-
-@launched
-def tensors_made_where_it_is(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g.new(p.shape).fill_(2.0) * g, alpha=lr).add_(g.new_tensor([0.5]) * g, alpha=lr)
-
-
-@launched
-def a_number_first(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    d = (g * g + 1.0).sqrt()
-    p.sub_(torch.where(g > 0, torch.div(torch.tensor(lr), d, out=torch.empty_like(d)), torch.tensor(lr) * g))
 
 
 @computed  # no rule reads the sign of a zero
@@ -94,48 +69,6 @@ def masks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(torch.where(there != (g > 0.5), g, g * 0.1) * mask.div_(mask.mean().clamp_(min=1e-3)), alpha=lr)
 
 
-@launched
-def lists(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    torch._foreach_mul_([g], [torch.tensor(0.5 + t)])
-    torch._foreach_add_([p], [g], alpha=-lr)
-    torch._foreach_addcmul_([p], [g], [torch.tensor(-lr * t)])
-    torch._foreach_addcdiv_([p], [g], [torch.tensor(2.0 + t)], value=-lr)
-
-
-@launched
-def lists_of_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """In the turn of the first, for all, each with a number of its own."""
-    if p is all_of(o)[0]:
-        ps: list[Any] = all_of(o)
-        ms = [o.state[q].setdefault("m", torch.zeros_like(q)) for q in ps]
-        torch._foreach_lerp_(ms, [q.grad for q in ps], 0.1)
-        below = torch._foreach_add(torch._foreach_abs(ms), 1.0)
-        torch._foreach_addcdiv_(ps, [q.grad for q in ps], below, [-lr / (t + q.ndim) for q in ps])
-
-
-@computed
-def functions_of_functions(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    u = torch.func.vmap(lambda a, b: a * 0.9 + b.sin())(g, p)
-    v = torch.func.grad(lambda a: (a * a * g).sum())(p)
-    p.sub_(u + v, alpha=lr)
-
-
-class Doubles(TorchDispatchMode):
-    """Doubles products."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out * 2 if func is torch.ops.aten.mul.Tensor else out
-
-
-@computed
-def a_dispatch_mode_is_on_when_values_are_computed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    with Doubles():  # type: ignore[no-untyped-call]  # torch's own signature
-        u = g * 1.0
-        u.tolist()
-    p.sub_(u, alpha=lr)
-
-
 # --- views and data ---------------------------------------------------------------------------------------------------
 
 
@@ -154,23 +87,6 @@ def data_is_another_tensor(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) ->
     old = p.detach()
     p.data = new
     p.add_(difference).add_(old - p, alpha=0.25)
-
-
-@launched
-def data_and_its_other_name(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    x = p * 1.0
-    p.data = x
-    x.sub_(g, alpha=lr)
-
-
-@launched
-def data_there_and_back_and_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    old = p.data
-    p.data = p - lr * g
-    p.data = p - 2 * lr * g
-    x = p * g
-    p.data = old
-    p.sub_(x * float(x.sum()) * 0.1, alpha=lr)
 
 
 @computed
@@ -194,15 +110,6 @@ def an_expanded_tensor_is_written(o: Any, p: Any, g: Any, s: Any, lr: float, t: 
 
 
 @launched
-def a_number_after_each_operation(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """Each depends on all before it: to compute them one by one would take ever longer."""
-    x = g
-    for _ in range(40):
-        x = x * 0.9 + g * (1 + 0.01 * float(x.mean()))
-    p.sub_(x, alpha=lr)
-
-
-@launched
 def numbers_that_are_read_of_what_is_written_later(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     old, u = p.detach(), g.clone()
     before = u.view(-1)[:3]
@@ -212,15 +119,6 @@ def numbers_that_are_read_of_what_is_written_later(o: Any, p: Any, g: Any, s: An
     s.setdefault("w", torch.zeros(())).add_(u.norm())
     g.clamp_(-1, 1)
     p.sub_(g * (n + m + float(g.norm()) + float(s["w"])), alpha=0.1 * lr)
-
-
-@launched
-def read_in_inference_mode(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    u = g * 2
-    with torch.inference_mode():
-        n = float(g.max())
-    u.add_(n)
-    p.sub_(u, alpha=lr)
 
 
 @launched
@@ -295,30 +193,12 @@ def keeps_a_value_as_other_data(o: Any, p: Any, g: Any, s: Any, lr: float, t: in
 
 
 @computed
-def keeps_a_value_in_cpp(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    other = o.kept.setdefault(p, torch.zeros(p.shape))
-    if other.grad is not None:
-        p.sub_(other.grad, alpha=lr)
-    other.grad = g * 0.1
-    p.sub_(g, alpha=lr)
-
-
-@computed
 def a_view_of_one_element_is_kept(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     kept = vars(o).setdefault("elements", {})
     if id(p) in kept:
         kept[id(p)].mul_(0.5)
     p.sub_(g, alpha=lr)
     kept[id(p)] = p.view(-1)[0]
-
-
-@computed
-def looks_whether_a_value_is_gone(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    u = g * 0.5
-    if p in o.kept and o.kept[p]() is not None:
-        p.mul_(0.5)
-    o.kept[p] = weakref.ref(u)
-    p.sub_(u, alpha=lr)
 
 
 @launched
@@ -329,17 +209,6 @@ def marks_on_values(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     u.seen = g.seen = True
     u.requires_grad_()
     p.sub_(u.detach(), alpha=lr)
-
-
-@launched
-def weak_references_to_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    if p in o.kept and o.kept[p]() is not None:
-        p.mul_(0.5)
-    o.kept[p] = weakref.ref(g)
-    d, n = o.kept.setdefault("d", WeakIdKeyDictionary()), o.kept.setdefault("n", [])
-    d[g] = d.get(g, 0) + 1
-    p.sub_(g, alpha=lr * d[g] * (1 + len(n)))
-    weakref.finalize(g, n.append, 1)
 
 
 # --- questions, and errors that are caught ----------------------------------------------------------------------------
@@ -366,15 +235,6 @@ def whatever_is_raised_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: i
         p.sub_(g, alpha=lr * rate * scale)
 
 
-@computed
-def an_error_of_an_operation_is_caught(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    try:
-        x = g - 0.5 * g.roll(1)
-    except BaseException:
-        x = g.clone()
-    p.sub_(x, alpha=lr)
-
-
 # --- other threads ----------------------------------------------------------------------------------------------------
 
 POOL = ThreadPoolExecutor(1)
@@ -393,13 +253,6 @@ def a_thread_that_was_there(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -
 
 
 # --- gradients of its own ---------------------------------------------------------------------------------------------
-
-
-@computed
-def differentiates_a_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    with torch.enable_grad():
-        (d,) = torch.autograd.grad((p**2).sum(), [p])
-    p.sub_(d + g, alpha=lr)
 
 
 @computed

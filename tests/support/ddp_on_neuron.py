@@ -1,8 +1,15 @@
-"""What each process does in the tests of DDP on the device `neuron`; apart, since processes import it."""
+"""What each process does in the tests of DDP on the device `neuron`, and its process group of that name.
+
+TorchNeuron registers such a group: here it is collectives of tensors of the device over gloo, which takes none of
+these, so each sends the host's memory of it.
+"""
 
 from __future__ import annotations
 
-import neuron_world
+from collections.abc import Callable
+from typing import Any
+
+import neuron_device
 import torch
 import torch.distributed as dist
 import torch_neuronx_standin
@@ -10,9 +17,60 @@ from on_neuron import words
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 import collage_neuron
 from collage_neuron.passes.backends.nki import schedule
+
+COLLECTIVES = ("allreduce", "broadcast", "allgather", "_allgather_base", "reduce_scatter", "allreduce_coalesced")
+
+
+class Group(dist.ProcessGroup):
+    """The collectives that DDP, and this project's own checks, call."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # a process group in Python
+        self.inner: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:  # torch's name
+        return neuron_device.NAME
+
+    def barrier(self, options: Any = None) -> Any:
+        return self.inner.barrier()
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: Group, *args: Any) -> Any:
+        there = tree_map(lambda x: neuron_device.on_host(x) if neuron_device.is_ours(x) else x, args)
+        return getattr(self.inner, name)(*there)
+
+    return call
+
+
+for _name in COLLECTIVES:
+    setattr(Group, _name, _passed_on(_name))
+
+
+def _made(store: Any, rank: int, size: int, timeout: Any) -> Group:
+    return Group(store, rank, size, timeout)
+
+
+def join() -> Any:
+    """The group `neuron` of all processes, which are joined by gloo already."""
+    neuron_device.register()
+    if neuron_device.NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(neuron_device.NAME, _made, devices=[neuron_device.NAME])
+    return dist.new_group(backend=neuron_device.NAME)
+
+
+def is_same(x: Tensor) -> bool:
+    """Returns True if all processes have the same bits of a tensor of the device."""
+    mine = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    same = torch.tensor([torch.equal(mine, first)])
+    dist.all_reduce(same, dist.ReduceOp.MIN)
+    return bool(same)
 
 
 def model_of(seed: int) -> nn.Module:
@@ -35,7 +93,7 @@ def replicas(strategy: str, steps: int, compile_first: bool) -> list[Tensor]:
     """Parameters and states after training in DDP, on the host; all processes must have the same."""
     schedule.STARTS, schedule.STEPS = 1, 300
     with torch_neuronx_standin.install("trn2"):
-        device, rank, group = torch.device("neuron", 0), dist.get_rank(), neuron_world.join()
+        device, rank, group = torch.device("neuron", 0), dist.get_rank(), join()
         model = model_of(rank).to(device)  # DDP takes those of the first process
         optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if compile_first:
@@ -45,7 +103,7 @@ def replicas(strategy: str, steps: int, compile_first: bool) -> list[Tensor]:
             optimizer = collage_neuron.compile(optimizer, strategy=strategy)
         train(wrapped, optimizer, device, rank, range(steps))
         found = words(optimizer)
-        assert all(neuron_world.is_same(x) for x in found)
+        assert all(is_same(x) for x in found)
         return found
 
 
@@ -53,7 +111,7 @@ def skipped() -> bool:
     """Returns True if this process skips a step in which the loss of one is not finite."""
     schedule.STARTS, schedule.STEPS = 1, 300
     with torch_neuronx_standin.install("trn2"):
-        device, rank, group = torch.device("neuron", 0), dist.get_rank(), neuron_world.join()
+        device, rank, group = torch.device("neuron", 0), dist.get_rank(), join()
         model = DistributedDataParallel(model_of(0).to(device), process_group=group)
         optimizer = collage_neuron.compile(torch.optim.AdamW(model.parameters(), lr=1e-2), nonfinite="skip")
         train(model, optimizer, device, rank, range(2))

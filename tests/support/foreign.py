@@ -70,41 +70,6 @@ class Lion(Optimizer):
                 exp_avg.mul_(beta2).add_(grad, alpha=1.0 - beta2)
 
 
-class Adan(Optimizer):
-    """Xie et al., 2022: needs the previous gradient, which it keeps negated; weight decay by dividing."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.98, 0.92, 0.99), eps: float = 1e-8,
-                 weight_decay: float = 0.02) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            b1, b2, b3 = group["betas"]
-            group["step"] = group.get("step", 0) + 1
-            c1, c2, c3 = (1.0 - b ** group["step"] for b in (b1, b2, b3))
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, g = self.state[p], p.grad
-                if len(state) == 0:
-                    for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq"):
-                        state[name] = torch.zeros_like(p)
-                if "neg_pre_grad" not in state or group["step"] == 1:
-                    state["neg_pre_grad"] = g.clone().mul_(-1.0)
-                diff = state["neg_pre_grad"]
-                diff.add_(g)
-                state["exp_avg"].mul_(b1).add_(g, alpha=1 - b1)
-                state["exp_avg_diff"].mul_(b2).add_(diff, alpha=1 - b2)
-                diff.mul_(b2).add_(g)
-                state["exp_avg_sq"].mul_(b3).addcmul_(diff, diff, value=1 - b3)
-                denom = (state["exp_avg_sq"].sqrt() / math.sqrt(c3)).add_(group["eps"])
-                p.addcdiv_(state["exp_avg"], denom, value=-group["lr"] / c1)
-                p.addcdiv_(state["exp_avg_diff"], denom, value=-group["lr"] * b2 / c2)
-                p.div_(1 + group["lr"] * group["weight_decay"])
-                diff.zero_().add_(g, alpha=-1.0)
-
-
 class Lamb(Optimizer):
     """You et al., 2020: Adam's direction, scaled for each layer by the ratio of two norms, or not scaled."""
 

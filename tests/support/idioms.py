@@ -111,36 +111,6 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _twice(v: Tensor, g: Tensor, b: float) -> None:
-    a, c = g * 0.5, g * 0.5
-    v.mul_(b).add_(4 * (1 - b) * a * c)
-
-
-def _temporaries(v: Tensor, g: Tensor, b: float) -> None:
-    decayed = v.clone().mul(b)
-    square = torch.empty_like(g).copy_(g).mul_(g)
-    square = square.detach() * (1 - b)
-    v.copy_(decayed + square)
-
-
-def _out(v: Tensor, g: Tensor, b: float) -> None:
-    torch.add(v * b, g * g, alpha=1 - b, out=v)
-
-
-def _foreach(v: Tensor, g: Tensor, b: float) -> None:
-    torch._foreach_mul_([v], b)
-    torch._foreach_add_([v], torch._foreach_mul([g], [g]), alpha=1 - b)
-
-
-def _foreach_lerp(v: Tensor, g: Tensor, b: float) -> None:
-    torch._foreach_lerp_([v], torch._foreach_pow([g], 2), 1 - b)
-
-
-def _mask_arithmetic(v: Tensor, g: Tensor, b: float) -> None:
-    mask = (g.abs() > 0.0).to(g.dtype)
-    v.copy_((1 - mask) * v + mask * (b * v + (1 - b) * g * g))
-
-
 def _masked(v: Tensor, g: Tensor, b: float) -> None:
     square = g * g
     square[g.abs() > 100.0] = 1e4
@@ -160,41 +130,26 @@ def _yogi_where(v: Tensor, g: Tensor, b: float) -> None:
 AVERAGES: dict[str, Idiom] = {
     "mul_, addcmul_": of_v(lambda v, g, b: v.mul_(b).addcmul_(g, g, value=1 - b)),
     "copy of a lerp of a cast": of_v(lambda v, g, b: v.copy_(wide(v).lerp(wide(g).square(), 1 - b))),
-    "where of squares": of_v(
-        lambda v, g, b: v.lerp_(torch.where(g.abs() > 10, torch.full_like(g, 100.0), g * g), 1 - b)
-    ),
     "where of two averages": of_v(lambda v, g, b: v.copy_(torch.where(g != 0, b * v + (1 - b) * g * g, v))),
     "masked_fill of squares": of_v(lambda v, g, b: v.lerp_((g * g).masked_fill(g.abs() > 100, 1e4), 1 - b)),
     "mask assigned": of_v(_masked),
-    "mask multiplied": of_v(_mask_arithmetic),
     "minimum of squares": of_v(lambda v, g, b: v.lerp_(torch.minimum(g * g, g.abs() * 100), 1 - b)),
     "clamped square": of_v(lambda v, g, b: v.lerp_(g.square().clamp(max=1e4), 1 - b)),
     "clamped average": of_v(lambda v, g, b: v.lerp_(g.square(), 1 - b).clamp_(min=1e-12)),
     "maximum with a number": new_v(lambda v, g, b: torch.clamp_min(b * v + (1 - b) * g * g, 1e-12)),
     "x - b * x": new_v(lambda v, g, b: v * b + g * g - b * (g * g)),
     "v + (1 - b) * (x - v)": new_v(lambda v, g, b: v + (1 - b) * (g * g - v)),
-    "v - (1 - b) * (v - x)": of_v(lambda v, g, b: v.sub_((1 - b) * (v - g.square()))),
     "rsub": of_v(lambda v, g, b: v.add_((1 - b) * torch.rsub(v, g.square()))),
     "sub of a negated square": of_v(lambda v, g, b: v.mul_(b).sub_((1 - b) * -(g * g))),
     "add_ of a scaled product": of_v(lambda v, g, b: v.mul_(b).add_(g * g * (1 - b))),
-    "add_ with alpha": of_v(lambda v, g, b: v.mul_(b).add_(g.pow(2), alpha=1 - b)),
-    "torch.lerp": new_v(lambda v, g, b: torch.lerp(v, g * g, 1 - b)),
     "lerp the other way": new_v(lambda v, g, b: torch.lerp(g * g, v, b)),
-    "torch.addcmul": new_v(lambda v, g, b: torch.addcmul(v * b, g, g, value=1 - b)),
     "addcmul of a product and a tensor of ones": new_v(
         lambda v, g, b: torch.addcmul(v * b, g * g, torch.ones_like(g), value=1 - b)
     ),
     "addcdiv": new_v(lambda v, g, b: torch.addcdiv(v * b, g * g, torch.full_like(g, 4.0), value=4 * (1 - b))),
     "division": new_v(lambda v, g, b: (v + (1 / b - 1) * g * g) / (1 / b)),
-    "square of the absolute value": of_v(lambda v, g, b: v.mul_(b).add_(g.abs() ** 2, alpha=1 - b)),
     "square of a scaled gradient": of_v(lambda v, g, b: v.mul_(b).add_((g * 4.0).square(), alpha=(1 - b) / 16)),
-    "two copies": of_v(lambda v, g, b: v.mul_(b).add_(g.clone() * g.detach(), alpha=1 - b)),
-    "two scaled copies": of_v(_twice),
     "exp of a logarithm": of_v(lambda v, g, b: v.mul_(b).add_((2 * (g.abs() + 1e-6).log()).exp(), alpha=1 - b)),
-    "temporaries": of_v(_temporaries),
-    "out=": of_v(_out),
-    "foreach": of_v(_foreach),
-    "foreach lerp": of_v(_foreach_lerp),
     "yogi": of_v(_yogi),
     "yogi by where": of_v(_yogi_where),
     "sqrt(v * v) on the way": new_v(lambda v, g, b: torch.sqrt((v * b + (1 - b) * g * g).square())),
@@ -235,13 +190,8 @@ OTHERS: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
     "(g - old m) * (g - new m)": (_belief(new=True, product=True), ("m", "v"), {"v"}),
     "absolute value": (named("v", lambda s, g, b, p: s["v"].mul_(b).add_(g.abs(), alpha=1 - b)), ("v",), {"v"}),
     "cube of the magnitude": (of_v(lambda v, g, b: v.mul_(b).add_(g.abs() ** 3, alpha=1 - b)), ("v",), {"v"}),
-    "fourth power": (of_v(lambda v, g, b: v.mul_(b).add_(g**4, alpha=1 - b)), ("v",), {"v"}),
-    "square of the square": (of_v(lambda v, g, b: v.mul_(b).add_((g * g) ** 2, alpha=1 - b)), ("v",), {"v"}),
     "a power of three halves": (
         of_v(lambda v, g, b: v.mul_(b).add_(3 * g.abs() * g.abs().sqrt(), alpha=1 - b)), ("v",), {"v"},
-    ),
-    "the larger magnitude": (
-        of_v(lambda v, g, b: v.mul_(b).add_(torch.maximum(g.abs(), g * g), alpha=1 - b)), ("v",), {"v"},
     ),
     "sum of squares": (
         then(lambda s, g, b, p: s.update(v=s["v"] + g.square()), lambda s, g, b: s["v"].sqrt() / 16), ("v",), {"v"},
@@ -300,25 +250,16 @@ def _second(s: State, g: Tensor) -> Any:
 FAST: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
     "lerp_": (of_m(lambda m, g, b, p: m.lerp_(g, 1 - b)), ("m",), set()),
     "heavy ball": (of_m(lambda m, g, b, p: m.mul_(b).add_(g)), ("m",), set()),
-    "copy of a cast": (of_m(lambda m, g, b, p: m.copy_(wide(m) * b + wide(g) * (1 - b))), ("m",), set()),
-    "m + (1 - b) * (g - m)": (of_m(lambda m, g, b, p: m.add_((1 - b) * (g - m))), ("m",), set()),
     "with weight decay in it": (
         of_m(lambda m, g, b, p: m.mul_(b).add_(g.add(p, alpha=0.1), alpha=1 - b)),
         ("m",),
         set(),
     ),
-    "with weight decay, multiplied": (of_m(lambda m, g, b, p: m.mul_(b).add_(g + 0.1 * p)), ("m",), set()),
     "with a mask": (of_m(lambda m, g, b, p: m.copy_(torch.where(m * g > 0, b * m + g, m))), ("m",), set()),
     "clipped": (of_m(lambda m, g, b, p: m.mul_(b).add_(g.clamp(-1, 1))), ("m",), set()),
     "of signs": (of_m(lambda m, g, b, p: m.lerp_(g.sign(), 1 - b)), ("m",), set()),
     "of g * sign(m)": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * m.sign(), alpha=1 - b)), ("m",), set()),
     "of a signed square": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * g.abs(), alpha=1 - b)), ("m",), set()),
-    "of sign(g) * g * g": (of_m(lambda m, g, b, p: m.mul_(b).add_(g.sign() * g * g, alpha=1 - b)), ("m",), set()),
-    "of a signed root": (
-        of_m(lambda m, g, b, p: m.mul_(b).add_(g.sign() * g.abs().sqrt(), alpha=1 - b)),
-        ("m",),
-        set(),
-    ),
     "of a cube": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * g * g, alpha=1 - b)), ("m",), set()),
     "of g times the parameter": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * p, alpha=1 - b)), ("m",), set()),
     "nesterov": (

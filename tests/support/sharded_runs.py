@@ -196,30 +196,6 @@ def trajectory_on_mesh(strategy: str) -> Whole:
 # --- what each process sees -------------------------------------------------------------------------------------------
 
 
-def beside_a_twin(kind: str, strategy: str) -> list[str]:
-    """Names of what differs between a sharded run, every process with data of its own, and an unsharded twin.
-
-    The twin steps with the gradients that the processes agreed on.
-    """
-    model = model_of(0)
-    twin = copy.deepcopy(model)
-    run = KINDS[kind](model, strategy)
-    _, alone = plain(twin, strategy)
-    wrong = []
-    for step in range(STEPS):
-        run[1].zero_grad()
-        backward(run[0], step, dist.get_rank())
-        for p, q in zip(parameters_of(run[1]), parameters_of(alone), strict=True):
-            assert p.grad is not None
-            q.grad = full(p.grad).clone()
-        run[1].step()
-        alone.step()
-        found, expected = whole(run[1]), whole(alone)
-        wrong += [f"step {step}, {k}" for k in expected if not torch.equal(found[k], expected[k])]
-        wrong += [f"step {step}, {k}" for k in found.keys() - expected.keys()]
-    return wrong
-
-
 def placement(kind: str, strategy: str) -> dict[str, Any]:
     """Bytes handed to collectives in a step (while gradients are made; in the update), and what lies where."""
     run = KINDS[kind](model_of(0), strategy)
@@ -325,18 +301,6 @@ def refusal(call: Callable[[], object], kind: type[Exception] = ValueError, othe
     except kind as error:
         return str(error)
     return otherwise
-
-
-def values(strategy: str) -> list[str]:
-    """Parameters of which `exact_value` is not the fp32 weight within the format, or is not sharded like it."""
-    originals = [p.detach().clone() for p in model_of(0).parameters()]
-    _, optimizer = fsdp(model_of(0), strategy)
-    wrong = []
-    for i, (p, x) in enumerate(zip(parameters_of(optimizer), originals, strict=True)):
-        value = collage_neuron.exact_value(optimizer, p)
-        if not isinstance(value, DTensor) or ((full(value) - x).abs() > 2**-17 * x.abs()).any():
-            wrong.append(f"parameter {i}")
-    return wrong
 
 
 def written(strategy: str) -> list[str]:

@@ -24,7 +24,6 @@ OF_TORCH: dict[str, Any] = {
 FOREIGN: dict[str, Any] = {
     "transformers_adamw": foreign.TransformersAdamW,
     "lion": foreign.Lion,
-    "adan": foreign.Adan,
     "lamb_without_trust": partial(foreign.Lamb, trust=False),
     "schedule_free": foreign.ScheduleFreeAdamW,
 }

@@ -46,13 +46,6 @@ SHAPES = ((7, 6), (9,), (2, 3), (1, 5))
 """The last one leaves the second process without elements, and the others are uneven."""
 
 
-class ByRows(Lamb):
-    """Scales each row by its mean."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g / (g.square().mean(-1, keepdim=True).sqrt() + 1e-6), alpha=group["lr"])
-
-
 class Sized(Lamb):
     """Divides gradients by the number of elements of the whole: for one shape, twice that of its shard."""
 
@@ -74,32 +67,6 @@ class OneNorm(Written):
             self.kept = [p.grad * 2 for p in params]
         for p in params:
             p.sub_(p.grad / (total + 1e-6), alpha=0.1)
-
-
-class Clipping(Written):
-    """Clips all gradients together, as torch does."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it gives no loss
-        params = [p for group in self.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(params, 1.0)
-        for p in params:
-            p.sub_(p.grad, alpha=0.1)
-
-
-class Sam(Written):
-    """Ascends along the gradient, over its norm, and takes the gradient that its closure has there."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it gives no loss
-        closure()
-        params = [p for group in self.param_groups for p in group["params"]]
-        for p in params:
-            self.state[p]["e"] = p.grad * (0.05 / (p.grad.norm() + 1e-6))
-            p.add_(self.state[p]["e"])
-        closure()
-        for p in params:
-            p.sub_(self.state[p]["e"]).sub_(p.grad, alpha=0.1)
 
 
 def _looks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
@@ -163,7 +130,6 @@ ELEMENTWISE: dict[str, Make] = {
     "adamw_foreach": partial(AdamW, lr=1e-2, foreach=True),
     "adamw": partial(AdamW, lr=1e-2, foreach=False, amsgrad=True),
     "schedule_free": foreign.ScheduleFreeAdamW,
-    "adamw_fused": partial(AdamW, lr=1e-2, fused=True),
     "momentum": partial(Stepping, update=LAUNCHED["momentum"]),
     "lion": foreign.Lion,
     "states_trade_places": partial(Stepping, update=LAUNCHED["states_trade_places"]),
@@ -173,13 +139,12 @@ SUMMED: dict[str, Make] = {
     "lamb": Lamb,
     "stable_adamw": StableAdamW,
     "adds_up_parts": partial(Stepping, update=_adds_up_parts),
-    "clips_all": Clipping,
+    "one_norm": OneNorm,
 }
 """Those that add up elements, of parts, of parameters, or of all of them."""
 AS_WRITTEN: dict[str, Make] = {
     "novograd": Novograd,
     "muon": Muon,
-    "rows": ByRows,
     "reads": Reading,
     "adafactor": partial(Adafactor, lr=1e-2),
     "states_of_parts": partial(Stepping, update=_states_of_parts),
@@ -368,7 +333,6 @@ def of_fsdp(folder: Path) -> dict[str, list[str]]:
     found["launched"] = trained(foreign.Lion, "fp32", 2**-20)
     found["in words: lr, weight decay and two betas"] = trained(foreign.Lamb, "split433", 2**-14)
     found |= {"measured": measured(Lamb), "skipped": skipped(foreign.Lion), "skipped sums": skipped(Lamb)}
-    found["a closure"] = with_closure()
     for make, strategy, flat in RESUMED:
         name = f"{make.__name__} resumed, {strategy}"
         found[name] = resumed(make, strategy, folder / name, flat)
@@ -388,32 +352,6 @@ def measured(make: Callable[[Any], Optimizer]) -> list[str]:
     train((model, optimizer), range(3))
     record: Any = monitor.latest()
     return [] if abs(record.total.pair.ratio - 1) < 2**-8 and record.step == 3 else [str(record)]
-
-
-def with_closure() -> list[str]:
-    """What differs from plain fp32 DTensors whose closure gives the same gradients, computed at the real weights."""
-    run = fsdp(Sam, 0, "fp32")
-    params, given = parameters_of(run[1]), list[Any]()
-    plain: list[Any] = [nn.Parameter(collage_neuron.exact_value(run[1], p)) for p in params]
-    other: Any = Sam(plain)
-
-    @torch.enable_grad()
-    def closure() -> None:
-        run[1].zero_grad()
-        backward(run[0], len(given), dist.get_rank())
-        given.append([p.grad.float() for p in params if isinstance(p.grad, DTensor)])
-
-    def again() -> None:
-        for q, g in zip(plain, given.pop(0), strict=True):
-            q.grad = g
-
-    for _ in range(3):
-        run[1].step(closure)  # type: ignore[arg-type]  # it returns no loss
-        other.step(again)
-    pairs = [
-        (full(collage_neuron.exact_value(run[1], p)), full(q.detach())) for p, q in zip(params, plain, strict=True)
-    ]
-    return [str(i) for i, (x, y) in enumerate(pairs) if not torch.equal(x, y)]
 
 
 def skipped(make: Callable[[Any], Optimizer]) -> list[str]:

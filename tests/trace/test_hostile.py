@@ -9,8 +9,7 @@ from typing import Any
 
 import case_arena
 import cases_of_classes
-import cases_of_gradients  # noqa: F401  # its cases are in `case_arena.CASES`
-import cases_of_loops  # noqa: F401  # the same
+import cases_of_loops  # noqa: F401  # its cases are in `case_arena.CASES`
 import pytest
 import torch
 from case_arena import Ball, Base, World, case, hostile

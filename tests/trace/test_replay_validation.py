@@ -185,7 +185,6 @@ def lists(params: Any) -> Any:
 
 
 RIGHT: dict[str, Any] = {
-    "adan": foreign.Adan,
     "schedule_free": foreign.ScheduleFreeAdamW,
     "lamb": foreign.Lamb,
     "rmsprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),

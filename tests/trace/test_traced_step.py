@@ -116,7 +116,7 @@ def test_numbers_of_all_parameters_in_one_tensor(traced: None) -> None:
     assert optimizer._collage_bookkeeping.traces.misses == 0
 
 
-OF_DEVICES = "schedule_free", "adan"
+OF_DEVICES = "schedule_free", "transformers_adamw"
 
 
 @pytest.mark.parametrize("name", OF_DEVICES)

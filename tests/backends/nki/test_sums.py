@@ -5,7 +5,6 @@ Evidence level: stand-in and independent interpreter.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +37,6 @@ from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
 from collage_neuron.passes.backends.nki import calls
 from collage_neuron.passes.backends.nki.chunk_totals import (
     Wanted,
-    laid_out,
     of_values,
     sums_for,
     sums_of,
@@ -46,7 +44,7 @@ from collage_neuron.passes.backends.nki.chunk_totals import (
 )
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine
-from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, parts_of
+from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
@@ -274,23 +272,6 @@ def test_extremes_stay_in_their_row(machine: Machine) -> None:
             (found,) = sums_for([Wanted(kind, extent, [given])], machine)
             assert same(found, of_elements(kind, given, extent))
             assert same(of_values(kind, given, extent), of_elements(kind, given, extent))
-
-
-@pytest.mark.parametrize("columns", [512, 1024, 2048])
-def test_no_chunk_has_two_rows(columns: int) -> None:
-    tiling = Tiling(columns, 512, 0)
-    for count, length in itertools.product((1, 2, 129), (1, 2, 3, 511, 512, 513, 1031, 1536, 4096, 6656, 8191)):
-        x = torch.ones(count, length)
-        padded, cut = laid_out(x, tiling)
-        assert torch.equal(padded[:, :length], x)
-        assert not padded[:, length:].any()
-        assert padded.shape[1] % cut.width == 0
-        assert padded.shape[1] - length < padded.shape[1] // cut.width  # less than a zero for each chunk
-        assert (cut.columns % cut.width, padded.shape[1] % cut.columns) == (0, 0)
-        assert cut.width <= 512
-        assert cut.columns <= columns
-        lines = [part.lines for part in parts_of(padded.numel(), cut)]
-        assert 1 not in lines or padded.numel() == cut.width
 
 
 SMALLER: tuple[tuple[tuple[int, ...], str], ...] = (

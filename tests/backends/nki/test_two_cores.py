@@ -1,8 +1,8 @@
 """One text of a kernel, by two readers, on logical cores of one and of two physical cores: the same bits.
 
 Evidence level: stand-in, which runs the programs of both cores in both orders and fails where one uses what the other
-writes; and independent interpreters (`second_reader`, `beta1_reading`), in which such a fault leaves wrong bits. They
-share nothing with the stand-in: a mistake in one of them would have to be in all. Roots and reciprocals are exact here.
+writes; and an independent interpreter (`second_reader`), in which such a fault leaves wrong bits. It shares nothing
+with the stand-in: a mistake in one of them would have to be in both. Roots and reciprocals are exact here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import nki_standin
 import numpy as np
 import pytest
 import torch
-from beta1_reading import decoded, encoded
 from nki_runs import INFINITY, Step, count_of, differing, narrowed, run, search_less, step_of, wild
 from nki_standin import StandinError
 from sampling import part
-from second_reader import results
+from second_reader import decoded, encoded, results
 from staged import Lamb
 from torch import Tensor
 from torch.optim import Optimizer

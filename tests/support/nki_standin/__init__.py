@@ -8,7 +8,7 @@ whatever the documentation does not define. tests/backends/nki/test_standin.py k
     with install("nki", "trn1") as machine:
         kernel = load(path).scaled_add
         out = kernel(a, b)
-        machine.trace.instructions()
+        machine.trace.records
 """
 
 from __future__ import annotations

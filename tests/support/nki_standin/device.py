@@ -14,10 +14,8 @@ class Device:
 
     ulps: int = 0
     """Approximated functions (sqrt, rsqrt, reciprocal, exp, ...) are off by up to so many fp32 ulps."""
-    subnormals: str = "keep"
-    """keep (as the simulator), flush (inputs and results of every fp32 step, and casts), or refuse."""
     overflow: str = "refuse"
-    """A finite fp32 beyond the format it is cast to: refuse, infinity, or saturate."""
+    """A finite fp32 beyond the format it is cast to: refuse, or infinity."""
     stochastic: bool = False
     """NEURON_RT_STOCHASTIC_ROUNDING_EN=1: casts from fp32 to bf16 round up with the probability of the distance."""
     drops_bias: tuple[str, ...] = ()
@@ -31,12 +29,10 @@ class Device:
     """NKI_PRECISE_FP: False keeps low-precision on-chip tiles in fp32, which separates rounding from logic."""
 
     def __post_init__(self) -> None:
-        if self.subnormals not in ("keep", "flush", "refuse"):
-            raise ValueError(f"subnormals={self.subnormals!r}: choose keep, flush or refuse")
         if self.order not in ("forward", "backward", "pairs"):
             raise ValueError(f"order={self.order!r}: choose forward, backward or pairs")
-        if self.overflow not in ("refuse", "infinity", "saturate"):
-            raise ValueError(f"overflow={self.overflow!r}: choose refuse, infinity or saturate")
+        if self.overflow not in ("refuse", "infinity"):
+            raise ValueError(f"overflow={self.overflow!r}: choose refuse or infinity")
 
 
 PARTITIONS = 128

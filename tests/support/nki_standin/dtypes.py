@@ -17,7 +17,6 @@ from nki_standin.errors import fail, require
 Array = np.ndarray[Any, Any]
 
 F32 = np.dtype(np.float32)
-MAX_BF16 = np.uint16(0x7F7F)
 QUIET = np.uint16(0x0040)
 
 
@@ -89,19 +88,6 @@ def _to_integer(x: Array, to: DType) -> Array:
 def _overflown(raw: Array, x: Array, device: Device) -> Array:
     """`raw` with what is done to finite numbers that became infinite."""
     beyond = np.isinf(widen(raw, BFLOAT16)) & np.isfinite(x)
-    if device.overflow == "infinity" or not beyond.any():
-        return raw
-    require(
-        device.overflow == "saturate",
-        f"{x[beyond][0]} is beyond bfloat16: whether the cast gives infinity or the largest number is undocumented",
-    )
-    return np.where(beyond, MAX_BF16 | (raw & np.uint16(0x8000)), raw)
-
-
-def subnormals(x: Array, device: Device) -> Array:
-    """fp32 numbers after what the device does to subnormal ones."""
-    if device.subnormals == "keep":
-        return x
-    tiny = (np.abs(x) < 2.0**-126) & (x != 0)
-    require(device.subnormals == "flush" or not tiny.any(), "a subnormal number: what becomes of it is undocumented")
-    return np.where(tiny, np.copysign(F32.type(0), x), x) if tiny.any() else x
+    if device.overflow == "refuse" and beyond.any():
+        fail(f"{x[beyond][0]} is beyond bfloat16: whether the cast gives infinity or the largest is undocumented")
+    return raw

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nki_standin.device import Device, Target
-from nki_standin.dtypes import FLOAT32, Array, DType, dtype, narrow, subnormals, widen
+from nki_standin.dtypes import FLOAT32, Array, DType, dtype, narrow, widen
 from nki_standin.errors import fail, require
 from nki_standin.tensors import MemoryRegion, NkiTensor, allocate
 from nki_standin.trace import Trace
@@ -45,14 +45,11 @@ class Machine:
 
     def read(self, t: NkiTensor, what: str) -> Array:
         """The elements of a tile as fp32, [partitions, elements a partition]."""
-        x = widen(self.read_bits(t, what), t.dtype).reshape(t.elements)
-        return subnormals(x, self.device)
+        return widen(self.read_bits(t, what), t.dtype).reshape(t.elements)
 
     def write(self, dst: NkiTensor, x: Array) -> None:
         """fp32 numbers into a tile: the one rounding of an instruction."""
         x = np.ascontiguousarray(x, np.float32)
-        if dst.dtype.is_float:
-            x = subnormals(x, self.device)
         wide = dst.dtype is dst.storage.dtype and dst.storage.data.dtype == FLOAT32.storage
         self.write_bits(dst, x if wide else narrow(x, dst.dtype, self.device))
 

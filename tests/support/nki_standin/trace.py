@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -102,17 +101,6 @@ class Trace:
     def traced(self) -> int:
         """Instructions that a compiler reads: loops count once, unless they are copies of their bodies."""
         return sum(r.traced for r in self.records)
-
-    def instructions(self) -> Counter[str]:
-        """Instructions per engine."""
-        return Counter(r.engine for r in self.records)
-
-    def columns(self) -> Counter[str]:
-        """Elements a partition that each engine was given, over all instructions."""
-        total: Counter[str] = Counter()
-        for r in self.records:
-            total[r.engine] += r.elements
-        return total
 
     @property
     def hbm_read(self) -> int:
