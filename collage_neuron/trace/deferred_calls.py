@@ -323,7 +323,8 @@ class DeferredCalls:
             return found
         self.decide()
         began = Beginning(self._copied, self._copied_into if self.copy_into else None, self._like)
-        return self._values.value(self._cones, place, before, self.numbers, began)
+        with _unobserved():
+            return self._values.value(self._cones, place, before, self.numbers, began)
 
     def _like(self, place: int) -> torch.Tensor | None:
         return self.tensors[place] if place < self._first or place in self.met else None

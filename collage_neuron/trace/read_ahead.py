@@ -407,7 +407,8 @@ def _applied(what: Applied, x: torch.Tensor) -> torch.Tensor:
 def _are_alike(each: Applied, rows: Applied, shape: tuple[int, ...], count: int) -> bool:
     """Returns True if `rows` gives what `each` does, bit for bit."""
     # torch adds up what lies one after the other in the same order, whatever is beside it. This holds it to that.
-    x = torch.randn((count, *shape), generator=torch.Generator().manual_seed(0))
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn((count, *shape), generator=random, dtype=torch.float32, device="cpu")
     both = torch.stack([_applied(each, row) for row in x.unbind()]), _applied(rows, x)
     return torch.equal(*(own.view(torch.int32) for own in both))
 

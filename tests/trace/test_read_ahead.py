@@ -134,8 +134,16 @@ def of_a_sum_of_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g / (1 + o.kept["total"]), alpha=lr / (1 + read(o.kept["total"])))
 
 
+def in_inference_mode_at_times(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
+    with torch.inference_mode(t % 2 > 0):
+        size = read(m.norm())
+    p.sub_(m, alpha=lr / (1 + size))
+
+
 UPDATES = (
     with_trust,
+    in_inference_mode_at_times,
     of_rows,
     of_a_sum_of_all,
     of_another_number_for_each,
