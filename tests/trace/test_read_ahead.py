@@ -136,7 +136,7 @@ def of_a_sum_of_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 def in_inference_mode_at_times(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
-    with torch.inference_mode(t % 2 > 0):
+    with torch.inference_mode() if t % 2 else torch.no_grad():
         size = read(m.norm())
     p.sub_(m, alpha=lr / (1 + size))
 
