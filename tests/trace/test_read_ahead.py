@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 from traced_updates import Stepping, place, stepped_beside
 
-from collage_neuron.trace import materialize, read_ahead
+from collage_neuron.trace import batched_calls, materialize
 
 SHAPES = (4, 6), (3,), (4, 6), (), (70, 70), (3,), (4, 6), (), (1, 33), (4, 6)  # one is large: it is not computed ahead
 READ: list[float] = []
@@ -184,18 +184,18 @@ def test_numbers_are_those_that_are_computed_when_asked_for(update: Any, monkeyp
 def test_a_steady_step_runs_each_operation_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms among them, if torch adds up rows as it does tensors alone."""
     alone, together = list[int](), list[int]()
-    run_alone, run_each = materialize._run, read_ahead.Batch._each
+    run_alone, run_each = materialize._run, batched_calls.Batch._each
 
     def noted(found: list[Any], function: Any, *args: Any) -> Any:
         found.append(len(READ))
         return function(*args)
 
     monkeypatch.setattr(materialize, "_run", partial(noted, alone, run_alone))
-    monkeypatch.setattr(read_ahead.Batch, "_each", lambda *args: noted(together, run_each, *args))
+    monkeypatch.setattr(batched_calls.Batch, "_each", lambda *args: noted(together, run_each, *args))
     run(with_trust, "fp32", [(4, 6)] * 20)
     assert max(alone) < 2 * 2 * 20  # in the first step, and in the second one, which has states
     assert not together
-    alike = read_ahead._are_alike.__wrapped__
-    monkeypatch.setattr(read_ahead, "_are_alike", lambda each, _, *args: alike(each, (torch.neg, ()), *args))
+    alike = batched_calls._are_alike.__wrapped__
+    monkeypatch.setattr(batched_calls, "_are_alike", lambda each, _, *args: alike(each, (torch.neg, ()), *args))
     run(with_trust, "fp32", [(4, 6)] * 20)
     assert len(together) == 2 * 9  # each norm alone, in nine steps
