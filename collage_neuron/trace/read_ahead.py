@@ -40,7 +40,8 @@ ELEMENTWISE = frozenset({
     "rsqrt", "rsub", "sign", "sqrt", "square", "sub", "where",
 })  # fmt: skip
 """Operations that give an element the same bits wherever it lies (the first ones, if they have numbers). At the end of
-a tensor, which is no whole vector, torch computes `exp` and `pow` otherwise, and signs of zeros in `maximum`."""
+a tensor, which is no whole vector, torch computes `exp` and `pow` otherwise, and signs of zeros in `maximum`, and in
+`lerp` by a weight of 1."""
 
 Places = tuple[int, ...]
 Column = tuple[type | None, tuple[Any, ...]]
@@ -81,7 +82,8 @@ class There:
         if kind is None:
             return values[0]
         found = {numbers[at] for at in values}
-        return found.pop() if len(found) == 1 and 0.0 not in found else _EACH  # 0.0 equals -0.0
+        # 0.0 equals -0.0, and 1 may be a weight of `lerp`.
+        return found.pop() if len(found) == 1 and found.isdisjoint((0.0, 1.0)) else _EACH
 
     def each(self, column: Column, numbers: Sequence[float]) -> Sequence[Any]:
         """Those of each."""

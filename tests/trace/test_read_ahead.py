@@ -106,6 +106,12 @@ def of_two_numbers(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g, alpha=lr / (1 + read(u.sum()) ** 2 + read(u.abs().min()) + read(u.max())))
 
 
+def of_signs_of_zeros(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    zero, other = p - p, (g - g).neg()
+    signs = (zero.lerp(other, weight).reciprocal().sign().sum() for weight in (1.0, 1))
+    p.sub_(g, alpha=lr / (99 + sum(map(read, signs))))
+
+
 def of_views(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     m = s.setdefault("m", torch.zeros_like(p))
     flat = m.view(-1) if m.dim() else m
@@ -126,6 +132,7 @@ UPDATES = (
     of_a_sum_that_goes_on,
     of_what_is_known_after_all,
     of_two_numbers,
+    of_signs_of_zeros,
     of_views,
 )
 
