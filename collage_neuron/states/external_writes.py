@@ -25,7 +25,6 @@ Writes are noticed by cheap signs: a parameter's version counter and address, a 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -50,7 +49,7 @@ from collage_neuron.states.bookkeeping import (
 )
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.live_objects import groups_of
-from collage_neuron.states.sharding import ORDINARY, is_distributed, is_sharded, like, local, version
+from collage_neuron.states.sharding import is_distributed, is_sharded, like, local, some_bits, version
 from collage_neuron.states.state_keys import names_in, words_of
 from collage_neuron.states.state_writes import kept_format_of
 from collage_neuron.states.store import is_idle, is_stored, store
@@ -138,22 +137,15 @@ def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
     book.marks.mark_all(split, states)
     if before:
         book.marks.params.update(before)
-    book.samples_of_bits = _sample_bits(split.params[:: 1 + len(split.params) // 3])
+    book.samples_of_bits = [(p, some_bits(p)) for p in split.params[:: 1 + len(split.params) // 3]]
     if ended:
         coarse_writes.sample_after_step(book, split.params)
 
 
-def _sample_bits(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, bytes]]:
-    """Parameters on the CPU with some of their bits; without an operation of torch, since this is in every step."""
-    found = (p for p in params if p.is_cpu and type(p) in ORDINARY)
-    return [(p, ctypes.string_at(p.data_ptr(), min(2 * p.numel(), 2048))) for p in found]
-
-
 def _is_written_unseen(book: Bookkeeping) -> bool:
     """Returns True if a parameter has the mark of the last step, and other bits: it was written through `.data`."""
-    noted = book.samples_of_bits or ()
-    known, now = book.marks.params, _sample_bits(p for p, _ in noted)
-    changed = [p for (p, bits), (_, before) in zip(now, noted, strict=False) if bits != before]
+    known, noted = book.marks.params, book.samples_of_bits or ()
+    changed = [p for p, before in noted if some_bits(p) != before]
     return any(p in known and known[p].event == STEPPED and known[p].is_of(p) for p in changed)
 
 
