@@ -9,9 +9,10 @@ Other code may write a parameter between `compile` and the first step, between s
   from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`LowWords.bits`), unless
   a sample shows that the weights were not those of the last step when they were loaded; and a master tells them at any
   time, since it rounds to them.
-* Elsewhere (`p.clamp_()` after a step, averages that `p.data.copy_` brought and a load takes away) an old low word stays as far as it fits: it is half an ulp of bf16 of what was
-  written at most. This holds for writes through `p.data` or shared memory too, which nobody notices, since no format
-  reads more out of a low word (`Format.decode_param`, `Format.always_fits`).
+* Elsewhere (`p.clamp_()` after a step; averages that `p.data.copy_` brought and a load takes away) an old low word
+  stays as far as it fits: it is half an ulp of bf16 of what was written at most. This holds for writes through `p.data`
+  or shared memory too, which nobody notices, since no format reads more out of a low word (`Format.decode_param`,
+  `Format.always_fits`).
 
 Low words from a checkpoint are kept where hi + lo rounds to hi, in whatever order weights and state were loaded; of
 integers, which count parts of the last place of whatever high word is there, these are all. `set_exact_value` writes a
