@@ -137,12 +137,14 @@ UPDATES = (
 )
 
 
-def run(update: Any, strategy: str, shapes: Any = SHAPES) -> tuple[Any, list[torch.Tensor], list[float]]:
+def run(
+    update: Any, strategy: str, shapes: Any = SHAPES, steps: int = 11
+) -> tuple[Any, list[torch.Tensor], list[float]]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if strategy else torch.float32
     params = [Parameter(torch.randn(shape).bfloat16().to(dtype)) for shape in shapes]
     READ.clear()
-    optimizer, found = stepped_beside(partial(Stepping, update=update), params, strategy, 11)
+    optimizer, found = stepped_beside(partial(Stepping, update=update), params, strategy, steps)
     return optimizer, found, READ.copy()
 
 
@@ -173,3 +175,21 @@ def test_a_steady_step_runs_each_operation_once_for_all(monkeypatch: pytest.Monk
     run(with_trust, "fp32", [(4, 6)] * 20)
     assert max(alone) < 2 * 2 * 20  # in the first step, and in the second one, which has states
     assert len(together) == 2 * 9  # the norms, in nine steps
+
+
+def that_cannot_be_guessed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """In each step another number is a new one, and that of the last step is what it was."""
+    p.sub_(g, alpha=lr / (1 + sum(abs(read((g + (0.1 * t if i == t else 0.5)).sum())) for i in range(24))))
+
+
+def test_after_many_wrong_guesses_values_are_computed_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong, guess_again = list[int](), materialize.Cones.guess_again
+    monkeypatch.setattr(
+        materialize.Cones, "guess_again", lambda cones, k, own: (wrong.append(len(READ)), guess_again(cones, k, own))
+    )
+    _, found, ahead = run(that_cannot_be_guessed, "fp32", [(3,)] * 2, steps=22)
+    assert len(wrong) == read_ahead.MOST_GUESSES + 1
+    monkeypatch.setattr("collage_neuron.trace.read_ahead.FEWEST", 10**6)
+    _, expected, asked = run(that_cannot_be_guessed, "fp32", [(3,)] * 2, steps=22)
+    assert ahead == asked
+    assert all(map(torch.equal, found, expected))
