@@ -32,6 +32,25 @@ def frozen_and_thawed(world: World) -> None:
     world.step(8)
 
 
+class Counting(Ball):
+    """Notes what states have, of parameters without gradients too, as code asks that makes what is not there."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.seen.append((not self.state[p], len(self.state[p]), self.state[p] == {}))
+        super().step()
+
+
+@case
+def first_gradients_come_late(world: World) -> None:
+    """Before them a state has the low word of the parameter alone."""
+    world.compile(Counting(world.params)).seen = world.notes
+    world.step(4, without=(0, 2))
+    world.optimizer.load_state_dict(copy.deepcopy(world.optimizer.state_dict()))
+    world.step(4, without=(2,))
+    world.step(8)
+
+
 @case
 def weights_are_written(world: World) -> None:
     """Clamped, masked, exchanged and replaced between steps, by numbers that bf16 holds."""
