@@ -293,9 +293,12 @@ class Momentum(torch.optim.Optimizer):
 def test_a_parameter_that_is_taken_out_of_its_group_costs_no_launch(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its value stays; the others go on together, without it."""
     launched, run = list[list[int]](), NATIVE.run
-    monkeypatch.setattr(
-        NATIVE, "run", lambda launches: (launched.append([len(x.reads) for x in launches]), run(launches))[1]
-    )
+
+    def noted(launches: Any) -> Any:
+        launched.append([len(x.reads) for x in launches])
+        return run(launches)
+
+    monkeypatch.setattr(NATIVE, "run", noted)
     params = [Parameter(torch.randn(4, 3)) for _ in range(5)]
     optimizer = collage_neuron.compile(make(params), backend="native", validate="off", verbose=False)
     for t in range(8):

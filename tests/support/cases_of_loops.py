@@ -35,10 +35,12 @@ def frozen_and_thawed(world: World) -> None:
 class Counting(Ball):
     """Notes what states have, of parameters without gradients too, as code asks that makes what is not there."""
 
-    def step(self, closure: Any = None) -> None:
+    seen: list[Any]
+
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             self.seen.append((not self.state[p], len(self.state[p]), self.state[p] == {}))
-        super().step()
+        return super().step(closure)
 
 
 @case

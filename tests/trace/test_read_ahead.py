@@ -184,9 +184,12 @@ def that_cannot_be_guessed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) ->
 
 def test_after_many_wrong_guesses_values_are_computed_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong, guess_again = list[int](), materialize.Cones.guess_again
-    monkeypatch.setattr(
-        materialize.Cones, "guess_again", lambda cones, k, own: (wrong.append(len(READ)), guess_again(cones, k, own))
-    )
+
+    def noted(cones: Any, k: int, own: Any) -> None:
+        wrong.append(k)
+        guess_again(cones, k, own)
+
+    monkeypatch.setattr(materialize.Cones, "guess_again", noted)
     _, found, ahead = run(that_cannot_be_guessed, "fp32", [(3,)] * 2, steps=22)
     assert len(wrong) == read_ahead.MOST_GUESSES + 1
     monkeypatch.setattr("collage_neuron.trace.read_ahead.FEWEST", 10**6)
