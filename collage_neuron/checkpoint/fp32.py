@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.eager.rollback import tensors_in
 from collage_neuron.exact import (
     check_range,
     format_of_param,
@@ -103,13 +104,18 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     if load_inner.KEY in packed:
         return load_inner.plain(packed)
     states = {i: (p, packed["state"].get(i, {})) for i, p in numbered(optimizer, packed).items()}
-    of_all = {key: copy.deepcopy(state) for key, state in packed["state"].items() if key not in states}
+    made: dict[int, Any] = {}  # what several states, lists and dictionaries hold is one in the export
+    for p, state in states.values():
+        made |= _in_fp32(p, state, record_of(optimizer, p), made)
+    held = set(map(id, tensors_in([packed["state"]])))
+    for p in (p for p, _ in states.values() if id(p) in held):
+        made[id(p)] = torch.nn.Parameter(_exact(p, optimizer), p.requires_grad)
+    of_all = {key: copy.deepcopy(state, made) for key, state in packed["state"].items() if key not in states}
     others = {key: copy.deepcopy(x) for key, x in packed.items() if key not in ("state", "param_groups")}
-    made: dict[int, Any] = {}  # one tensor that is the state of several parameters is one in the export
     return others | {
         "state": {
-            i: _fp32_state(p, state, record_of(optimizer, p), made)
-            for i, (p, state) in states.items()
+            i: {k: copy.deepcopy(x, made) for k, x in state.items() if not is_component(k, state)}
+            for i, (_, state) in states.items()
             if not is_idle(state)
         }
         | of_all,
@@ -117,13 +123,12 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     }
 
 
-def _fp32_state(p: torch.Tensor, state: Mapping[str, Any], record: Record, made: dict[int, Any]) -> StateDict:
-    own = {k: v for k, v in state.items() if not is_component(k, state)}
-    for name, x in own.items():
-        # What a step as written keeps in other shapes and types is as plain torch has it.
-        if not is_host_scalar(x, p) and may_be_read(state, name, p, record) and id(x) not in made:
-            made[id(x)] = read_fp32(p, state, name, record)
-    return {name: copy.deepcopy(x, made) for name, x in own.items()}
+def _in_fp32(p: torch.Tensor, state: Mapping[str, Any], record: Record, made: Mapping[int, Any]) -> dict[int, Any]:
+    """The values of the states of `p` that are not `made` yet, by the ids of their tensors."""
+    # What a step as written keeps in other shapes and types is as plain torch has it.
+    own = {k: x for k, x in state.items() if not is_component(k, state) and not is_host_scalar(x, p)}
+    own = {k: x for k, x in own.items() if id(x) not in made and may_be_read(state, k, p, record)}
+    return {id(x): read_fp32(p, state, k, record) for k, x in own.items()}
 
 
 def set_fp32_state_dict(

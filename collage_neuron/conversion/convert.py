@@ -244,7 +244,9 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
     if formats.get("param") is FP32 and not split_params({p: optimizer.state.get(p, {})}):
         return
     state, grad, record = optimizer.state[p], p.grad, record_of(optimizer, p)
-    names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(v, p)]
+    own = {k: v for k, v in state.items() if k in formats and not is_component(k, state)}
+    # All states of a 0-d parameter are 0-d, and numbers of the step are not in `formats`.
+    names = [k for k, v in own.items() if isinstance(v, torch.Tensor) and not (p.dim() and is_host_scalar(v, p))]
     p.grad = None
     settle(p, state)
     for name in [*names, "param"]:

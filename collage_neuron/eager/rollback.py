@@ -20,7 +20,7 @@ from collage_neuron import torch_privates
 from collage_neuron.eager.memory import bits
 from collage_neuron.states import step_inventory
 from collage_neuron.states.inner_optimizers import Inner
-from collage_neuron.states.sharding import ORDINARY, version
+from collage_neuron.states.sharding import ORDINARY, some_bits, version
 from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.states.store import States
 from collage_neuron.trace.reachable_code import ATOMS
@@ -63,7 +63,7 @@ class Held:
         self._containers += zip(states.values(), map(dict.copy, states.values()), strict=True)
         self.tensors = [x for key, x in tensors.items() if key not in known and not (x.is_meta or _is_given_back(x))]
         self._small = _copies([x for x in self.tensors if x.numel() <= SMALL])
-        self._large = [(x, version(x)) for x in self.tensors if x.numel() > SMALL]
+        self._large = [(x, version(x), some_bits(x)) for x in self.tensors if x.numel() > SMALL]
 
     @property
     def has_large(self) -> bool:
@@ -72,7 +72,7 @@ class Held:
 
     def has_lost(self) -> bool:
         """Returns True if a large tensor was written: what it was is not known any more."""
-        return any(version(x) != before for x, before in self._large)
+        return any(version(x) != before or some_bits(x) != bits for x, before, bits in self._large)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -50,7 +50,7 @@ def check_saved(optimizer: Optimizer, saved: Saved, known_states: Callable[[], s
     groups, own = saved["param_groups"], optimizer.param_groups
     if len(groups) != len(own):
         raise refused(f"it has {len(groups)} param_groups and the optimizer {len(own)}")
-    params, recorded = dict[Any, torch.Tensor](), dict[Any, str | None]()
+    params, recorded = dict[Any, torch.Tensor](), dict[Any, dict[str, str]]()
     for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
         if "params" not in group:
             raise refused(f"param_groups[{i}] has no 'params'")
@@ -67,11 +67,33 @@ def check_saved(optimizer: Optimizer, saved: Saved, known_states: Callable[[], s
         if index not in params:
             raise refused(f"state[{index!r}] belongs to none of its param_groups")
         _check_state(params[index], index, state, bookkeeping(optimizer), known or set())
+    for index, record in recorded.items():
+        _check_recorded(f"state[{index!r}]", saved["state"].get(index, {}), record)
     _check_complete(optimizer, saved["state"], params, recorded)
 
 
+def _check_recorded(where: str, state: Any, record: Mapping[str, str]) -> None:
+    """Raises for a state without the further words that it was saved with.
+
+    torch.distributed.checkpoint reads the keys that there are, into the types that there are: before a state has its
+    format, and after a step on which that depends, it has others.
+    """
+    for name in record.keys() & state.keys() if isinstance(state, Mapping) else ():
+        fmt = FORMATS[record[name]]
+        for key, component in [*zip(fmt.keys(name), fmt.components, strict=True)][1:]:
+            word = state.get(key)
+            is_narrow = isinstance(word, torch.Tensor) and word.itemsize < component.type.dtype.itemsize
+            if word is not None and not is_narrow:  # what blocks share is no tensor in a checkpoint
+                continue
+            raise refused(
+                f"{where} has {'no' if word is None else 'a narrower'} {key!r}, the low word of {name!r}, which was "
+                f"saved as {fmt.name}: is it truncated, or was it read into the states of an optimizer that has taken "
+                "fewer steps, whose formats are others (torch.distributed.checkpoint)? Then take some first"
+            )
+
+
 def _check_complete(
-    optimizer: Optimizer, states: Saved, params: Mapping[Any, torch.Tensor], recorded: Mapping[Any, str | None]
+    optimizer: Optimizer, states: Saved, params: Mapping[Any, torch.Tensor], recorded: Mapping[Any, Mapping[str, str]]
 ) -> None:
     """Raises for a parameter without a state if the record has a format with further words for it.
 
@@ -82,16 +104,16 @@ def _check_complete(
     # torch.distributed.checkpoint leaves out frozen parameters, and shards may be empty.
     missing = {index: p for index, p in missing.items() if p.requires_grad and p.numel()}
     for index in missing:
-        words = FORMATS[recorded[index] or "bf16"].keys("param")[1:]
+        words = FORMATS[recorded[index].get("param", "bf16")].keys("param")[1:]
         if words:
             raise refused(
                 f"it has no state[{index!r}], and its param_groups say that this parameter has low words "
-                f"({recorded[index]}): is it truncated, or were states filtered out? A state that is to begin anew "
-                f"keeps its {words[0]!r} alone"
+                f"({recorded[index]['param']}): is it truncated, or were states filtered out? A state that is to begin "
+                f"anew keeps its {words[0]!r} alone"
             )
     has_words = any(words_of(state) for state in states.values() if isinstance(state, Mapping))
     held = split_params(optimizer.state) if missing and has_words else set()
-    lost = [index for index, p in missing.items() if p in held and recorded[index] is None]
+    lost = [index for index, p in missing.items() if p in held and "param" not in recorded[index]]
     if lost:
         warn_user(
             f"the checkpoint has no state[{lost[0]!r}]{f' nor {len(lost) - 1} others' if lost[1:] else ''}, and low "

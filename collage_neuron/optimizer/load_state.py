@@ -149,6 +149,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
         for p in [] if of_torch else split_params(optimizer.state) & set(group["params"]):
             param = {"param": param_format(Settings.of(group).strategy, p.dtype)}
             check_words(optimizer.state[p], param, names[p])
+            _narrow_words(optimizer.state[p], param["param"])
         if group["params"] and not stepped:
             _formats(optimizer, group, group["params"][0], records)  # the settings may be those of another optimizer
         for params in buckets(optimizer, stepped):
@@ -161,6 +162,15 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
                 for name, fmt in formats.items():
                     if name in state or (name == "param" and not of_torch):
                         ensure_stored(p, state, name, fmt, record_of(optimizer, p))
+
+
+def _narrow_words(state: dict[str, Any], fmt: Format) -> None:
+    """Casts further words of a parameter back that a plain fp32 optimizer has widened.
+
+    With their own types they stay as they are, and may be loaded before the parameter, to which others would be added.
+    """
+    for key, component in [*zip(fmt.keys("param"), fmt.components, strict=True)][1:]:
+        state[key] = state[key].to(component.type.dtype)
 
 
 def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:

@@ -6,11 +6,13 @@ Other code may write a parameter between `compile` and the first step, between s
 * What a load after some steps brings begins anew, with low words of zero, if a bit of it differs anywhere: most weights
   of a checkpoint of some steps before have the bits of now (`_brought_others`).
 * An element whose bits changed is what was written, with a low word of zero, where the old bits are known. They are
-  from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`LowWords.bits`); and a
-  master tells them at any time, since it rounds to them.
-* Elsewhere (`p.clamp_()` after a step) an old low word stays as far as it fits: it is half an ulp of bf16 of what was
-  written at most. This holds for writes through `p.data` or shared memory too, which nobody notices, since no format
-  reads more out of a low word (`Format.decode_param`, `Format.always_fits`).
+  from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`LowWords.bits`), unless
+  a sample shows that the weights were not those of the last step when they were loaded; and a master tells them at any
+  time, since it rounds to them.
+* Elsewhere (`p.clamp_()` after a step; averages that `p.data.copy_` brought and a load takes away) an old low word
+  stays as far as it fits: it is half an ulp of bf16 of what was written at most. This holds for writes through `p.data`
+  or shared memory too, which nobody notices, since no format reads more out of a low word (`Format.decode_param`,
+  `Format.always_fits`).
 
 Low words from a checkpoint are kept where hi + lo rounds to hi, in whatever order weights and state were loaded; of
 integers, which count parts of the last place of whatever high word is there, these are all. `set_exact_value` writes a
@@ -48,7 +50,7 @@ from collage_neuron.states.bookkeeping import (
 )
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.live_objects import groups_of
-from collage_neuron.states.sharding import is_distributed, is_sharded, like, local, version
+from collage_neuron.states.sharding import is_distributed, is_sharded, like, local, some_bits, version
 from collage_neuron.states.state_keys import names_in, words_of
 from collage_neuron.states.state_writes import kept_format_of
 from collage_neuron.states.store import is_idle, is_stored, store
@@ -107,6 +109,8 @@ def before_load(params: Iterable[torch.Tensor]) -> None:
     """Called before `load_state_dict` of a model writes each of `params` once, if it does not raise."""
     written = {id(p): p for p in params if p.dtype == torch.bfloat16}
     for optimizer in compiled_optimizers() if written else ():
+        if _is_written_unseen(bookkeeping(optimizer)):
+            continue  # the bits are not those that the low words belong to
         own = {id(p) for group in groups_of(optimizer) for p in group["params"]}
         known = bookkeeping(optimizer).marks.params
         for p in (p for key, p in written.items() if key in own and p in known):
@@ -135,8 +139,16 @@ def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
         book.marks.mark_all(split, states, [] if in_step is None else in_step.with_others().ids)
     if before:
         book.marks.params.update(before)
+    book.samples_of_bits = [(p, some_bits(p)) for p in split.params[:: 1 + len(split.params) // 3]]
     if ended:
         coarse_writes.sample_after_step(book, split.params)
+
+
+def _is_written_unseen(book: Bookkeeping) -> bool:
+    """Returns True if a parameter has the mark of the last step, and other bits: it was written through `.data`."""
+    known, noted = book.marks.params, book.samples_of_bits or ()
+    changed = [p for p, before in noted if some_bits(p) != before]
+    return any(p in known and known[p].event == STEPPED and known[p].is_of(p) for p in changed)
 
 
 def _gone(optimizer: Optimizer, split: Split) -> list[torch.Tensor]:

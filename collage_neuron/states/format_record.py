@@ -65,8 +65,8 @@ def load(optimizer: Optimizer, kept: Iterable[torch.Tensor] = ()) -> None:
         record_of(optimizer, p)["param"] = fmt
 
 
-def check_saved(group: Mapping[str, Any], index: int) -> list[str | None]:
-    """Returns the format of each parameter of a group of a checkpoint as recorded; None in those without a record.
+def check_saved(group: Mapping[str, Any], index: int) -> list[dict[str, str]]:
+    """Returns the record of each parameter of a group of a checkpoint; nothing of parameters in those without one.
 
     Raises:
         ValueError: a format is not registered, or the record is damaged.
@@ -75,7 +75,8 @@ def check_saved(group: Mapping[str, Any], index: int) -> list[str | None]:
     if any(len(column) != len(group["params"]) for column in columns.values()):
         raise _damaged(group, index)
     # Beside parameters in a format that is recorded, the others had none, or a single word.
-    return [fmt or "bf16" for fmt in columns["param"]] if "param" in columns else [None] * len(group["params"])
+    columns |= {"param": [fmt or "bf16" for fmt in columns["param"]]} if "param" in columns else {}
+    return [{name: x for name, c in columns.items() if (x := c[i])} for i in range(len(group["params"]))]
 
 
 def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> None:

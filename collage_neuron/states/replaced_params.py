@@ -163,7 +163,7 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
             unlike = unlike and not is_shared_word(key, state)
             check_placements(p, value, f"{key!r} of {where}")
             if unlike and not reduced_states.may_be_state(name_of(key, state), value, p, book):
-                raise _of_another_shape(where, key, value)
+                raise _of_another_shape(where, key, value, _has_its_shape(state, p))
     same.update(map(id, params))
 
 
@@ -177,10 +177,21 @@ def _check_words(optimizer: Optimizer) -> None:
     for p, words in split_words(optimizer.state).items():
         for key, word in words.items():
             if word.shape != p.shape and not key.endswith(shared):
-                raise _of_another_shape(f"a parameter of shape {list(p.shape)}", key, word)
+                raise _of_another_shape(f"a parameter of shape {list(p.shape)}", key, word, False)
 
 
-def _of_another_shape(where: object, key: str, value: torch.Tensor) -> ValueError:
+def _has_its_shape(state: Mapping[str, Any], p: torch.Tensor) -> bool:
+    """Returns True if a state has the shape of the parameter, which is then what it was."""
+    return any(isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape == p.shape for x in state.values())
+
+
+def _of_another_shape(where: object, key: str, value: torch.Tensor, is_set: bool) -> ValueError:
+    if is_set:
+        return ValueError(
+            f"{where} has a state {key!r} of another shape, {list(value.shape)}, which step() does not make so: other "
+            "code has set it. Nothing was updated: keep it in a list or dictionary, in the state or elsewhere, or give "
+            "it the parameter's shape"
+        )
     return ValueError(
         f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was exchanged, or cut by a wrapper "
         "(FullyShardedDataParallel). Nothing was updated: wrap the model first, and compile after that; to change the "

@@ -7,6 +7,7 @@ States get the placement of their parameter, so that code that saves or reshards
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -75,6 +76,18 @@ def version(t: torch.Tensor) -> int:
     own = torch_privates.version(t)
     # An operation on a DTensor moves on its own counter, and one on the part that is in it, as our steps, that of it.
     return own if type(t) in ORDINARY or (part := local(t)) is t else own + torch_privates.version(part)
+
+
+def some_bits(t: torch.Tensor) -> bytes:
+    """The first bits of `t` on the CPU, which show writes that torch does not count (`t.data.add_`, numpy).
+
+    They are read without an operation of torch, which would take five times as long: this is asked in every step.
+    """
+    if type(t) not in ORDINARY or not t.is_cpu or t.layout is not torch.strided or not t.is_contiguous():
+        return b""
+    size = min(t.numel() * t.element_size(), 2048)
+    # Memory that was given back (FSDP1) has an address all the same.
+    return ctypes.string_at(t.data_ptr(), size) if t.untyped_storage().nbytes() >= size else b""
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -22,7 +22,8 @@ ELEMENTWISE = frozenset({
     "rsqrt", "rsub", "sign", "sqrt", "square", "sub", "where",
 })  # fmt: skip
 """Operations that give an element the same bits wherever it lies (the first ones, if they have numbers). At the end of
-a tensor, which is no whole vector, torch computes `exp` and `pow` otherwise, and signs of zeros in `maximum`."""
+a tensor, which is no whole vector, torch computes `exp` and `pow` otherwise, and signs of zeros in `maximum`, and in
+`lerp` by a weight of 1."""
 
 _aten: Any = torch.ops.aten
 WHOLE = {_aten.sum.default: _aten.sum.dim_IntList, _aten.mean.default: _aten.mean.dim}
@@ -86,7 +87,8 @@ class There:
         if kind is not float:
             return values[0] if kind is None else _EACH
         found = {numbers[at] for at in values}
-        return found.pop() if len(found) == 1 and 0.0 not in found else _EACH  # 0.0 equals -0.0
+        # 0.0 equals -0.0, and 1 may be a weight of `lerp`.
+        return found.pop() if len(found) == 1 and found.isdisjoint((0.0, 1.0)) else _EACH
 
     def each(self, column: Column, numbers: Sequence[float]) -> Sequence[Any]:
         """Those of each."""

@@ -80,6 +80,27 @@ def test_tied_weights_and_an_optimizer_without_states_or_with_all_go_on(
     assert differences(go_on(runs[1], range(3, 5)), go_on(runs[0], range(3, 5))) == []
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.2345678))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x
+
+
+@pytest.mark.parametrize("strategy", ["plus", DEFAULT])
+def test_a_parameter_without_dimensions_goes_on(strategy: str, tmp_path: Path) -> None:
+    """Adagrad has its states before the first step, so torch takes no hidden one."""
+    runs: list[Run] = []
+    for seed in (0, 1):
+        model = mlp(seed).append(Scaled())
+        runs.append(collage_neuron.compile(model, Adagrad(model.parameters(), lr=1e-2), strategy=strategy))
+    trained(runs[0], tmp_path)
+    load(runs[1], tmp_path, StateDictOptions())
+    assert differences(go_on(runs[1], range(3, 5)), go_on(runs[0], range(3, 5))) == []
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_low_words_of_a_frozen_layer_go_on(options: str, tmp_path: Path) -> None:
     """torch reads into them, and gives the optimizer no states of parameters that need no gradient."""

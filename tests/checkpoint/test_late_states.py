@@ -60,6 +60,13 @@ def shared(optimizer: Optimizer, p: Any, state: dict[Any, Any]) -> Any:
     return p.grad * kept.mul_(0.5).add_(p.grad.sum()).sum()
 
 
+def neighbours(optimizer: Optimizer, p: Any, state: dict[Any, Any]) -> Any:
+    """All parameters and their states, in each state."""
+    held = state.setdefault("held", [*optimizer.param_groups[0]["params"]])
+    state["moments"] = [optimizer.state[q].get("m") for q in held]
+    return p.grad
+
+
 class Late(Optimizer):
     """Momentum, and from its third step on something else."""
 
@@ -117,7 +124,7 @@ def test_a_run_goes_on_as_in_plain_torch(late: Any, strategy: str) -> None:
         torch.testing.assert_close(ours, plain, rtol=0.0, atol=1e-6 if strategy == "fp32" else 1e-4)
 
 
-@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("late", [*LATE, neighbours])
 def test_an_export_has_what_plain_torch_would_have(late: Any) -> None:
     exports: list[Any] = []
 

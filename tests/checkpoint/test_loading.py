@@ -69,6 +69,18 @@ TRUNCATED: dict[str, tuple[Change, str]] = {
 
 OF_OURS: dict[str, tuple[Change, str]] = {
     "no second word": (drop(5, "exp_avg_sq_lo"), r"state\[5\] has no 'exp_avg_sq_lo', the low word of 'exp_avg_sq'"),
+    "no second word of a value": (
+        lambda s: put(5, exp_avg_sq=s["state"][5].pop("exp_avg_sq_lo").float())(
+            s
+        ),  # as DCP reads it where there is none
+        r"state\[5\] has no 'exp_avg_sq_lo', the low word of 'exp_avg_sq', which was saved as bf16\+int8: is it",
+    ),
+    "a narrow word": (
+        lambda s: s["param_groups"][0].update(
+            collage_formats=s["param_groups"][0]["collage_formats"].replace('g": "bf16+int8', 'g": "bf16+int16')
+        ),
+        r"state\[0\] has a narrower 'exp_avg_lo', the low word of 'exp_avg', which was saved as bf16\+int16",
+    ),
     "no word of the parameter": (drop(0, "param_lo"), r"state\[0\] has no 'param_lo', the low word of 'param'"),
     "no state of a parameter": (
         lambda s: s["state"].pop(0),

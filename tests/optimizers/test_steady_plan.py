@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
 
 import collage_neuron
 from collage_neuron.optimizer import compiled_step, steady_plan
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.states import step_inventory
 
 MAKES: dict[str, Callable[..., Any]] = {
@@ -277,3 +278,36 @@ def test_two_states_that_share_a_count_are_rejected() -> None:
 
     with pytest.raises(ValueError, match="two states hold one tensor"):
         trained(MAKES["AdamW"], at(FIRST, share))
+
+
+class Momentum(torch.optim.Optimizer):
+    """A class whose steps are traced."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+@pytest.mark.parametrize("make", [AdamW, lambda params: Momentum(params, {})])
+def test_a_parameter_that_is_taken_out_of_its_group_costs_no_launch(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its value stays; the others go on together, without it."""
+    launched, run = list[list[int]](), NATIVE.run
+
+    def noted(launches: Any) -> Any:
+        launched.append([len(x.reads) for x in launches])
+        return run(launches)
+
+    monkeypatch.setattr(NATIVE, "run", noted)
+    params = [Parameter(torch.randn(4, 3)) for _ in range(5)]
+    optimizer = collage_neuron.compile(make(params), backend="native", validate="off", verbose=False)
+    for t in range(8):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        if t == 3:
+            value = collage_neuron.exact_value(optimizer, params[1])
+            gone = optimizer.param_groups[0]["params"].pop(1)
+    assert launched[-8:] == [[5]] * 4 + [[4]] * 4  # the first ones of a process are those of the rounding probe
+    optimizer.param_groups[0]["params"].append(gone)
+    assert torch.equal(collage_neuron.exact_value(optimizer, gone), value)

@@ -90,6 +90,22 @@ def test_each_of_a_tensor_of_weights_has_its_own_form(backend: str, strategy: st
     assert ((right.abs() < 2.0**-14).sum() > 200).item()
 
 
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("weight", [0.3, 0.5, 1.0, 2.0, -1.0])
+def test_a_lerp_has_the_bits_of_torch_also_where_it_gives_zeros(weight: float, backend: str) -> None:
+    def update(p: Tensor, g: Tensor, kept: Tensor, c: float) -> None:
+        kept.sign_().mul_(0.0).lerp_(g * 0.0, c).reciprocal_().clamp_(-3.0, 3.0)
+
+    ours, p, *_ = both(update, "fp32", backend=backend)
+    theirs = Scaled([q := torch.nn.Parameter(gradient(99).float())], update)
+    for optimizer, param in ((ours, p), (theirs, q)):
+        optimizer.param_groups[0]["c"] = weight
+        for number in range(2):
+            param.grad = gradient(number).to(param.dtype)
+            optimizer.step()
+    assert torch.equal(ours.state[p]["kept"], theirs.state[q]["kept"])
+
+
 def test_the_form_changes_with_the_number_and_back() -> None:
     ours, p, *_ = both(UPDATES["multiplied"], "fp32")
     far = []

@@ -145,6 +145,19 @@ def test_low_words_of_states_are_never_taken_for_strangers(strategy: str, arithm
             assert state_writes.belongs(optimizer, p, name).all()
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_state_of_another_shape_is_rejected_by_its_name(steps: int) -> None:
+    """In a list it stays what it is."""
+    p, optimizer = trained("split433", steps=steps)
+    optimizer.state[p]["row"] = torch.ones(3)
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=r"has a state 'row' of another shape, \[3\], .*: other code has set it"):
+        train(p, optimizer, range(1))
+    assert torch.equal(p, before)
+    optimizer.state[p]["row"] = [optimizer.state[p]["row"]]
+    train(p, optimizer, range(steps and 1))  # torch's own Adam takes a state that is there for its own
+
+
 def test_exports_have_what_was_written() -> None:
     model = nn.Linear(8, 8)
     model, optimizer = collage_neuron.compile(model, Adam(model.parameters()))

@@ -78,13 +78,23 @@ def swapped_by_data(model: nn.Module) -> None:
         p.data = value.clone()
 
 
+def swapped_by_data_and_loaded(model: nn.Module) -> None:
+    """An average that `p.data.copy_` brings, of which torch counts no write, and a load takes away."""
+    own = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.data.copy_(2 * p)
+    model.load_state_dict(own)
+
+
 def swapped_as_vectors(model: nn.Module) -> None:
     own = parameters_to_vector(model.parameters())
     vector_to_parameters(2 * own, model.parameters())
     vector_to_parameters(own, model.parameters())
 
 
-CAME_AND_WENT = [copied, perturbed_and_restored, swapped, swapped_by_data, swapped_as_vectors]
+CAME_AND_WENT = [
+    copied, perturbed_and_restored, swapped, swapped_by_data, swapped_by_data_and_loaded, swapped_as_vectors,
+]  # fmt: skip
 
 
 @pytest.mark.sampled(of=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,27 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 
 # --- between steps: parameters and states -----------------------------------------------------------------------------
+
+
+class Counting(Ball):
+    """Notes what states have, of parameters without gradients too, as code asks that makes what is not there."""
+
+    seen: list[Any]
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            self.seen.append((not self.state[p], len(self.state[p]), self.state[p] == {}))
+        return super().step(closure)
+
+
+@case
+def first_gradients_come_late(world: World) -> None:
+    """Before them a state has the low word of the parameter alone."""
+    world.compile(Counting(world.params)).seen = world.notes
+    world.step(4, without=(0, 2))
+    world.optimizer.load_state_dict(copy.deepcopy(world.optimizer.state_dict()))
+    world.step(4, without=(2,))
+    world.step(8)
 
 
 class Product(Base):

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 from traced_updates import Stepping, place, stepped_beside
 
-from collage_neuron.trace import batched_calls, materialize
+from collage_neuron.trace import batched_calls, materialize, read_ahead
 
 SHAPES = (4, 6), (3,), (4, 6), (), (70, 70), (3,), (4, 6), (), (1, 33), (4, 6)  # one is large: it is not computed ahead
 READ: list[float] = []
@@ -106,6 +106,12 @@ def of_two_numbers(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g, alpha=lr / (1 + read(u.sum()) ** 2 + read(u.abs().min()) + read(u.max())))
 
 
+def of_signs_of_zeros(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    zero, other = p - p, (g - g).neg()
+    signs = (zero.lerp(other, weight).reciprocal().sign().sum() for weight in (1.0, 1))
+    p.sub_(g, alpha=lr / (99 + sum(map(read, signs))))
+
+
 def of_views(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     m = s.setdefault("m", torch.zeros_like(p))
     flat = m.view(-1) if m.dim() else m
@@ -155,16 +161,19 @@ UPDATES = (
     of_a_sum_that_goes_on,
     of_what_is_known_after_all,
     of_two_numbers,
+    of_signs_of_zeros,
     of_views,
 )
 
 
-def run(update: Any, strategy: str, shapes: Any = SHAPES) -> tuple[Any, list[torch.Tensor], list[float]]:
+def run(
+    update: Any, strategy: str, shapes: Any = SHAPES, steps: int = 11
+) -> tuple[Any, list[torch.Tensor], list[float]]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if strategy else torch.float32
     params = [Parameter(torch.randn(shape).bfloat16().to(dtype)) for shape in shapes]
     READ.clear()
-    optimizer, found = stepped_beside(partial(Stepping, update=update), params, strategy, 11)
+    optimizer, found = stepped_beside(partial(Stepping, update=update), params, strategy, steps)
     return optimizer, found, READ.copy()
 
 
@@ -199,3 +208,24 @@ def test_a_steady_step_runs_each_operation_once_for_all(monkeypatch: pytest.Monk
     monkeypatch.setattr(batched_calls, "_are_alike", lambda each, _, *args: alike(each, (torch.neg, ()), *args))
     run(with_trust, "fp32", [(4, 6)] * 20)
     assert len(together) == 2 * 9  # each norm alone, in nine steps
+
+
+def that_cannot_be_guessed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """In each step another number is a new one, and that of the last step is what it was."""
+    p.sub_(g, alpha=lr / (1 + sum(abs(read((g + (0.1 * t if i == t else 0.5)).sum())) for i in range(24))))
+
+
+def test_after_many_wrong_guesses_values_are_computed_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong, guess_again = list[int](), materialize.Cones.guess_again
+
+    def noted(cones: Any, k: int, own: Any) -> None:
+        wrong.append(k)
+        guess_again(cones, k, own)
+
+    monkeypatch.setattr(materialize.Cones, "guess_again", noted)
+    _, found, ahead = run(that_cannot_be_guessed, "fp32", [(3,)] * 2, steps=22)
+    assert len(wrong) == read_ahead.MOST_GUESSES + 1
+    monkeypatch.setattr("collage_neuron.trace.read_ahead.FEWEST", 10**6)
+    _, expected, asked = run(that_cannot_be_guessed, "fp32", [(3,)] * 2, steps=22)
+    assert ahead == asked
+    assert all(map(torch.equal, found, expected))

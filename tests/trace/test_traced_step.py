@@ -216,6 +216,29 @@ def test_a_step_that_cannot_be_undone_is_not_repeated(traced: None) -> None:
     assert optimizer.own.unique().tolist() == [3.0]
 
 
+@pytest.mark.parametrize(("times", "fails"), [(2, lambda: torch.ones(2) + torch.ones(3)), (2, [].pop), (1, {}.popitem)])
+def test_a_step_in_which_torch_or_python_fails_runs_twice_and_counts_once(times: int, fails: Any, traced: None) -> None:
+    """As docs/limits.md says; a KeyError comes from no value that waits."""
+    ran = []
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        o.count += 1
+        p.sub_(g, alpha=lr)
+        ran.append(t)
+        if t == 3:
+            fails()
+
+    p = Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer: Any = Stepping([p], update)
+    optimizer.count = 0
+    optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+    for t in range(1, 4):
+        set_gradients([p], t)
+        with contextlib.nullcontext() if t < 3 else pytest.raises((RuntimeError, LookupError)):
+            optimizer.step()
+    assert (ran[-times - 1 :], optimizer.count) == ([2] + [3] * times, 2)
+
+
 def test_steps_that_are_all_different_run_as_written(traced: None) -> None:
     """To compile each of them costs more."""
     params = initial(torch.bfloat16)

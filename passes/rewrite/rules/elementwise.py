@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import nextafter
 from typing import Any
 
 import torch
@@ -73,21 +74,26 @@ def addcdiv(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
     return add_to(a, x, times(a, y, value) / a.read(z))
 
 
+_BELOW_QUARTER = nextafter(0.25, 0.0)
+"""Divided by a number it is less than a half if that number is a half or more."""
+
+
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(a: Arithmetic, x: Any, y: Any, weight: Any) -> Any:
-    """x + weight * (y - x), or from a weight of a half on, as in ATen, y - (1 - weight) * (y - x), which is y at 1.
+    """x + weight * (y - x), or from a weight of a half on y + (weight - 1) * (y - x), which is y at 1.
 
+    So is that of whole vectors in ATen, also in the signs of zeros; at the end of a tensor ATen has -(1 - weight).
     For a state in bf16 arithmetic (1 - weight) * x + weight * y, with 1 - weight from the host. Where the weight is a
     tensor, each element has the form of its own.
     """
     host = lift(weight).host
-    if host is not None and a.is_far(1 - host):
-        return a.round(a.read(y) - a.read(1 - host) * (a.read(y) - a.read(x)))
+    if host is not None and a.is_far(_BELOW_QUARTER / host):
+        return a.round(a.read(y) + a.read(host - 1) * (a.read(y) - a.read(x)))
     rate, gap = a.read(weight), a.read(y) - a.read(x)
     near = add_to(a, x, rate * gap)
     if host is not None or isinstance(rate, (int, float)):
         return near
-    far = a.round(a.read(y) - (1.0 - rate) * gap)
+    far = a.round(a.read(y) + (rate - 1.0) * gap)
     where = RULES[aten.where.self]  # of `masks`, whose rules follow these in the table
     return where(a, Mask(torch.abs(rate) < 0.5), near, far)
 
