@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 SMALL = 4096
 """Of up to so many elements what was computed stays, and may be computed ahead."""
 
+KEPT = 1 << 19
+"""Up to so many elements of what a step begins with have memory between steps, too: 2 MiB."""
+
 FEWEST = 4
 """Values for which it pays."""
 
@@ -36,6 +39,10 @@ WRONG = 2
 
 MOST_GUESSES = 16
 """Steps in which a guess may be wrong; then values are computed when they are asked for."""
+
+
+Stacks = dict[Places, torch.Tensor]
+"""Tensors of which rows are at places."""
 
 
 class Beginning(NamedTuple):
@@ -96,13 +103,8 @@ class Schedule:
         ]
         self.getters = [itemgetter(*own, *own[:1]) if own else None for own in self.positions]
         """For each value, what gives those numbers, the first one twice: always a tuple."""
-        # What is filled in each step is the same memory: small tensors.
-        found = [*self._found_stacks()]
-        self._stacks = {
-            places: torch.empty((len(places), *shape), dtype=torch.float32, device="cpu") for places, shape in found
-        }
-        self._places = [*chain.from_iterable(self._stacks)]
-        self._rows = [*chain.from_iterable(stack.unbind() for stack in self._stacks.values())]
+        self._shapes_of_stacks = dict(self._found_stacks())
+        self._kept: tuple[Stacks, list[torch.Tensor]] | None = None
         self._alike = dict(_alike(last, first, {at for own in self.positions for at in own}))
         """Numbers that were like one that is known, and which that is."""
 
@@ -183,14 +185,25 @@ class Schedule:
         for place, shape in left.items():
             yield (place,), shape
 
+    def _memory(self) -> tuple[Stacks, list[torch.Tensor]]:
+        """Tensors for what the step begins with, and their rows: the same in each step, if they are small."""
+        if self._kept is not None:
+            return self._kept
+        shapes = {places: (len(places), *shape) for places, shape in self._shapes_of_stacks.items()}
+        stacks = {places: torch.empty(x, dtype=torch.float32, device="cpu") for places, x in shapes.items()}
+        found = stacks, [*chain.from_iterable(stack.unbind() for stack in stacks.values())]
+        self._kept = found if sum(map(prod, shapes.values())) <= KEPT else None
+        return found
+
     def run(self, numbers: Sequence[float], last: Sequence[float], copy_into: Callable[..., bool]) -> Ahead | None:
         """Computes all, with the `numbers` that are known and those of the `last` step."""
         guess = [*numbers, *last[len(numbers) :]]
         for at, like in self._alike.items():
             guess[at] = numbers[like]
-        there, values = There(self._stacks), dict[int, torch.Tensor]()
-        there.put_each(self._places, self._rows)
-        if not copy_into(self._places, self._rows):
+        stacks, rows = self._memory()
+        there, values, begun = There(stacks), dict[int, torch.Tensor](), [*chain.from_iterable(stacks)]
+        there.put_each(begun, rows)
+        if not copy_into(begun, rows):
             return None
         for batches, asked, places in self._batches:
             for batch in batches:

@@ -210,6 +210,14 @@ def test_a_steady_step_runs_each_operation_once_for_all(monkeypatch: pytest.Monk
     assert len(together) == 2 * 9  # each norm alone, in nine steps
 
 
+def test_much_memory_does_not_stay_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most in (2000, 1999):  # four values of each parameter
+        monkeypatch.setattr("collage_neuron.trace.read_ahead.KEPT", most)
+        optimizer, _, _ = run(with_trust, "fp32", [(10, 10)] * 5)
+        schedule = optimizer._collage_bookkeeping.traces.kinds[0].cones.schedule
+        assert (schedule._kept is not None) == (most == 2000)
+
+
 def that_cannot_be_guessed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """In each step another number is a new one, and that of the last step is what it was."""
     p.sub_(g, alpha=lr / (1 + sum(abs(read((g + (0.1 * t if i == t else 0.5)).sum())) for i in range(24))))
