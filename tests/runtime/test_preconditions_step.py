@@ -65,7 +65,7 @@ AT_STEP: dict[str, tuple[Callable[[Optimizer], None], type[Exception], str]] = {
     "weight decay NaN": (set_group(weight_decay=NAN), ValueError, "weight decay.; nothing was updated"),
     "sparse": (sparse_gradient, UnsupportedUpdate, r"gradient of .*param_groups\[1\].* is sparse .*use sparse=False"),
     "half": (half_parameter, TypeError, rf"{SECOND} is torch.float16 \(float\).*only bfloat16 and float32 parameters"),
-    "a state's shape": (cut_state, ValueError, r"another shape than its state '(exp_avg|param_lo)'"),
+    "a state's shape": (cut_state, ValueError, r"a(nother shape than its| state 'exp_avg' of another)"),
     "strategy": (set_group(collage_strategy="minus"), ValueError, "unknown strategy 'minus'; choose one of"),
     "arithmetic": (set_group(collage_arithmetic="fp8"), ValueError, "unknown arithmetic 'fp8'; choose one of"),
     "backend": (
