@@ -11,7 +11,7 @@ What is *not* part of the key is looked at by each step: gradients, versions and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
@@ -92,6 +92,10 @@ class Seen:
         if are_same(params, self.owners):
             return self.states
         return [self._by_id.get(id(p), {}) for p in params]
+
+    def has(self, states: Mapping[int, dict[str, Any]]) -> bool:
+        """Returns True if parameters, by their ids, have the dictionaries that the step has found."""
+        return all(states.get(id(p), own) is own for p, own in zip(self.owners, self.states, strict=True))
 
     def with_others(self) -> Seen:
         """The same where states have got other tensors, of the same types."""

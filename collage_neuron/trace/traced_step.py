@@ -475,9 +475,9 @@ class TracedStep:
         self, kind: StepKind, mode: DeferredCalls, left: Sequence[tuple[Any, Any, dict[Any, Any]]]
     ) -> list[Job]:
         """What is launched; if it cannot be, the step goes on with the states that it has `left`."""
-        optimizer = self.optimizer
-        if self._began.seen is not None and kind.before.keys == kind.left.keys:
-            bookkeeping(optimizer).seen = self._began.seen
+        optimizer, seen = self.optimizer, self._began.seen
+        if seen is not None and kind.before.keys == kind.left.keys and seen.has({id(p): s for p, s, _ in left}):
+            bookkeeping(optimizer).seen = seen
         try:
             jobs = self._jobs(kind, mode)
             _check_gradients(jobs)

@@ -213,6 +213,13 @@ def states_by_default(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None
     last.copy_(g)
 
 
+@launched
+def in_another_dictionary_in_some_steps(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(s.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.1), alpha=lr)
+    if t % 3 == 2:
+        o.state[p] = dict(s)
+
+
 @computed  # no number of a step is -0.0, if it belongs to an operation
 def made_of_another_zero_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     zero = torch.full_like(p, -0.0 if t == 5 else 0.0)
