@@ -161,7 +161,7 @@ FAULTS = [
     Fault("collage_neuron/runtime/nonfinite.py", "before + (~finite).to(torch.int32)", "before + 1",
           "runtime/test_faults.py::test_a_skipped_step_is_one_that_is_not_taken[adamw-plus-fp32-native-nan]"),
     Fault("collage_neuron/optimizer/load_checks.py", "if p not in kept:", "if False:",
-          LOADING + "model_and_optimizer_may_be_loaded_in_either_order[True]"),
+          LOADING + "model_and_optimizer_may_be_loaded_in_either_order[True-split433-deepcopy]"),
     Fault("collage_neuron/conversion/aliased_memory.py", "and not moving.isdisjoint(_memory(x))", "and False",
           SHARING + "a_view_of_a_parameter_that_compile_moves_is_rejected[p.data]"),
     Fault("collage_neuron/conversion/aliased_memory.py",
