@@ -59,7 +59,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     if update.seen_as is not None and not job.backend.reshapes:
         columns = {key: [_seen(t, key, update) for t in tensors] for key, tensors in columns.items()}
     reads, writes = _rows(columns, update.inputs, len(states)), _rows(columns, update.outputs, len(states))
-    if len({*map(id, chain.from_iterable(writes))}) < len(states) * len(update.outputs):
+    if seen is None or not seen.structure.are_apart or "grad" in update.outputs:
         _check_apart(writes, update)
     # If they draw, there are too many launches to look for one.
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
@@ -168,7 +168,7 @@ def finish(optimizer: Optimizer, job: Job) -> None:
     if job.recording.captured.clears_gradient:
         for p in job.params:
             p.grad = None
-    for p in compress(job.params, map(not_, states)):
+    for p in () if job.update.of_states else compress(job.params, map(not_, states)):
         if not optimizer.state[p]:
             del optimizer.state[p]  # as torch's SGD, which has none
 

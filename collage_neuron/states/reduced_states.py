@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,13 +147,10 @@ def narrow_counts(optimizer: Optimizer) -> list[Place]:
 
 def check_counts(optimizer: Optimizer) -> None:
     """Raises ValueError if two states of an optimizer of torch hold one 0-d tensor: each step would count twice."""
-    if (in_step := step_inventory.of(optimizer)) is None:
+    if (in_step := step_inventory.of(optimizer)) is None or in_step.structure.are_apart:
         return
-    values = list(chain.from_iterable(map(dict.values, in_step.states)))
-    places = in_step.structure.once(
-        "counts", lambda: tuple(isinstance(x, torch.Tensor) and not x.dim() for x in values)
-    )
-    counts = list(map(id, compress(values, places)))
+    values = chain.from_iterable(map(dict.values, in_step.states))
+    counts = [id(x) for x in values if isinstance(x, torch.Tensor) and not x.dim()]
     if len(counts) == len(set(counts)):
         return
     name = next(k for state in in_step.states for k, x in state.items() if id(x) in counts and counts.count(id(x)) > 1)

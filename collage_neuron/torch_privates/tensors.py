@@ -40,7 +40,8 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function of as many tensors: True if all have the same classes, dtypes, devices, shapes, strides and flags.
 
     It is the guard of torch.compile, one call for all: reading each property of a thousand tensors costs six times as
-    much. It returns False whenever a tensor occurs twice: then, and where torch has none, the properties are read.
+    much. It returns False whenever a tensor occurs twice: then, and where torch has none, the properties are read, and
+    no more tensors may be the same ones.
     """
     try:
         guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -50,8 +51,8 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     except (AttributeError, TypeError, RuntimeError):
         pass
     # Another torch, or tensors that its guard does not take.
-    expected = list(map(_properties, tensors))
-    return lambda *others: list(map(_properties, others)) == expected
+    count, expected = len(set(map(id, tensors))), list(map(_properties, tensors))
+    return lambda *others: len(set(map(id, others))) >= count and list(map(_properties, others)) == expected
 
 
 def _properties(t: torch.Tensor) -> tuple[Any, ...]:

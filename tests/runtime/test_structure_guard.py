@@ -83,3 +83,11 @@ def test_a_guard_notices_what_may_change_about_a_tensor(
 def test_the_guard_of_a_step_is_that_of_torch() -> None:
     made = torch_privates.guard([torch.ones(2), torch.ones(3)])
     assert not hasattr(made, "__code__")  # a function in C: it is faster, and nothing else fails where it is gone
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["by torch", "by Python"])
+def test_a_guard_notices_a_tensor_that_takes_the_place_of_another_one(twice: bool) -> None:
+    tensors = [first := torch.ones(4), torch.ones(4), torch.ones(4), *[first] * twice]
+    guard = torch_privates.guard(tensors)
+    assert guard(*tensors)
+    assert not guard(first, tensors[1], tensors[1], *tensors[3:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, groupby, repeat
 from operator import add, is_, mul
 
 import torch
@@ -66,36 +66,36 @@ class PointerArrays:
 Place = tuple[int, int]
 """A parameter of a step: the numbers of its launch and, in that, of itself."""
 
+Taken = list[tuple[int, Launch]]
+"""Launches of a step that are not skipped, with their numbers."""
 
-@dataclass
+
 class Group:
     """Parameters with one update, whose tensors are looked at column by column: in Python, nothing is done for each."""
 
-    update: Update
-    bound: Bound
-    places: list[Place] = field(default_factory=list)
-    scalars: list[int] = field(default_factory=list)
-    """For each parameter the address of its scalar vector."""
-    reads: list[Sequence[Tensor]] = field(default_factory=list)
-    writes: list[Sequence[Tensor]] = field(default_factory=list)
-    in_place: bool = True
-    """True if all its launches are."""
+    def __init__(self, update: Update, bound: Bound, launches: Taken, only: Place | None = None) -> None:
+        """The parameters of `launches`; these are parts of others if the place of the `only` parameter is given."""
+        self.update, self.bound, self._launches, self._only = update, bound, launches, only
+        self.reads = [*chain.from_iterable(x.reads for _, x in launches)]
+        self.writes = [*chain.from_iterable(x.writes for _, x in launches)]
 
-    def add(self, number: int, launch: Launch) -> None:
-        """Adds the parameters of a launch."""
-        self.places += zip(repeat(number), range(len(launch.reads)))
-        # All have one vector, or each a row; a row that is expanded has no stride.
-        first, vector = launch.vector.data_ptr(), launch.vector
-        width = vector.stride(0) * vector.element_size() if vector.dim() > 1 else 0
-        self.scalars += [first + width * i for i in range(len(launch.reads))]
-        self.reads += launch.reads
-        self.writes += launch.writes
-        self.in_place = self.in_place and launch.in_place
+    @property
+    def places(self) -> list[Place]:
+        """The parameters."""
+        if self._only is not None:
+            return [self._only]
+        return [(number, i) for number, launch in self._launches for i in range(len(launch.reads))]
+
+    @property
+    def scalars(self) -> list[int]:
+        """For each parameter the address of its scalar vector."""
+        return [*chain.from_iterable(_vectors(launch) for _, launch in self._launches)]
 
     def alone(self) -> Iterator[Group]:
         """Each parameter as a group."""
-        for place, scalars, reads, writes in zip(self.places, self.scalars, self.reads, self.writes, strict=True):
-            yield Group(self.update, self.bound, [place], [scalars], [reads], [writes])
+        for number, launch in self._launches:
+            for i in range(len(launch.reads)):
+                yield Group(self.update, self.bound, [(number, launch.part([i]))], (number, i))
 
     def is_apart(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> bool:
         """Returns True if a word, of all these, lies apart from the one that it replaces."""
@@ -109,13 +109,22 @@ class Group:
     def slots(self) -> tuple[bool, list[Tensor]]:
         """The tensors of one parameter after the other in the order of slots; and True if words lie apart."""
         reads = list(chain.from_iterable(self.reads))
-        apart = not self.in_place and self.is_apart(reads, list(chain.from_iterable(self.writes)))
+        in_place = all(launch.in_place for _, launch in self._launches)
+        apart = not in_place and self.is_apart(reads, list(chain.from_iterable(self.writes)))
         if not apart and not self.bound.only_written:
             return False, reads
         pairs = zip(self.reads, self.writes, strict=True)
         if apart or not self.bound.both:  # all have slots, without a look at each
             return apart, list(chain.from_iterable(chain.from_iterable(pairs)))
         return False, [t for old, new in pairs for t in (*old, *(new[j] for j in self.bound.only_written))]
+
+
+def _vectors(launch: Launch) -> Iterable[int]:
+    """For each parameter the address of its numbers: all have one vector, or each a row."""
+    first, vector, count = launch.vector.data_ptr(), launch.vector, len(launch.reads)
+    # A row that is expanded has no stride.
+    width = vector.stride(0) * vector.element_size() if vector.dim() > 1 else 0
+    return range(first, first + width * count, width) if width else repeat(first, count)
 
 
 @dataclass
@@ -245,10 +254,6 @@ class Step:
         return found
 
 
-Taken = list[tuple[int, Launch]]
-"""The launches of a step that are not skipped, with their numbers."""
-
-
 @dataclass(frozen=True, eq=False)
 class Laid:
     """A step as it was laid out, for later ones whose tensors differ in nothing but values and addresses."""
@@ -305,11 +310,8 @@ def lay_out(launches: Sequence[Launch], kernels: Kernels) -> Step | None:
     plainly in memory.
     """
     taken = [(i, x) for i, x in enumerate(launches) if x.reads and (x.finite is None or bool(x.finite))]
-    groups: list[Group] = []
-    for i, launch in taken:
-        if not groups or groups[-1].update is not launch.update:
-            groups.append(Group(launch.update, kernels.of(launch.update)))
-        groups[-1].add(i, launch)
+    alike = (list(own) for _, own in groupby(taken, lambda x: id(x[1].update)))
+    groups = [Group((update := own[0][1].update), kernels.of(update), own) for own in alike]
     kept = taken[0][1].kept if taken else None
     laid: Laid | None = None if kept is None else kept.get(kernels)
     again = None if laid is None else laid.again(taken, groups)

@@ -102,6 +102,16 @@ def test_words_that_lie_apart_from_those_they_replace() -> None:
     assert_same(x.update, [new], [wanted])
 
 
+def test_words_that_lie_apart_of_parameters_that_are_not_alike() -> None:
+    """Each of them is a group of its own."""
+    both = [tensors([40], 1), [t.mT if i == 1 else t.mT.contiguous() for i, t in enumerate(tensors((8, 5), 2))]]
+    new = [[torch.zeros_like(p), torch.zeros_like(m)] for p, _, m in both]
+    x = Launch(momentum(), torch.tensor([0.3]), both, new)
+    wanted = [results(REFERENCE, x.update, own, x.vector) for own in both]
+    NATIVE.run([x])
+    assert_same(x.update, new, wanted)
+
+
 @pytest.mark.parametrize("draws", [False, True])
 def test_what_is_dense_in_another_order(draws: bool) -> None:
     """Taken as it lies in memory, or as copies where random bits depend on the number of an element."""
