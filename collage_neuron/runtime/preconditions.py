@@ -53,7 +53,6 @@ def _values(environ: Mapping[str, str] | None) -> tuple[str | None, ...]:
 
 
 _VARIABLES = ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "NEURON_CC_FLAGS")
-_RAW_NAMES = frozenset((*_VARIABLES, *map(os.fsencode, _VARIABLES)))
 
 
 @lru_cache  # every step asks, and the settings seldom change
@@ -80,10 +79,6 @@ def _findings(values: tuple[str | None, ...]) -> tuple[Finding, ...]:
 
 def check_environment(environ: Mapping[str, str] | None = None) -> None:
     """Raises UnsafeEnvironment for the first finding with a problem."""
-    # Asked in every step: `os.environ` raises an error, and catches it, for each variable that is not set.
-    raw = getattr(os.environ, "_data", None) if environ is None else None
-    if raw is not None and raw.keys().isdisjoint(_RAW_NAMES):
-        return
     if problem := _problem(_values(environ)):
         raise UnsafeEnvironment(problem)
 

@@ -162,7 +162,7 @@ _ATOMS = {int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class Guard(torch_privates.DispatchMode):
-    """A mode in which no tensor is written that was there before, and is no copy."""
+    """A mode in which no tensor is written that was there before, and is no copy, and no number is drawn."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
@@ -180,6 +180,8 @@ class Guard(torch_privates.DispatchMode):
         kwargs = kwargs or {}
         if any(map(waits, _flat([*args, *kwargs.values()]))):  # its class notes the call, and nothing is written
             return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and kwargs.get("generator") is None:
+            raise UnknownUpdate("step() draws random numbers, which would be drawn twice")
         for x in _written(func, args, kwargs):
             if torch_privates.storage_id(x.untyped_storage()) not in self._own:
                 raise UnknownUpdate(f"step() writes to a tensor of shape {list(x.shape)} that is no state")

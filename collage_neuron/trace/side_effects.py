@@ -1,4 +1,4 @@
-"""Undoes what a step of a copy changes beside it: in globals, classes, closures, objects and random generators."""
+"""Undoes what a step of a copy changes beside it: in globals, classes, closures and objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnknownUpdate
-from collage_neuron.trace.generators import Generator, may_draw, of_object, of_process
 from collage_neuron.trace.reachable_code import instructions, is_filled, is_own, names_of, reachable, root_of
 
 _MISSING = object()
@@ -48,18 +47,11 @@ def undone(roots: Iterable[Any]) -> Iterator[None]:
     """A context after which all that code can reach from some objects is as it was.
 
     Raises:
-        UnknownUpdate: it can reach what cannot be put back (a generator, a file).
+        UnknownUpdate: it can reach what cannot be put back (a generator, a file), or draws random numbers: these are
+            not drawn twice, and other threads (a data loader) draw from the same generators meanwhile.
     """
     with _ALONE:
-        kept: list[Callable[[], None]] = []
-        names = set[str]()
-        for x in reachable(roots):
-            if isinstance(x, FunctionType) and is_own(x):
-                names |= names_of(x)
-            kept += _restoring(x)
-        # Beside other threads (a data loader) code must look like it draws: they would get the same numbers again.
-        if threading.active_count() == 1 or any(map(may_draw, names)):
-            kept += map(_of_generator, of_process())
+        kept = [restore for x in reachable(roots) for restore in _restoring(x)]
         try:
             yield
         finally:
@@ -73,8 +65,6 @@ def _restoring(x: Any) -> list[Callable[[], None]]:
     Raises:
         UnknownUpdate: nothing does. What is not known to be harmless is not: a list of what does harm has no end.
     """
-    if (generator := of_object(x, "")) is not None:
-        return [_of_generator(generator)]
     for kinds, restoring in _OF_KINDS:
         if isinstance(x, kinds):
             return list(restoring(x))
@@ -89,7 +79,7 @@ def is_harmless(x: Any) -> bool:
     """Returns True for an object of a library that does not change by being used, or whose changes nobody sees."""
     kind = type(x)
     if root_of(x) in ("torch", "numpy"):
-        return not isinstance(x, numpy.ndarray) and not kind.__module__.startswith(_OF_TORCH_THAT_CHANGE)
+        return not isinstance(x, (numpy.ndarray, torch.Generator)) and not kind.__module__.startswith(_THAT_CHANGE)
     return root_of(x) in _OF_HARMLESS_CLASSES
 
 
@@ -146,17 +136,22 @@ def _harmful(x: FunctionType) -> str | None:
 
 
 _HARMFUL_BUILTINS = {"open", "exec", "eval", "compile", "input", "breakpoint", "__import__"}
-# Methods by which torch and numpy write files.
-_HARMFUL_METHODS = {"save", "savez", "savez_compressed", "savetxt", "tofile", "memmap"}
+# By which torch and numpy write files, or lead to their random generators; what torch draws `sandbox.Guard` sees.
+_HARMFUL_METHODS = {
+    "save", "savez", "savez_compressed", "savetxt", "tofile", "memmap",
+    "random", "manual_seed", "seed", "set_rng_state", "default_generator",
+}  # fmt: skip
 
-# Libraries whose functions change nothing but what they are given, or what is put back: generators, warnings, logs.
+# Libraries whose functions change nothing but what they are given, or what nobody hears: warnings, logs.
 _HARMLESS_LIBRARIES = {
     "__future__", "_collections", "_functools", "_operator", "_warnings", "abc", "bisect", "builtins", "cmath",
     "collage_neuron", "collections", "contextlib", "contextvars", "copy", "dataclasses", "decimal", "enum", "fractions",
-    "functools", "heapq", "inspect", "itertools", "logging", "math", "numbers", "numpy", "operator", "random", "re",
+    "functools", "heapq", "inspect", "itertools", "logging", "math", "numbers", "numpy", "operator", "re",
     "statistics", "string", "time", "torch", "torch_xla", "types", "typing", "typing_extensions", "warnings",
 }  # fmt: skip
-_OF_TORCH_THAT_CHANGE = "torch.optim", "torch.utils", "torch.distributed", "torch.multiprocessing", "torch.profiler"
+_THAT_CHANGE = (
+    "torch.optim", "torch.utils", "torch.distributed", "torch.multiprocessing", "torch.profiler", "numpy.random",
+)  # fmt: skip
 # Packages whose objects say what something is, and do not change; nobody hears what is logged in a dry run.
 _OF_HARMLESS_CLASSES = {
     "_abc", "_contextvars", "abc", "contextvars", "dataclasses", "enum", "inspect", "logging", "re", "typing",
@@ -241,8 +236,3 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:  # items
         return one[0] is other[0] and one[1] is other[1]
     return one is other
-
-
-def _of_generator(generator: Generator) -> Callable[[], None]:
-    before = generator.read()  # a copy: torch, numpy and Python each give one
-    return lambda: generator.write(before)

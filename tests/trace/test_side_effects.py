@@ -10,7 +10,6 @@ import queue
 import random
 import sys
 import tempfile
-import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from torch.nn import Parameter
 from traced_cases import Stepping
 
 import collage_neuron
-from collage_neuron.trace import dry_run, side_effects
+from collage_neuron.trace import dry_run
 
 CALLS: list[Any] = []
 TABLE: dict[str, Any] = {"inner": {"n": 0}}
@@ -90,9 +89,15 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "an object": lambda: setattr(COUNTER, "n", COUNTER.n + 1),
     "a closure": COUNT,
     "a default and an attribute of a function": _function,
-    "a generator of random numbers": DRAWS.random,
-    "that of torch": lambda: torch.rand(()),
-    "that of Python": random.random,
+}
+
+DRAWN: dict[str, Callable[[], Any]] = {
+    "a generator": lambda: DRAWS.random(),
+    "torch": lambda: torch.rand(()),
+    "in place": lambda: torch.empty(3).uniform_(),
+    "Python": random.random,
+    "numpy": lambda: np.random.rand(),
+    "a seed": lambda: torch.manual_seed(1),
 }
 
 
@@ -100,7 +105,7 @@ def _state() -> str:
     (cell,) = COUNT.__closure__  # type: ignore[misc]  # a function
     of_classes = [sorted(vars(c)) for c in (Counter, Stepping)], Counter.made, COUNTER.n, cell.cell_contents
     of_functions = _function.__defaults__, vars(_function), RATE, "ADDED" in globals()
-    drawn = DRAWS.getstate(), torch.get_rng_state().tolist(), random.getstate()
+    drawn = DRAWS.getstate(), torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[2]
     return repr((CALLS, TABLE, SEEN, LAST, of_classes, of_functions, drawn))
 
 
@@ -135,31 +140,18 @@ def test_so_is_what_the_optimizer_holds(how: str) -> None:
     assert _state() == before
 
 
-@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(()).item(), lambda: float(np.random.rand())])
-def test_a_thread_that_draws_meanwhile_draws_the_numbers_of_plain_torch(draw: Callable[[], float]) -> None:
-    """The code draws none: generators of the process are not put back."""
-
-    def loader() -> None:
-        for _ in range(6):
-            assert asked.acquire(timeout=60)
-            drawn.append(draw())
-            done.release()
-
-    def seed() -> None:
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-
-    seed()
-    plain, drawn = [draw() for _ in range(6)], list[float]()
-    seed()
-    asked, done = threading.Semaphore(0), threading.Semaphore(0)
-    thread = threading.Thread(target=loader)
-    thread.start()
-    for _ in range(6):
-        with side_effects.undone([lambda: None]):
-            asked.release()
-            assert done.acquire(timeout=60)
-    thread.join()
-    assert drawn == plain
+@pytest.mark.parametrize("how", DRAWN)
+@pytest.mark.parametrize("is_held", [False, True])
+def test_random_numbers_are_not_drawn_twice(how: str, is_held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are generators put back: a data loader's thread would draw the same numbers again."""
+    change, before = DRAWN[how], _state()
+    monkeypatch.setitem(globals(), "COUNT", change)
+    held: dict[str, Any] = {"change": change} if is_held else {}
+    update: Any = lambda o, p, g, s, lr, t: (o.change() if is_held else COUNT(), p.sub_(g))  # noqa: E731
+    with pytest.raises(collage_neuron.UnsupportedUpdate, match=r"random numbers|it uses"):
+        known(update, **held)
+    monkeypatch.undo()
+    assert _state() == before
 
 
 def test_a_generator_that_the_step_uses_is_said_and_stays_where_it_is() -> None:
