@@ -105,7 +105,12 @@ def _state() -> str:
     (cell,) = COUNT.__closure__  # type: ignore[misc]  # a function
     of_classes = [sorted(vars(c)) for c in (Counter, Stepping)], Counter.made, COUNTER.n, cell.cell_contents
     of_functions = _function.__defaults__, vars(_function), RATE, "ADDED" in globals()
-    drawn = DRAWS.getstate(), torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[2]
+    drawn = (
+        DRAWS.getstate(),
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["pos"],
+    )
     return repr((CALLS, TABLE, SEEN, LAST, of_classes, of_functions, drawn))
 
 
