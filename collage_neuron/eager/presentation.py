@@ -54,9 +54,10 @@ class Value:
     keys: tuple[str, ...]
     """Those of the further words."""
 
-    def words(self) -> list[torch.Tensor]:
-        """All words, while they are not presented; they are used without gradients."""
-        return [local(self.owner), *map(local, self.further)]
+    def words(self, is_presented: bool = False) -> list[torch.Tensor]:
+        """All words, which are used without gradients."""
+        first = without_graph(self.shell) if is_presented else self.owner
+        return [local(first), *map(local, self.further)]
 
 
 class Alike(NamedTuple):
@@ -153,10 +154,8 @@ class Presentation:
     _copies: Copies | None = None
     _asked: tuple[list[Value], list[Alike]] = field(default_factory=lambda: ([], []))
     """The values of which copies were made together last, and which of them are alike."""
-    presented: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """What was exchanged when values that wait were presented."""
     _pairs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """The same of the last step."""
+    """What is exchanged to present values that wait, in this step or in the last one."""
     _sources: dict[int, torch.Tensor] = field(default_factory=dict)
     is_as_before: bool = False
     """True if the step has found the objects of the last one."""
@@ -185,6 +184,11 @@ class Presentation:
         """The parameters of all groups, each once, but for frozen ones of other types."""
         return [p for p, _ in self.groups.values()]
 
+    @property
+    def presented(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """What was exchanged to present values that wait; nothing if none are presented."""
+        return self._pairs if self.is_on else ()
+
     # --- before the step ------------------------------------------------------------------------------------------
 
     def plan(self, seen: step_inventory.Seen | None, waiting: MakesPlaceholders | None = None) -> set[int]:
@@ -194,7 +198,7 @@ class Presentation:
         are filled when somebody asks for that (`compute`).
         """
         self.values, self._aliases, self._waiting, self.is_as_before = [], [], waiting, False
-        self.has_two_names, self._copies = False, None
+        self.has_two_names, self._copies, self._pairs = False, None, []
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params(), seen), strict=True))
         alike: dict[tuple[Any, ...], list[int]] = {}
@@ -262,12 +266,18 @@ class Presentation:
             each.decode(filling, is_as_before)
         filling.run()
 
+    def _decode_each(self, values: Sequence[Value], into: Sequence[torch.Tensor], laid: Any = None) -> None:
+        """Fills fp32 tensors with values; what backends know of their layout is `laid`."""
+        lookup, filling = Lookup(), Conversions(laid)
+        for v, x in zip(values, into, strict=True):
+            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
+            filling.decode(backend, v.fmt, v.words(self.is_on), x, v.name)
+        filling.run()
+
     def _refill(self, v: Value, pin: Pin) -> None:
         """Fills memory that was pinned."""
-        now, at_once = torch.empty_like(local(v.shell)), Conversions()
-        backend = Lookup().of(self.groups[id(v.p)][1], v.p)[1]
-        at_once.decode(backend, v.fmt, v.words(), now, v.name)
-        at_once.run()
+        now = torch.empty_like(local(v.shell))
+        self._decode_each([v], [now])
         # What still refers to the memory may have written it: that counts, unless the words were written since.
         if version(v.owner) != pin.version or torch.equal(bits(local(v.shell)), bits(pin.value)):
             local(v.shell).copy_(now)
@@ -278,13 +288,9 @@ class Presentation:
         return all(map(self._are_as_before, [small, *([v] for v in values if v.owner.numel() > SMALL)]))
 
     def _are_as_before(self, values: Sequence[Value]) -> bool:
-        lookup, filling = Lookup(), Conversions()
         shells = [local(v.shell).detach().float() for v in values]
         copies = [torch.empty_like(local(v.owner), dtype=torch.float32, requires_grad=False) for v in values]
-        for v, copy in zip(values, copies, strict=True):
-            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
-            filling.decode(backend, v.fmt, v.words(), copy, v.name)
-        filling.run()
+        self._decode_each(values, copies)
         return not values or torch.equal(bits(joined(copies)), bits(joined(shells)))
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -343,14 +349,10 @@ class Presentation:
         """Gives the values that wait memory, and computes them, while they are presented."""
         assert self._waiting is not None
         self._copies, self._sources = None, {}
-        lookup, filling, memory = Lookup(), Conversions(pool(self.optimizer).laid_out), pool(self.optimizer)
+        memory = pool(self.optimizer)
         made = [memory.fill(v.owner, v.shell) for v in self.values]
-        for v, into in zip(self.values, made, strict=True):
-            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
-            words = map(torch_privates.part, (without_graph(v.shell), *v.further))
-            filling.decode(backend, v.fmt, list(words), into, v.name)
-            self._shells[id(v.owner)] = v.shell
-        filling.run()
+        self._decode_each(self.values, made, memory.laid_out)
+        self._shells.update((id(v.owner), v.shell) for v in self.values)
         self.gradients.compute(self._waiting)  # first: parameters have them
         for v, into in zip(self.values, made, strict=True):
             if is_sharded(v.owner):  # it is the part that waits
@@ -414,7 +416,7 @@ class Presentation:
         exchange = torch_privates.exchange_shards if self.has_shards else torch_privates.exchange_each
         exchange(reversed(self.presented))
         exchange(reversed(self.gradients.pairs))
-        self.is_on, self.presented = False, []
+        self.is_on = False
         self.put_words()
 
     def put_words(self) -> None:
@@ -491,7 +493,7 @@ class Presentation:
         try:
             pairs = self._pairs if self.is_as_before and self._pairs else self.pairs()
             if self._waiting is not None:
-                self.presented = self._pairs = pairs
+                self._pairs = pairs
             if not self.has_shards:
                 torch_privates.exchange_all(pairs)
             else:
@@ -521,7 +523,7 @@ class Presentation:
         exchange = torch_privates.exchange_shards if self.has_shards else torch_privates.exchange_each
         exchange(reversed(self.pairs()))
         self.gradients.leave()
-        self.is_on, self.presented = False, []
+        self.is_on = False
         return left
 
     def release(self, stored: Any) -> None:
@@ -541,11 +543,7 @@ class Presentation:
             return
         there = {id(x) for p in self.params() for x in (p, *(dict.get(self.optimizer.state, p) or {}).values())}
         held = [v for v in self.values if id(v.owner) in there and not is_alone(v.shell)]
-        lookup, settling = Lookup(), Conversions()
-        for v in held:
-            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
-            settling.decode(backend, v.fmt, v.words(), local(v.shell), v.name)
-        settling.run()
+        self._decode_each(held, [local(v.shell) for v in held])
         # What refers to the memory finds what was stored; its copy tells in the next step whether somebody wrote there.
         for v in held:
             pins[v.owner] = Pin(v.shell, local(v.shell.detach()).clone(), version(v.owner))

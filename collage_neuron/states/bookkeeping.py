@@ -214,7 +214,7 @@ ATTRIBUTE = "_collage_bookkeeping"
 
 OF_ONE = (
     "reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies", "sharing",
-    "in_own_method", "samples_of_bits",
+    "in_own_method", "sample",
 )  # fmt: skip
 """Fields that a copy of the optimizer does not get."""
 
@@ -281,10 +281,10 @@ class Bookkeeping:
     """States of which a warning was given (`strategy_checks`), and the name of a warning that is given once."""
     validated: Any = None
     """The history of validation, a `validate.History`."""
-    load_compared: tuple[list[int], bool] | None = None
-    """True if the last load of the model brought other weights, and the versions when this was found."""
-    samples_of_bits: Any = None
-    """Some parameters and some of their bits after the last step (`external_writes`); a copy has none."""
+    load_compared: tuple[Any, bool] | None = None
+    """True if the last load of the model brought other weights, and the versions and bits when this was found."""
+    sample: Any = None
+    """An `external_writes.Sample` of parameters after the last step; a copy has none."""
     joined: dict[torch.Tensor, Any] = field(default_factory=dict)
     """Words of a checkpoint that have joined fp32 parameters, until the next step (`load_checks`)."""
     paces: dict[int, Any] = field(default_factory=dict)

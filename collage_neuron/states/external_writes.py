@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -109,17 +109,44 @@ def before_load(params: Iterable[torch.Tensor]) -> None:
     """Called before `load_state_dict` of a model writes each of `params` once, if it does not raise."""
     written = {id(p): p for p in params if p.dtype == torch.bfloat16}
     for optimizer in compiled_optimizers() if written else ():
-        if _is_written_unseen(bookkeeping(optimizer)):
-            continue  # the bits are not those that the low words belong to
-        own = {id(p) for group in groups_of(optimizer) for p in group["params"]}
-        known = bookkeeping(optimizer).marks.params
-        for p in (p for key, p in written.items() if key in own and p in known):
-            low = known[p]
-            if low.event == STEPPED and low.bits is None and low.is_of(p):
-                low = _with_bits(low, p)
-            if low.bits is not None:
-                bits, expected = low.bits
-                known[p] = low._replace(bits=(bits, expected + 1))
+        book = bookkeeping(optimizer)
+        known, own = book.marks.params, {id(p) for group in groups_of(optimizer) for p in group["params"]}
+        met = [p for key, p in written.items() if key in own and p in known]
+        new = [p for p in met if known[p].event == STEPPED and known[p].bits is None]
+        if book.sample is None or not book.sample.tells:
+            new = [p for p in new if known[p].is_of(p)]
+        elif new and not (book.sample.is_there() and all(known[p].is_of(p) for p in new)):
+            book.sample = book.sample._replace(is_away=True)
+        known.update((p, _with_bits(known[p], p)) for p in new)
+        for p in met:
+            if (bits := known[p].bits) is not None:
+                known[p] = known[p]._replace(bits=(bits[0], bits[1] + 1))
+
+
+class Sample(NamedTuple):
+    """Some bits of some parameters after the last step: writes through `p.data`, which nobody counts, show there."""
+
+    bits: list[tuple[torch.Tensor, bytes]]
+    is_away: bool = False
+    """True if parameters were others when a load was about to write them: an average, in most cases."""
+
+    @classmethod
+    def of(cls, params: Sequence[torch.Tensor]) -> Sample:
+        """Those of up to four of the parameters."""
+        return cls([(p, some_bits(p)) for p in params[:: 1 + len(params) // 3]])
+
+    def now(self) -> list[bytes]:
+        """The same bits now."""
+        return [some_bits(p) for p, _ in self.bits]
+
+    @property
+    def tells(self) -> bool:
+        """Returns False where it has none: on devices."""
+        return any(bits for _, bits in self.bits)
+
+    def is_there(self) -> bool:
+        """Returns True if they are what they were."""
+        return self.now() == [bits for _, bits in self.bits]
 
 
 def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
@@ -139,16 +166,9 @@ def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
         book.marks.mark_all(split, states, [] if in_step is None else in_step.with_others().ids)
     if before:
         book.marks.params.update(before)
-    book.samples_of_bits = [(p, some_bits(p)) for p in split.params[:: 1 + len(split.params) // 3]]
+    book.sample = Sample.of(split.params)
     if ended:
         coarse_writes.sample_after_step(book, split.params)
-
-
-def _is_written_unseen(book: Bookkeeping) -> bool:
-    """Returns True if a parameter has the mark of the last step, and other bits: it was written through `.data`."""
-    known, noted = book.marks.params, book.samples_of_bits or ()
-    changed = [p for p, before in noted if some_bits(p) != before]
-    return any(p in known and known[p].event == STEPPED and known[p].is_of(p) for p in changed)
 
 
 def _gone(optimizer: Optimizer, split: Split) -> list[torch.Tensor]:
@@ -219,7 +239,12 @@ def _what_counts(book: Bookkeeping, p: torch.Tensor, fmt: Format) -> str:
     if low.event == FRESH and _is_replica(p):
         return NONE
     if _is_known(low, p):
-        return NONE if low.event == STEPPED and _brought_others(book) else UNCHANGED
+        if low.event != STEPPED or not _differ(book):
+            return UNCHANGED
+        if book.sample is None or not (book.sample.tells and book.sample.is_there()):
+            return NONE  # most weights of a checkpoint of some steps before have the same bits, and other low words
+        if not book.sample.is_away:  # some parameters are others
+            return UNCHANGED if torch.equal(*_bits(low, p)) else NONE
     return ALL if fmt.always_fits and low.event != LOADED else FITTING
 
 
@@ -249,17 +274,16 @@ def _bits(low: LowWords, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return state_writes.on_host(p).view(torch.int16), low.bits[0].view(torch.int16)
 
 
-def _brought_others(book: Bookkeeping) -> bool:
-    """Returns True if a load since the last step brought other weights: then all that it brought begin anew.
+def _differ(book: Bookkeeping) -> bool:
+    """Returns True if weights that were loaded since the last step are not those which were there before.
 
-    Most weights of a checkpoint of some steps before have the bits that they have now, with other low words. Where no
-    bit differs in any parameter, weights were swapped in and out, for an evaluation.
+    Where no bit differs in any parameter, weights were swapped in and out, for an evaluation. So they were where the
+    sample was away when a load began, and is that of the last step again.
     """
     loaded = {p: low for p, low in book.marks.params.items() if low.event == STEPPED and _is_known(low, p)}
-    versions = [version(p) for p in loaded]
-    if book.load_compared is None or book.load_compared[0] != versions:
-        differ = any(not torch.equal(*_bits(low, p)) for p, low in loaded.items())
-        book.load_compared = versions, differ
+    now = [version(p) for p in loaded], [] if book.sample is None else book.sample.now()  # `p.data` has no versions
+    if book.load_compared is None or book.load_compared[0] != now:
+        book.load_compared = now, any(not torch.equal(*_bits(low, p)) for p, low in loaded.items())
     return book.load_compared[1]
 
 

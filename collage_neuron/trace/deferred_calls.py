@@ -462,12 +462,14 @@ class DeferredCalls:
     def meet_states(self, p: torch.Tensor, state: Mapping[Any, Any], only_narrow: bool) -> None:
         """Makes the states of a parameter wait that are not in words, before the step."""
         # On XLA an operation gets another object than the state has, so it would not be known when it meets values.
-        # And what is done with a state in bf16 alone, before it meets anything, would be done in bf16.
+        # What is done with a state in bf16 alone, before it meets anything, would be done in bf16; and with one that was
+        # loaded in fp32, since nobody knew its format, would not show what it is for.
         for x in state.values():
-            is_other = isinstance(x, torch.Tensor) and self._place(id(x)) is None and x.shape != p.shape
-            if is_other and not (only_narrow and x.dtype != torch.bfloat16):
-                with suppress(Uncompiled):
-                    self._meet(x)
+            if isinstance(x, torch.Tensor) and self._place(id(x)) is None:
+                is_loaded = x.shape == p.shape and x.dtype == torch.float32
+                if is_loaded or (x.shape != p.shape and not (only_narrow and x.dtype != torch.bfloat16)):
+                    with suppress(Uncompiled):
+                        self._meet(x)
 
     def are_of_values(self, places: Sequence[int], first: int) -> bool:
         """Returns True if one of these depends on the first values, or on what the step met."""

@@ -331,6 +331,8 @@ class Placeholders:
         params_before, is_alike, found = self._last
         if not (step_inventory.are_same(params_before, params) and is_alike(*grads)):
             found = list(map(self._gradient, params, grads))
+            here = set(map(id, params))  # others may have left the optimizer: they are not kept alive
+            self._gradients = {key: known for key, known in self._gradients.items() if key in here}
             self._last = params, torch_privates.guard(grads) if grads else list, found  # `list()` is false
         return found
 
@@ -396,7 +398,7 @@ class Traces:
 
     def add(self, kind: StepKind) -> StepKind:
         """The kind of the last step."""
-        self.new += 1
+        self.new, self.foreseen = self.new + 1, ()
         if kind in self.kinds:
             self.kinds.remove(kind)
             self.new = 0

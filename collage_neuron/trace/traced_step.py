@@ -153,6 +153,7 @@ class TracedStep:
         is_other = kept is None or seen.structure is not self.traces.structure or bookkeeping(self.optimizer).pins
         self._is_planned = not is_other
         if kept is None or is_other:
+            self.traces.lists.clear()  # parameters that have left the groups are in some
             return None
         return kept, kept.again(self.optimizer, seen)
 

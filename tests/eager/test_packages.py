@@ -15,6 +15,7 @@ from as_written import equal, run, values
 from package_cases import (
     CLOSURE,
     CONTAINER,
+    DRAWS,
     LAUNCHED,
     MEMORY,
     NOT_FLOATING,
@@ -58,6 +59,7 @@ REASONS = {
     r"makes a tensor of torch\.": OTHER_TYPE,
     r"in torch\.bool, shaped like": NOT_FLOATING,
     r"the value of this tensor waits": MEMORY,
+    r"draws random numbers|it uses random": DRAWS,
     r"(aten\.\w+)\.\w+ cannot wait": "",
     r"not elementwise: (aten\.\w+)": "",
 }

@@ -115,6 +115,50 @@ def test_a_weight_whose_bits_are_what_they_were_keeps_its_low_word(
     assert all(map(torch.equal, values(run), before))
 
 
+@pytest.mark.parametrize("write", [lambda w: w.data[0].zero_(), lambda w: w.copy_(2 * w)], ids=["by data", "in place"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@torch.no_grad()
+def test_weights_that_are_loaded_over_others_begin_anew(strategy: str, write: Callable[[Tensor], Any]) -> None:
+    """A row that is cleared after each step, or an average, was there when a checkpoint is loaded."""
+    run = compiled(strategy, steps=2)
+    other = {name: 1.01 * t for name, t in run[0].state_dict().items()}
+    write(params(run[0])[0])
+    run[0].load_state_dict(other)
+    for _ in range(2):
+        assert all(map(torch.equal, values(run), [t.float() for t in other.values()]))
+        step(run)
+
+
+@pytest.mark.parametrize("strategy", ["split433", "plus", "fp32"])
+@torch.no_grad()
+def test_an_average_that_is_read_keeps_low_words(strategy: str) -> None:
+    run = compiled(strategy, steps=2)
+    before, own = values(run), copy.deepcopy(run[0].state_dict())
+    run[0].load_state_dict({name: 2 * t for name, t in own.items()})
+    assert not any(map(torch.equal, values(run), before))
+    for p, t in zip(run[0].parameters(), own.values(), strict=True):
+        p.data.copy_(t)
+    step(run)
+    assert all(map(torch.equal, values(run), before))
+
+
+@pytest.mark.parametrize("which", [[1], [0, 1, 2, 3]])
+@torch.no_grad()
+def test_an_average_by_data_of_weights_in_another_order_of_memory(which: list[int]) -> None:
+    """The sample, of the first and the third of four, tells it of all; of others each loses its own low word."""
+    model: Any = nn.Sequential(*(nn.Conv2d(8, 8, 3, bias=False) for _ in range(4))).to(
+        memory_format=torch.channels_last
+    )
+    run = collage_neuron.compile(model, AdamW(model.parameters(), lr=0.0), strategy="split433", verbose=False)
+    step(run), step(run)
+    before, own = values(run), copy.deepcopy(run[0].state_dict())
+    for i in which:
+        params(run[0])[i].data.mul_(2)
+    run[0].load_state_dict(own)
+    kept = list(map(torch.equal, values(run), before))
+    assert kept == [i != 1 or len(which) == 4 for i in range(4)]
+
+
 @pytest.mark.parametrize("by_data", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @torch.no_grad()

@@ -15,6 +15,7 @@ NOT_FLOATING = "states of whole numbers"
 ORDER = "norm of another order"
 OTHER_TYPE = "computes in another type"
 MEMORY = "has the memory of a value"
+DRAWS = "draws random numbers"
 PAIRS = "updates pairs of parameters only"
 
 MEANING: dict[str, str] = {
@@ -98,7 +99,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("AdaTAM", "TAM"), "aten.linalg_vector_norm"),
         "Adalite": "aten.mean",
         "Gravity": "aten.normal_",
-        "Kron": "aten.randn_like",
+        "Kron": DRAWS,
         "Alice": "aten.sort",
         "Shampoo": "aten.transpose_",
         "LBFGS": CLOSURE,
