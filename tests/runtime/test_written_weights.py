@@ -150,7 +150,8 @@ def test_an_average_by_data_of_weights_in_another_order_of_memory(which: list[in
         memory_format=torch.channels_last
     )
     run = collage_neuron.compile(model, AdamW(model.parameters(), lr=0.0), strategy="split433", verbose=False)
-    step(run), step(run)
+    step(run)
+    step(run)
     before, own = values(run), copy.deepcopy(run[0].state_dict())
     for i in which:
         params(run[0])[i].data.mul_(2)
