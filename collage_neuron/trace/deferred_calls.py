@@ -462,8 +462,8 @@ class DeferredCalls:
     def meet_states(self, p: torch.Tensor, state: Mapping[Any, Any], only_narrow: bool) -> None:
         """Makes the states of a parameter wait that are not in words, before the step."""
         # On XLA an operation gets another object than the state has, so it would not be known when it meets values.
-        # What is done with a state in bf16 alone, before it meets anything, would be done in bf16; and with one in fp32,
-        # since nobody knew its format when it was loaded, would not show what it is for.
+        # What is done with a state in bf16 alone, before it meets anything, would be done in bf16; and one in fp32
+        # of which nobody knew the format when it was loaded, would not show what it is for.
         for x in state.values():
             if isinstance(x, torch.Tensor) and self._place(id(x)) is None:
                 is_loaded = x.shape == p.shape and x.dtype == torch.float32

@@ -146,9 +146,8 @@ def test_an_average_that_is_read_keeps_low_words(strategy: str) -> None:
 @torch.no_grad()
 def test_an_average_by_data_of_weights_in_another_order_of_memory(which: list[int]) -> None:
     """The sample, of the first and the third of four, tells it of all; of others each loses its own low word."""
-    model: Any = nn.Sequential(*(nn.Conv2d(8, 8, 3, bias=False) for _ in range(4))).to(
-        memory_format=torch.channels_last
-    )
+    model: Any = nn.Sequential(*(nn.Conv2d(8, 8, 3, bias=False) for _ in range(4)))
+    model.to(memory_format=torch.channels_last)
     run = collage_neuron.compile(model, AdamW(model.parameters(), lr=0.0), strategy="split433", verbose=False)
     step(run)
     step(run)
