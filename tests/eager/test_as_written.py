@@ -175,19 +175,6 @@ def test_a_class_a_model_alone_and_a_group_added_later() -> None:
     assert near(values(grown, params), exact, 4)
 
 
-def test_a_checkpoint_is_loaded_into_a_class_before_its_first_step() -> None:
-    whole, params = compiled(Shampoo, "plus")
-    run(whole, 3)
-    state = copy.deepcopy(whole.state_dict())
-    cls = collage_neuron.compile(Shampoo, strategy="plus")
-    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    resumed = cls(others)
-    resumed.load_state_dict(state)
-    for optimizer in (whole, resumed):
-        run(optimizer, 3, first=3)
-    assert everything(resumed)[:2] == everything(whole)[:2]
-
-
 class LooksInside(Written):
     """Asks for the memory of a value, which nobody knows before the step is taken."""
 

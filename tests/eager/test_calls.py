@@ -217,11 +217,6 @@ class Descent(Written):
         return loss
 
 
-class Norm(Descent):
-    def result(self, loss: Any, params: list[Any]) -> Any:
-        return torch.stack([p.grad.norm() for p in params]).norm()
-
-
 class Report(NamedTuple):
     """Several results."""
 
@@ -229,9 +224,9 @@ class Report(NamedTuple):
     norm: Any
 
 
-class Reports(Norm):
+class Reports(Descent):
     def result(self, loss: Any, params: list[Any]) -> Any:
-        return Report(loss, float(super().result(loss, params)))
+        return Report(loss, float(torch.stack([p.grad.norm() for p in params]).norm()))
 
 
 class Copies(Descent):
