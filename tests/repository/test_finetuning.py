@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-os.environ["USE_TORCH_XLA"] = "0"  # read when accelerate and transformers are imported: these tests are on the CPU
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
 import torch
+from models import example
 
 import collage_neuron
 from collage_neuron import checkpoint
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")  # other people's packages warn of one another
-FOLDER = Path(__file__).parents[2] / "examples" / "trainers"
 STEPS = 4
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return __import__("hf_finetune")
+def module() -> Any:
+    return example("hf_finetune", "transformers")
 
 
 def trained(module: Any, folder: Path, form: str = "full", strategy: str = "split433") -> Any:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ["USE_TORCH_XLA"] = "0"  # read when accelerate and transformers are imported: these tests are on the CPU
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
 import torch
-from models import differences, run_script, snapshot
+from models import differences, example, run_script, snapshot
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset
@@ -27,17 +23,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 STEPS = 6
 EXAMPLES_FOLDER = Path(__file__).parents[2] / "examples" / "trainers"
-
-
-@pytest.fixture(autouse=True)
-def _trainers_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES_FOLDER))
-
-
-def example(name: str, needs: str) -> Any:
-    """The example as a module; skipped where its package is not installed."""
-    pytest.importorskip(needs)
-    return __import__(name)
 
 
 # --- given the gradients that it saw, the optimizer took the steps it would have taken alone -------------------------
