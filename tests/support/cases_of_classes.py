@@ -160,7 +160,7 @@ def what_the_class_is_and_keeps(world: World) -> None:
 
 @case
 def states_of_a_factory_of_its_own(world: World) -> None:
-    """Also of a copy, of a parameter that comes later, and in dictionaries that make none: empty, and of empty ones."""
+    """Also of a copy, of a parameter that comes later, and in a dictionary that makes none."""
 
     class Made(Base):
         def __init__(self, params: Any) -> None:
@@ -182,19 +182,10 @@ def states_of_a_factory_of_its_own(world: World) -> None:
                     state = self.state[p] = {"n": 4, "m": 0.5}
                 Made.update(self, p, p.grad, state, {"lr": 0.01})  # type: ignore[arg-type]
 
-    class Filled(Base):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for p in self.param_groups[0]["params"]:
-                state = self.state[p]
-                state.setdefault("n", 4), state.setdefault("m", 0.5)
-                Made.update(self, p, p.grad, state, {"lr": 0.01})  # type: ignore[arg-type]
-
-    plain, filled = Plain(world.params), Filled(world.params)
-    plain.state, filled.state = {}, {p: {} for p in world.params}  # type: ignore[assignment]
-    for each in (filled, plain):
-        world.compile(each)
-        world.step(3)
+    plain = Plain(world.params)
+    plain.state = {}  # type: ignore[assignment]
+    world.compile(plain)
+    world.step(3)
     made = Made(world.params[:2])
     world.compile(made)
     world.step(3)

@@ -44,9 +44,10 @@ class Product(Base):
         p.sub_(g.reshape(len(g), -1) @ g.reshape(len(g), -1).T @ g, alpha=0.1 * group["lr"])
 
 
-def gradients_with_graphs(world: World, cls: Any) -> None:
+@case
+def gradients_with_graphs(world: World) -> None:
     """As `create_graph=True` leaves them: the objects and their graphs stay."""
-    world.compile(cls(world.params))
+    world.compile(Product(world.params))
     for _ in range(20):
         ones = [torch.ones_like(p).requires_grad_() for p in world.params]
         grads = [world.gradient(i, world.taken) * one for i, one in enumerate(ones)]
@@ -55,14 +56,6 @@ def gradients_with_graphs(world: World, cls: Any) -> None:
         world.taken += 1
         world.optimizer.step()
         world.notes.append([p.grad is g and g.requires_grad for p, g in zip(world.params, grads, strict=True)])
-
-
-of_both(gradients_with_graphs)
-
-
-@case
-def gradients_with_graphs_as_written(world: World) -> None:
-    gradients_with_graphs(world, Product)
 
 
 @of_both
@@ -245,17 +238,6 @@ def idle(update: Callable[[Any, Any, Any, Any, float], object]) -> None:
 
         loop.__name__ = f"{update.__name__}_{name}"
         case(loop)
-
-
-@idle
-def idle_counts(p: Any, g: Any, state: Any, group: Any, lr: float) -> None:
-    """In its state how often there was no gradient, and the step in which it was first seen; in the group the last."""
-    state.setdefault("born", group["n"])
-    group["last"] = group["n"] if g is None else -group["n"]
-    if g is None:
-        state["missed"] = state.get("missed", 0) + 1
-    else:
-        p.sub_(g, alpha=lr * (1 + state.get("missed", 0)) / (state["born"] * group["n"]))
 
 
 @idle

@@ -105,17 +105,3 @@ def replicas(strategy: str, steps: int, compile_first: bool) -> list[Tensor]:
         found = words(optimizer)
         assert all(is_same(x) for x in found)
         return found
-
-
-def skipped() -> bool:
-    """Returns True if this process skips a step in which the loss of one is not finite."""
-    schedule.STARTS, schedule.STEPS = 1, 300
-    with torch_neuronx_standin.install("trn2"):
-        device, rank, group = torch.device("neuron", 0), dist.get_rank(), join()
-        model = DistributedDataParallel(model_of(0).to(device), process_group=group)
-        optimizer = collage_neuron.compile(torch.optim.AdamW(model.parameters(), lr=1e-2), nonfinite="skip")
-        train(model, optimizer, device, rank, range(2))
-        before = words(optimizer)
-        (model(batch(2, rank).to(device)).float().sum() * (torch.nan if rank else 1.0)).backward()
-        optimizer.step()
-        return all(torch.equal(x, y) for x, y in zip(words(optimizer), before, strict=True))

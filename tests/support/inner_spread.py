@@ -16,7 +16,7 @@ from sharded_runs import full, model_of, refusal, shard
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 import collage_neuron
 from collage_neuron import exact_value
@@ -45,15 +45,6 @@ def over(name: str, strategy: str, is_sharded: bool) -> Training:
     values: list[Any] = [nn.Parameter(exact_value(optimizer, p)) for p in params]
     of_all = model if is_sharded else DistributedDataParallel(model, init_sync=False)
     return Training(of_all, params, optimizer, values, CASES[name](values))
-
-
-def zero(cls: Any, strategy: str, **options: Any) -> Training:
-    """ZeRO-1 around the compiled class of an optimizer that steps another one."""
-    model = model_of(0).bfloat16()
-    params, values = list(model.parameters()), [nn.Parameter(p.detach().float()) for p in model.parameters()]
-    both = zip((params, values), (collage_neuron.compile(cls, strategy=strategy, verbose=False), cls), strict=True)
-    ours, plain = (ZeroRedundancyOptimizer(each, made, lr=LR, **options) for each, made in both)
-    return Training(model, params, ours, values, plain)
 
 
 def around_zero(strategy: str) -> Training:
@@ -131,16 +122,8 @@ TABLE: dict[str, Callable[[], list[str]]] = {
     "FSDP2, SAM": partial(_case, "sam", "fp32", True, 0.0),
     "FSDP2, OrthoGrad": partial(_rejects, "ortho"),
     "DDP, Lookahead": partial(_case, "lookahead", "fp32", False, NEAR),
-    "DDP, SAM": partial(_case, "sam", "split433", False, 2**-12),
-    "SAM in ZeRO-1": lambda: different(zero(_sam(), "fp32", base_optimizer=SGD), 0.0, _with_closure),
     "ZeRO-1 in Lookahead": lambda: different(around_zero("fp32"), 0.0, _once),
 }
-
-
-def _sam() -> Any:
-    import pytorch_optimizer
-
-    return pytorch_optimizer.SAM
 
 
 def all_of_them() -> dict[str, list[str]]:

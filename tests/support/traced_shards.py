@@ -31,7 +31,7 @@ from staged import Lamb, Novograd, StableAdamW
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.optim import Adafactor, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 from traced_cases import LAUNCHED, Stepping
 from wrapped_runs import Reading
 
@@ -119,22 +119,16 @@ def _states_of_parts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 class Holding(Stepping):
-    """Holds the parts of the gradients that it is about to be given, or of parameters."""
+    """Holds the parts of the gradients that it is about to be given."""
 
-    def __init__(self, params: Any, update: Any, of_gradients: bool = True) -> None:
-        super().__init__(params, update)
-        self.of_gradients, self.held = of_gradients, dict[int, Any]()
+    held: dict[int, Any]
 
 
-ELEMENTWISE: dict[str, Make] = {
+TRACED: dict[str, Make] = {
+    "sized": Sized,
     "adamw_foreach": partial(AdamW, lr=1e-2, foreach=True),
-    "adamw": partial(AdamW, lr=1e-2, foreach=False, amsgrad=True),
     "schedule_free": foreign.ScheduleFreeAdamW,
-    "momentum": partial(Stepping, update=LAUNCHED["momentum"]),
-    "lion": foreign.Lion,
-    "states_trade_places": partial(Stepping, update=LAUNCHED["states_trade_places"]),
 }
-TRACED = {"sized": Sized, **dict(part(ELEMENTWISE.items(), 4))}
 SUMMED: dict[str, Make] = {
     "lamb": Lamb,
     "stable_adamw": StableAdamW,
@@ -146,11 +140,9 @@ AS_WRITTEN: dict[str, Make] = {
     "novograd": Novograd,
     "muon": Muon,
     "reads": Reading,
-    "adafactor": partial(Adafactor, lr=1e-2),
     "states_of_parts": partial(Stepping, update=_states_of_parts),
     "draws": partial(Stepping, update=_draws),
     "holds_gradients": partial(Holding, update=_writes_what_it_holds),
-    "holds_parameters": partial(Holding, update=_writes_what_it_holds, of_gradients=False),
 }
 """Those whose steps cannot be launched."""
 
@@ -202,8 +194,7 @@ class Runs:
         for t in steps:
             self.give(t, is_partial)
             if isinstance(self.optimizer, Holding):
-                of_gradients = self.optimizer.of_gradients
-                self.optimizer.held = {id(p): (p.grad if of_gradients else p)._local_tensor for p in self.params}
+                self.optimizer.held = {id(p): p.grad._local_tensor for p in self.params}
             self.optimizer.step()
         return self
 
@@ -332,7 +323,7 @@ def of_fsdp(folder: Path) -> dict[str, list[str]]:
     found["sums"] = trained(Lamb, "fp32", 2**-20)
     found["launched"] = trained(foreign.Lion, "fp32", 2**-20)
     found["in words: lr, weight decay and two betas"] = trained(foreign.Lamb, "split433", 2**-14)
-    found |= {"measured": measured(Lamb), "skipped": skipped(foreign.Lion), "skipped sums": skipped(Lamb)}
+    found |= {"measured": measured(Lamb), "skipped": skipped(Lamb)}
     for make, strategy, flat in RESUMED:
         name = f"{make.__name__} resumed, {strategy}"
         found[name] = resumed(make, strategy, folder / name, flat)
@@ -497,9 +488,9 @@ def one_decision() -> Agreed:
 def all_launched() -> dict[str, Ended]:
     """All of it, in one world."""
     found = {name: launched(make, strategy="split433") for name, make in TRACED.items()}
-    found["columns"] = launched(ELEMENTWISE["adamw"], [Shard(1)], strategy="plus")
-    found["replicas"] = launched(ELEMENTWISE["lion"], [Replicate()], strategy="fp32")
-    found["random bits"] = launched(ELEMENTWISE["momentum"], strategy="stochastic")
+    found["columns"] = launched(TRACED["adamw_foreach"], [Shard(1)], strategy="plus")
+    found["replicas"] = launched(foreign.Lion, [Replicate()], strategy="fp32")
+    found["random bits"] = launched(partial(Stepping, update=LAUNCHED["momentum"]), strategy="stochastic")
     return found | {"looks": looked()}
 
 

@@ -26,8 +26,6 @@ REJECTED = {
     "views_of_a_flat_buffer": r"shares its memory with a tensor of shape .*, of which it is a view",
     "a_step_that_was_replaced": r"optimizer.step of this Ball was replaced by hand",
     "NamesOfLowWords": r"a state called 'm_lo'",
-    "NamesOfNumbers": r"a state called 'm_scale'",
-    "NamesOfMasters": r"a state called 'param_master'",
     "StateIsAnObject": r"keeps an object of type SimpleNamespace as optimizer.state\[p\]; keep a dictionary",
 }
 WARNED = {"a_hook_decays_the_weights"}
@@ -59,23 +57,10 @@ def a_step_that_was_replaced(world: World) -> None:
 
 
 @hostile
-class NamesOfNumbers(Base):
-    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-        state["m_scale"] = 0.97 * state.get("m_scale", 1.0)
-        p.sub_(state.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g), alpha=group["lr"] * state["m_scale"])
-
-
-@hostile
 class NamesOfLowWords(Base):
     def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
         for name in ("m", "m_lo"):
             p.sub_(state.setdefault(name, torch.zeros_like(p)).mul_(0.5).add_(g), alpha=group["lr"])
-
-
-@hostile
-class NamesOfMasters(Base):
-    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-        p.sub_(state.setdefault("param_master", torch.zeros_like(p)).mul_(0.5).add_(g), alpha=group["lr"])
 
 
 @hostile

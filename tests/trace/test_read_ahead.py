@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 from traced_updates import Stepping, place, stepped_beside
 
-from collage_neuron.trace import batched_calls, materialize, read_ahead
+from collage_neuron.trace import batched_calls, materialize
 
 SHAPES = (4, 6), (3,), (4, 6), (), (70, 70), (3,), (4, 6), (), (1, 33), (4, 6)  # one is large: it is not computed ahead
 READ: list[float] = []
@@ -36,18 +36,6 @@ def with_trust(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(u, alpha=lr * (weight / size if weight > 0 and size > 0 else 1))
 
 
-def of_another_number_for_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    u = adam(o, p, g, s, lr, t) * (1 + place(o, p) * 0.1 * t)
-    p.sub_(u, alpha=lr / (1 + read(u.square().mean())))
-
-
-def of_what_was_read_before(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """Such numbers cannot be guessed."""
-    u = adam(o, p, g, s, lr, t)
-    u.mul_(1 / (1 + read(u.abs().max())))
-    p.sub_(u, alpha=lr / (1 + read(u.norm())))
-
-
 def that_is_written_later(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     m = s.setdefault("m", torch.zeros_like(p))
     first, total = read(m.norm()), m.sum()
@@ -55,12 +43,6 @@ def that_is_written_later(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> 
     m.mul_(0.9).add_(g)
     total.add_(m.sum())
     p.sub_(m, alpha=lr / (1 + first + abs(before) + abs(read(total)) + read(m.norm()) + read(p.norm())))
-
-
-def that_is_read_twice(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    size = g.norm()
-    p.sub_(g, alpha=lr / (1 + read(size) + read(size)))
-    p.mul_(1 - lr * min(1.0, read(p.norm())))
 
 
 def in_some_steps(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
@@ -152,10 +134,7 @@ UPDATES = (
     in_inference_mode_at_times,
     of_rows,
     of_a_sum_of_all,
-    of_another_number_for_each,
-    of_what_was_read_before,
     that_is_written_later,
-    that_is_read_twice,
     in_some_steps,
     by_numbers_that_are_alike_at_first,
     of_a_sum_that_goes_on,
@@ -216,24 +195,3 @@ def test_much_memory_does_not_stay_between_steps(monkeypatch: pytest.MonkeyPatch
         optimizer, _, _ = run(with_trust, "fp32", [(10, 10)] * 5)
         schedule = optimizer._collage_bookkeeping.traces.kinds[0].cones.schedule
         assert (schedule._kept is not None) == (most == 2000)
-
-
-def that_cannot_be_guessed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """In each step another number is a new one, and that of the last step is what it was."""
-    p.sub_(g, alpha=lr / (1 + sum(abs(read((g + (0.1 * t if i == t else 0.5)).sum())) for i in range(24))))
-
-
-def test_after_many_wrong_guesses_values_are_computed_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong, guess_again = list[int](), materialize.Cones.guess_again
-
-    def noted(cones: Any, k: int, own: Any) -> None:
-        wrong.append(k)
-        guess_again(cones, k, own)
-
-    monkeypatch.setattr(materialize.Cones, "guess_again", noted)
-    _, found, ahead = run(that_cannot_be_guessed, "fp32", [(3,)] * 2, steps=22)
-    assert len(wrong) == read_ahead.MOST_GUESSES + 1
-    monkeypatch.setattr("collage_neuron.trace.read_ahead.FEWEST", 10**6)
-    _, expected, asked = run(that_cannot_be_guessed, "fp32", [(3,)] * 2, steps=22)
-    assert ahead == asked
-    assert all(map(torch.equal, found, expected))

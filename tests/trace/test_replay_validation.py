@@ -19,7 +19,7 @@ from collage_neuron import TranslationError
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.rewrite.rules import RULES
-from collage_neuron.trace import partition, step_kinds
+from collage_neuron.trace import step_kinds
 from collage_neuron.validation import validate
 
 aten = torch.ops.aten
@@ -110,23 +110,6 @@ def test_numbers_of_another_operation_are_found(monkeypatch: pytest.MonkeyPatch)
     right = step_kinds._getter
     monkeypatch.setattr(step_kinds, "_getter", lambda numbers: right(list(reversed(numbers))))
     assert steps_until_found(optimizer_of(torch.optim.AdamW)) == 1
-
-
-def test_calls_of_another_parameter_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm of another parameter's gradient, of which the compiled update takes its own."""
-
-    def of_the_next(params: Any) -> Any:
-        return Lists(params, lambda sizes: sizes.roll(1))
-
-    def each(self: Any, call: Any, numbers: list[int], returns: list[int]) -> bool:
-        if call.func is not aten.roll.default:
-            return right(self, call, numbers, returns)
-        self._stacks[returns[0]] = self._stacks[call.args[0]]
-        return True
-
-    right = partition.Partition._add_stack
-    monkeypatch.setattr(partition.Partition, "_add_stack", each)
-    assert steps_until_found(optimizer_of(of_the_next, "fp32")) == 1
 
 
 class Lists(torch.optim.Optimizer):

@@ -71,18 +71,13 @@ def _is_near(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def assert_right(make: Any, backend: str, steps: int = 6, device: torch.device | str = "cpu") -> None:
     """The parameters are those of plain torch in fp32, but for the order of its operations."""
-    params, exact = initial(torch.bfloat16, device), initial(torch.float32)
-    optimizer = collage_neuron.compile(make(params), strategy="fp32", backend=backend, **settings_for(backend))
-    plain = make(exact)
-    for t in range(1, steps + 1):
-        set_gradients(params, t)
-        set_gradients(exact, t)
-        optimizer.step()
-        plain.step()
+    settings = {"backend": backend, **settings_for(backend)}
+    optimizer, found = stepped_beside(make, initial(torch.bfloat16, device), "fp32", steps, **settings)
+    _, exact = stepped_beside(make, initial(torch.float32), None, steps)
     traces = optimizer._collage_bookkeeping.traces
     assert traces.misses == 0, traces.why
-    for p, q in zip(params, exact, strict=True):
-        torch.testing.assert_close(collage_neuron.exact_value(optimizer, p).cpu(), q.detach(), rtol=2**-20, atol=2**-21)
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.cpu(), y, rtol=2**-20, atol=2**-21)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -279,31 +274,6 @@ def test_what_cannot_be_compiled_is_refused_where_that_is_asked_for(traced: None
     with pytest.raises(collage_neuron.UnsupportedUpdate, match="cannot be compiled"):
         optimizer.step()
     assert all(map(torch.equal, params, before))
-
-
-class Printed(torch.optim.Optimizer):
-    """A momentum that is made and looked at in the same step: values are computed."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.zero_grad() if closure is not None else None  # something is done before the closure sees the weights
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for p in self.param_groups[0]["params"]:
-            m = self.state[p].setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 0.5)
-            assert len(m.tolist())
-            p.sub_(m, alpha=self.param_groups[0]["lr"])
-        return loss
-
-
-def test_states_that_a_computed_step_makes_have_words(traced: None) -> None:
-    params = [p for p in initial(torch.bfloat16) if p.dim()]
-    optimizer = collage_neuron.compile(Printed(params), strategy="bf16", verbose=False)
-    for t in range(1, 3):
-        optimizer.step(partial(set_gradients, params, t))
-        assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.bfloat16}
 
 
 def test_a_closure_sees_the_weights_before_rows_and_columns_wait() -> None:
