@@ -231,14 +231,6 @@ def test_a_name_that_is_changed_later_is_looked_at_again(cls: Any) -> None:
         run(optimizer, 1, 1)
 
 
-def test_groups_with_other_mappings_do_not_count() -> None:
-    params = parameters(torch.bfloat16)
-    own = {"param": "bf16+int16", "exp_avg": "bf16"}
-    optimizer = Momentum([{"params": params[:2], "collage_strategy": own}, {"params": params[2:]}])
-    with pytest.raises(ValueError, match="the strategy names 'exp_avg'; this update has param, momentum_buffer "):
-        collage_neuron.compile(optimizer, strategy="plus")
-
-
 def test_parameters_without_a_gradient_may_have_the_state_later() -> None:
     """On copies nothing is known of them before they have one: a warning, once."""
     optimizer, params = compiled(Mixed, {**MAPPING, "exp_avg_sq": "bf16"})

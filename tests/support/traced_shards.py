@@ -455,34 +455,18 @@ def of_what_is_sent() -> list[object]:
     ]
 
 
-class Agreed(NamedTuple):
+def one_decision() -> dict[str, Any]:
     """What came of steps of which one process cannot take what the others can."""
-
-    sent: list[object]
-    kept_and_read: Ended
-
-    without_one: list[str]
-    without_all: list[str]
-    launched_without: list[str]
-    failed: list[str]
-    unlike: list[str]
-    misses: int
-
-
-def one_decision() -> Agreed:
-    """All of it."""
     kept = Runs(partial(Stepping, update=_keeps_in_one), (Shard(0),), {"strategy": "split433"}).step(range(5))
-    one_norm = summed(OneNorm, keeps=True)
-    return Agreed(
-        of_what_is_sent(),
-        one_norm,
-        steps_without(lambda params: params[1:2], Lamb),
-        steps_without(lambda params: params, Lamb),
-        steps_without(lambda params: params[1:2], foreign.Lion),
-        failed(),
-        unlike(kept.optimizer),
-        kept.ended([]).misses,
-    )
+    return {
+        "sent": of_what_is_sent(),
+        "kept and read": summed(OneNorm, keeps=True),
+        "without": [steps_without(part, Lamb) for part in (lambda params: params[1:2], lambda params: params)],
+        "launched without": steps_without(lambda params: params[1:2], foreign.Lion),
+        "failed": failed(),
+        "unlike": unlike(kept.optimizer),
+        "misses": kept.ended([]).misses,
+    }
 
 
 def all_launched() -> dict[str, Ended]:

@@ -187,11 +187,3 @@ def test_a_steady_step_runs_each_operation_once_for_all(monkeypatch: pytest.Monk
     monkeypatch.setattr(batched_calls, "_are_alike", lambda each, _, *args: alike(each, (torch.neg, ()), *args))
     run(with_trust, "fp32", [(4, 6)] * 20)
     assert len(together) == 2 * 9  # each norm alone, in nine steps
-
-
-def test_much_memory_does_not_stay_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for most in (2000, 1999):  # four values of each parameter
-        monkeypatch.setattr("collage_neuron.trace.read_ahead.KEPT", most)
-        optimizer, _, _ = run(with_trust, "fp32", [(10, 10)] * 5)
-        schedule = optimizer._collage_bookkeeping.traces.kinds[0].cones.schedule
-        assert (schedule._kept is not None) == (most == 2000)
