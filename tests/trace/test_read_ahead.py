@@ -1,4 +1,7 @@
-"""Values that are computed ahead, for all parameters at once: the bits of those that are computed when asked for."""
+"""Numbers that a step reads, computed ahead for all parameters at once, have the bits of those computed when asked for.
+
+Each call runs once more at most, and what was written since does not count.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Parameter
-from traced_updates import Stepping, place, stepped_beside
+from traced_updates import Stepping, place, set_gradients, stepped_beside
 
+import collage_neuron
 from collage_neuron.trace import batched_calls, materialize
 
 SHAPES = (4, 6), (3,), (4, 6), (), (70, 70), (3,), (4, 6), (), (1, 33), (4, 6)  # one is large: it is not computed ahead
@@ -129,7 +133,26 @@ def in_inference_mode_at_times(o: Any, p: Any, g: Any, s: Any, lr: float, t: int
     p.sub_(m, alpha=lr / (1 + size))
 
 
+def and_ends_earlier(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Than the step before: what that one has known is not known of this one."""
+    p.sub_(g, alpha=lr / (1 + read(g.norm())))
+    if t % 3 and place(o, p) == 9:
+        p.mul_(1 - 0.1 * lr / (1 + read(p.sum().abs())))
+        if t % 2:
+            p.sub_(g, alpha=lr * read(p.mean()))
+
+
+def of_the_second_as_it_was(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Its norm is needed at the end of the step, when a later value was asked for."""
+    second = o.param_groups[0]["params"][1]
+    p.sub_(g / (1 + second.norm()), alpha=lr)
+    second.mul_(0.9)
+    p.sub_(g, alpha=lr / (1 + read(second.norm())))
+
+
 UPDATES = (
+    and_ends_earlier,
+    of_the_second_as_it_was,
     with_trust,
     in_inference_mode_at_times,
     of_rows,
@@ -187,3 +210,58 @@ def test_a_steady_step_runs_each_operation_once_for_all(monkeypatch: pytest.Monk
     monkeypatch.setattr(batched_calls, "_are_alike", lambda each, _, *args: alike(each, (torch.neg, ()), *args))
     run(with_trust, "fp32", [(4, 6)] * 20)
     assert len(together) == 2 * 9  # each norm alone, in nine steps
+
+
+@pytest.mark.parametrize("update", [of_a_sum_of_all, and_ends_earlier])
+def test_a_call_runs_once_more_at_most(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those about large tensors, of which nothing stays."""
+    monkeypatch.setattr("collage_neuron.trace.materialize.SMALL", 10**6)
+    monkeypatch.setattr("collage_neuron.trace.read_ahead.FEWEST", 10**6)
+    optimizer, _, _ = run(update, "fp32")
+    for kind in optimizer._collage_bookkeeping.traces.kinds:
+        numbers = [run.number for cone in kind.cones.known if not cone.is_anew for run in cone.runs]
+        assert len(numbers) == len(set(numbers))
+        assert not any(cone.is_anew for cone in kind.cones.known)
+
+
+LOG: list[float] = []
+
+
+class OfModes(torch.optim.Optimizer):
+    """Steps that begin alike, and end early or go on; what they read is in a list that nobody restores."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.kept: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        mode, params = "klekk"[len(LOG) % 8 // 2], self.param_groups[0]["params"]
+        for p in params:
+            self.state[p].setdefault("m", torch.zeros_like(p))
+        own = [self.state[p]["m"] for p in params]
+        LOG.append(float(params[0].norm()))
+        if mode == "k":
+            self.kept = sum(m.norm() for m in own)
+        if mode != "e":
+            params[1].div_(1 + 0.01 * own[1].norm(dim=1, keepdim=True))
+            LOG.append(float(own[1].norm()))
+            for p, m in zip(params, own, strict=True):
+                p.sub_(m.lerp_(p.grad, 0.1), alpha=0.1 / len(LOG))
+
+
+def test_a_step_that_goes_on_where_another_ended_is_taken_once() -> None:
+    """That one has more placeholders than this one has had so far: it takes the places of no others."""
+    found = []
+    for strategy in ("", "fp32"):
+        LOG.clear()
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(shape)) for shape in ((50,), (7, 6))]
+        optimizer: Any = OfModes(params)
+        if strategy:
+            optimizer = collage_neuron.compile(optimizer, strategy=strategy, verbose=False)
+        for t in range(9):
+            set_gradients(params, t)
+            optimizer.step()
+        found.append(LOG.copy())
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
