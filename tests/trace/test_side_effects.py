@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
 import random
 import sys
 import tempfile
 import threading
 import types
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,35 +175,15 @@ def test_what_cannot_be_put_back_is_said(tmp_path: Any) -> None:
 # --- the kinds of things a step counts in: it counts once a step, also before the first one ------------------------
 
 
-class Closing:
-    """Closes what a copy of it would share."""
-
-    def __init__(self) -> None:
-        self.file = tempfile.mkstemp()[0]
-
-    def __del__(self) -> None:
-        os.close(self.file)
-
-
 def _write(path: Any, _: Any) -> None:
     with open(path, "a") as file:  # the builtin function
         file.write("x")
 
 
-class Rate:
-    """A key."""
-
-
 COUNTED: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Callable[[Any], int]]] = {
     "numpy": (lambda: np.zeros(1), lambda x, g: x.__iadd__(1), lambda x: int(x[0])),
     "namespace": (lambda: types.SimpleNamespace(n=0), lambda x, g: setattr(x, "n", x.n + 1), lambda x: x.n),
-    "weak keys": (
-        weakref.WeakKeyDictionary,
-        lambda x, g: x.update({Rate: x.get(Rate, 0) + 1}),
-        lambda x: x.get(Rate, 0),
-    ),
     "file": (lambda: tempfile.mkstemp()[1], _write, lambda x: len(Path(x).read_text())),
-    "descriptor": (Closing, lambda x, g: os.write(x.file, b"x"), lambda x: os.fstat(x.file).st_size),
     "module": (lambda: sys.modules[__name__], lambda x, g: setattr(x, "TIMES", TIMES + 1), lambda x: x.TIMES),
     # What a dry run adds to these waits for good.
     "tensor": (lambda: torch.zeros(1), lambda x, g: x.add_(g.norm()), lambda x: int(x) // 2),

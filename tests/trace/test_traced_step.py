@@ -16,7 +16,7 @@ from nki_runs import INFINITY, search_less
 from running import compiled_only
 from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
-from traced_classes import FOREIGN, OF_TORCH, SUMMING
+from traced_classes import FOREIGN, SUMMING
 from traced_updates import stepped_beside
 
 import collage_neuron
@@ -28,45 +28,6 @@ from collage_neuron.trace.step_kinds import NEW
 def settings_for(backend: str) -> dict[str, Any]:
     """XLA would compile programs for validation, which test_replay_validation.py has."""
     return {"verbose": False, "validate": "off" if backend == "xla" else "on"}
-
-
-def stepped(
-    make: Any, strategy: str, backend: str, steps: int = 6, device: torch.device | str = "cpu"
-) -> list[torch.Tensor]:
-    """All words of the parameters and states after some steps."""
-    params = initial(torch.bfloat16, device)
-    optimizer = collage_neuron.compile(make(params), strategy=strategy, backend=backend, **settings_for(backend))
-    for t in range(1, steps + 1):
-        set_gradients(params, t)
-        optimizer.step()
-    traces = optimizer._collage_bookkeeping.traces
-    assert traces is None or (traces.misses == 0 and traces.kinds), traces.why
-    words = [x for p in params for _, x in sorted(optimizer.state[p].items())]
-    return [x.cpu() for x in (*params, *map(torch.as_tensor, words))]
-
-
-@pytest.mark.sampled(of=4)
-@pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("strategy", ["plus", "split433", "fp32", "bf16"])
-@pytest.mark.parametrize("name", OF_TORCH)
-def test_a_step_has_the_bits_of_a_recorded_one(
-    name: str, strategy: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if backend == "native":
-        pytest.importorskip("llvmlite")
-    recorded = stepped(OF_TORCH[name], strategy, backend)
-    monkeypatch.setenv(TRACE, "on")
-    traced = stepped(OF_TORCH[name], strategy, backend)
-    for x, y in zip(traced, recorded, strict=True):
-        assert torch.equal(x, y) or (name in ROUNDED and _is_near(x, y)), name
-
-
-ROUNDED = {"foreach_nadam"}
-"""What takes the root of a number, which is one in fp32 where it is recorded."""
-
-
-def _is_near(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return not x.is_floating_point() and int((x.int() - y.int()).abs().max()) <= 1
 
 
 def assert_right(make: Any, backend: str, steps: int = 6, device: torch.device | str = "cpu") -> None:
@@ -135,9 +96,16 @@ def test_a_number_that_a_step_makes_on_xla_has_what_was_written_to_it(update: An
 
 def test_one_on_xla_has_the_bits_of_a_recorded_one(monkeypatch: pytest.MonkeyPatch) -> None:
     device = pytest.importorskip("torch_xla").device()
-    recorded = stepped(torch.optim.AdamW, "plus", "xla", 4, device)
+
+    def stepped() -> list[torch.Tensor]:
+        params = initial(torch.bfloat16, device)
+        optimizer, _ = stepped_beside(torch.optim.AdamW, params, "plus", 4, backend="xla", validate="off")
+        words = (x for p in params for _, x in sorted(optimizer.state[p].items()))
+        return [x.cpu() for x in (*params, *map(torch.as_tensor, words))]
+
+    recorded = stepped()
     monkeypatch.setenv(TRACE, "on")
-    assert all(map(torch.equal, stepped(torch.optim.AdamW, "plus", "xla", 4, device), recorded))
+    assert all(map(torch.equal, stepped(), recorded))
 
 
 @pytest.mark.parametrize("name", OF_DEVICES)
