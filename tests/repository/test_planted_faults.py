@@ -187,7 +187,7 @@ FAULTS = [
     Fault(TRACE + "/traced_step.py", "kind.before == before and kind.left == left", "kind.before == before",
           UPDATES + "[a_state_is_one_of_two_results]"),
     Fault(TRACE + "/materialize.py", "method[1:] != operation[1:] or ", "",
-          "trace/test_read_ahead.py::test_numbers_are_those_that_are_computed_when_asked_for[with_trust]"),
+          "trace/test_read_ahead.py::test_numbers_are_those_that_are_computed_when_asked_for[of_rows]"),
     Fault(TRACE + "/materialize.py", "if own > before:", "if False:",
           "trace/test_read_ahead.py::test_numbers_are_those_that_are_computed_when_asked_for[of_the_second_as_it_was]"),
     Fault(TRACE + "/partition.py", "and self._made[x] == self._written[self._ref(x).storage]", "",
