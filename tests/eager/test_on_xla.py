@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import xla_runs
-from as_written import ByIdentity, Lamb, Make, Muon, Prodigy, values
+from as_written import Lamb, Make, Muon, Prodigy, values
 from torch import Tensor
 from torch.nn import Parameter
 from traced_updates import Stepping, Update
@@ -45,7 +45,7 @@ def check_alike(make: Make, xla: torch.device, steps: int) -> None:
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
 
 
-@pytest.mark.parametrize("make", [Muon, Prodigy, ByIdentity])
+@pytest.mark.parametrize("make", [Muon, Prodigy])
 def test_steps_are_those_of_the_cpu(make: Make, xla: torch.device) -> None:
     check_alike(make, xla, 3)
 

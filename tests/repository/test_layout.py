@@ -114,21 +114,13 @@ def cycles(found: Mapping[str, Module]) -> Iterator[str]:
         yield "modules import each other: " + " > ".join(error.args[1])
 
 
-def without_docstring(found: Mapping[str, Module]) -> Iterator[str]:
-    """Files whose first line does not say what they are."""
-    for name, module in found.items():
-        first = module.tree.body[0] if module.tree.body else None
-        if ast.get_docstring(module.tree) is None or first is None or first.lineno != 1:
-            yield f"{name} does not begin with a docstring"
-
-
 def too_deep(found: Mapping[str, Module]) -> Iterator[str]:
     chain = longest_chain(found)
     if len(chain) > DEPTH:
         yield f"{len(chain)} modules import one another in a chain: " + " > ".join(chain)
 
 
-RULES = (without_rank, upward, out_of_the_compiler, in_functions, by_name, cycles, without_docstring, too_deep)
+RULES = (without_rank, upward, out_of_the_compiler, in_functions, by_name, cycles, too_deep)
 
 
 Rule = Callable[[Mapping[str, Module]], Iterator[str]]

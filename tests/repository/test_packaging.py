@@ -58,15 +58,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return zipfile.ZipFile(built).namelist()
 
 
-def test_every_folder_with_code_is_a_listed_package() -> None:
-    found = {
-        ".".join([FOLDERS[folder], *file.parent.relative_to(ROOT / folder).parts])
-        for folder in FOLDERS
-        for file in (ROOT / folder).rglob("*.py")
-    }
-    assert set(project()["tool"]["setuptools"]["packages"]) == found
-
-
 def test_the_version_is_said_once(wheel: list[str]) -> None:
     """In _version.py, from which the wheel's is read; the citation and the notes of the newest release follow."""
     code = (ROOT / "collage_neuron/_version.py").read_text()

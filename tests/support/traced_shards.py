@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import foreign
+import inner_spread
 import torch
 import torch.distributed as dist
 from as_written import Muon, Written
@@ -276,24 +277,12 @@ def fsdp(make: Callable[[Any], Optimizer], seed: int, strategy: str, **options: 
 
 
 def trained(make: Callable[[Any], Optimizer], strategy: str, within: float = 0.0, **options: Any) -> list[str]:
-    """What differs from plain fp32 DTensors that take the same gradients, by more than a part of the largest."""
-    run = fsdp(make, 0, strategy, **options)
-    params = parameters_of(run[1])
-    plain: list[Any] = [nn.Parameter(collage_neuron.exact_value(run[1], p)) for p in params]
-    optimizer, wrong = make(plain), []
-    for step in range(4):
-        run[1].zero_grad()
-        backward(run[0], step, dist.get_rank())
-        for p, q in zip(params, plain, strict=True):
-            assert isinstance(p.grad, DTensor)
-            q.grad = p.grad.float()
-        run[1].step()
-        optimizer.step()
-        for i, (p, q) in enumerate(zip(params, plain, strict=True)):
-            x, y = full(collage_neuron.exact_value(run[1], p)), full(q.detach())
-            is_same = torch.allclose(x, y, 0.0, within * _largest(y), equal_nan=True)
-            wrong += [] if is_same else [f"{i} after step {step}"]
-    return [*wrong, *unlike(run[1])]
+    """What differs from plain fp32 DTensors that take the same gradients by more than that."""
+    model, optimizer = fsdp(make, 0, strategy, **options)
+    params = parameters_of(optimizer)
+    values = [nn.Parameter(collage_neuron.exact_value(optimizer, p)) for p in params]
+    training = inner_spread.Training(model, params, optimizer, values, make(values))
+    return [*inner_spread.different(training, within, inner_spread.once), *unlike(optimizer)]
 
 
 def unlike(optimizer: Optimizer) -> list[str]:
