@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import math
 from collections.abc import Callable
@@ -56,22 +55,6 @@ def gradients_with_graphs(world: World) -> None:
         world.taken += 1
         world.optimizer.step()
         world.notes.append([p.grad is g and g.requires_grad for p, g in zip(world.params, grads, strict=True)])
-
-
-@of_both
-def states_are_cleared(world: World, cls: Any) -> None:
-    """A warm restart: moments go, weights must not."""
-    optimizer = world.compile(cls(world.params, lr=1e-2))
-    world.step(10)
-    optimizer.state.clear()
-    world.step(10)
-    optimizer.state.pop(world.params[1])
-    with torch.no_grad():
-        for p in world.params:
-            p.fill_(0.25)
-    world.step(10)
-    optimizer.state = collections.defaultdict(dict)
-    world.step(10)
 
 
 # --- groups and settings ----------------------------------------------------------------------------------------------
@@ -158,32 +141,6 @@ def gradients_come_and_go(world: World, cls: Any) -> None:
     world.compile(cls(world.params, lr=1e-2))
     for i in range(20):
         world.step(1, without=((0, 1, 2), (0, 1), (0,), (), (1, 2), (2,))[min(i, i % 5 + 1)])
-
-
-def left_behind(name: str, leave: Callable[[Any, Any, Any], Any]) -> None:
-    """Registers a loop that adds to the gradients that the step leaves."""
-
-    class Leaves(Base):
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            p.sub_(g, alpha=group["lr"])
-            leave(self, p, g)
-
-    def loop(world: World) -> None:
-        world.compile(Leaves(world.params))
-        world.step(4, adds=True)
-        world.notes.append([None if p.grad is None else p.grad.float().tolist() for p in world.params])
-
-    loop.__name__ = name
-    case(loop)
-
-
-left_behind("gradients_as_they_are", lambda o, p, g: None)
-left_behind("gradients_halved", lambda o, p, g: g.mul_(0.5))
-left_behind("gradients_set", lambda o, p, g: g.mul_(0.0).add_(0.25))
-left_behind("gradients_zeroed", lambda o, p, g: p.grad.zero_())
-left_behind("gradients_zeroed_by_zero_grad", lambda o, p, g: o.zero_grad(set_to_none=False))
-left_behind("gradients_dropped", lambda o, p, g: setattr(p, "grad", None))
-left_behind("gradients_exchanged", lambda o, p, g: setattr(p, "grad", torch.full_like(p, -0.5)))
 
 
 @of_both
