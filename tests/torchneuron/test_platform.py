@@ -87,17 +87,6 @@ def test_without_torch_neuronx_kernels_cannot_be_called(neuron: torch.device, mo
     get("nki").prepare(neuron)
 
 
-def test_without_nki_the_error_says_what_to_install(neuron: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "DIALECTS", {"nki": lambda: None})
-    with pytest.raises(NoMachine, match="needs the package nki"):
-        collage_neuron.compile(torch.optim.AdamW(parameters(neuron)))
-
-
-def test_backend_xla_is_not_for_this_device(neuron: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"needs parameters on an XLA device, they are on neuron:0"):
-        collage_neuron.compile(torch.optim.AdamW(parameters(neuron)), backend="xla")
-
-
 # Whether TorchNeuron is here
 
 
