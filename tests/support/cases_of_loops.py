@@ -1,16 +1,14 @@
-"""Loops around steps: groups, settings, states, closures, and gradients that come and go, are left or are missing."""
+"""Loops around steps: groups, states, and gradients that come and go, are left or are missing."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from case_arena import Ball, Base, World, case, of_both
 from torch.nn import Parameter
-from torch.optim import SGD, AdamW
 
 # --- between steps: parameters and states -----------------------------------------------------------------------------
 
@@ -81,56 +79,6 @@ def groups_are_rebuilt(world: World) -> None:
     world.step(5)
     optimizer.param_groups[0]["params"].append(alone)
     world.step(5)
-
-
-# --- closures and arguments -------------------------------------------------------------------------------------------
-
-
-class Closed(Ball):
-    """Calls its closure first, and goes by the loss, which it compares with the one before."""
-
-    last = math.inf
-
-    @torch.no_grad()
-    def step(self, closure: Any = None, *, scale: float = 1.0, skip: int = -1) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            for group in self.param_groups:
-                group["lr"] *= 1.05 if float(loss) < self.last else 0.5
-            self.last = float(loss)
-        self.scale, self.skip = scale, skip
-        super().step()
-        return loss
-
-    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-        if p.ndim > self.skip:
-            p.sub_(g, alpha=group["lr"] * self.scale * (1 + min(self.last, 2.0)))
-
-
-@case
-def closures_and_arguments(world: World) -> None:
-    """Gradients are only made by the closure, whose loss is returned; other steps have none, or other arguments."""
-    world.compile(Closed(world.params))
-
-    def closure() -> torch.Tensor:
-        world.backward()
-        return torch.tensor(math.sin(world.taken) / (1 + world.taken))
-
-    for i in range(20):
-        world.taken += 1
-        world.notes.append(float(world.optimizer.step(closure)))
-        world.backward()
-        world.notes.append(world.optimizer.step(scale=1 + i / 8, skip=i % 2))
-
-
-@case
-def two_optimizers_share_the_parameters(world: World) -> None:
-    first, second = world.compile(AdamW(world.params, lr=1e-2)), world.compile(SGD(world.params, lr=1e-2))
-    for i in range(40):
-        world.optimizer = (first, second)[i % 2]
-        world.step(1)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
