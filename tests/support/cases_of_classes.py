@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import threading
 from typing import Any
 
@@ -82,6 +83,25 @@ def an_error_before_the_first_parameter(world: World) -> None:
     for _ in range(12):
         with contextlib.suppress(KeyError):
             world.step(1)
+
+
+@case
+def what_a_step_logs(world: World) -> None:
+    """Handlers hear of each step once, and of none that `compile` tries."""
+    heard: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("hostile"), logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+
+    class Logs(Ball):
+        def step(self, closure: Any = None) -> Any:
+            logger.warning("a step")
+            return super().step(closure)
+
+    world.compile(Logs(world.params))
+    world.step(5)
+    logger.removeHandler(handler)
+    world.notes.append(len(heard))
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
