@@ -90,18 +90,6 @@ def test_other_strategies_are_as_far_off_as_their_formats_round(make: Make, stra
         assert found < error([p.detach() for p in plain.param_groups[0]["params"]], exact) / 50
 
 
-def test_a_mapping_names_the_format_of_each_state() -> None:
-    optimizer, params = compiled(Muon, {"param": "bf16+int16", "momentum_buffer": "i8q4"})
-    run(optimizer, 12)
-    state = optimizer.state[params[0]]
-    assert (state["momentum_buffer"].dtype, state["param_lo"].dtype) == (torch.int8, torch.int16)
-    # One byte for a momentum is off by about a percent of it (docs/accuracy.md), and its sign and size remain.
-    assert error(values(optimizer, params), in_fp32(Muon, 12)) < 0.1
-    wrong, _ = compiled(Muon, {"param": "bf16x2", "momentum": "bf16"})
-    with pytest.raises(ValueError, match="the strategy names 'momentum'; this update has param, momentum_buffer"):
-        run(wrong, 1)
-
-
 OF_BYTES = [{"param": "bf16+int16", "momentum_buffer": name} for name in ("i8q4", "i16q8", "bf16+int8")]
 
 

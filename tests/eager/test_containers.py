@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from as_written import Written, compiled, equal, everything, in_fp32, run, values
+from as_written import Written, compiled, equal, in_fp32, run, values
 from torch.nn import Parameter
 
 import collage_neuron
-from collage_neuron import checkpoint
 from collage_neuron.states.bookkeeping import bookkeeping
 
 
@@ -67,20 +65,3 @@ def test_tensors_that_the_optimizer_keeps_are_counted_once(where: str) -> None:
     assert collage_neuron.bytes_per_parameter(optimizer) == 6 + 2 + 4
     elsewhere = where in ("attribute", "group", "no parameter")
     assert ("in attributes and settings: 0.000128 MB" in collage_neuron.explain(optimizer)) == elsewhere
-
-
-def test_it_is_loaded_copied_and_written_as_fp32() -> None:
-    optimizer, params = compiled(ByView, "plus")
-    run(optimizer, 3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    other, others = compiled(ByView, "plus")
-    with torch.no_grad():
-        for p, q in zip(params, others, strict=True):
-            q.copy_(p)
-    other.load_state_dict(saved)
-    for o in (optimizer, other):
-        run(o, 2, first=3)
-    assert everything(optimizer)[:2] == everything(other)[:2]
-    model = torch.nn.ParameterList(params)
-    _, state = checkpoint.get_fp32_state_dict(model, optimizer)
-    assert next(iter(state["state"].values()))[0]["count"] == 5

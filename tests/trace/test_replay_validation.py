@@ -127,20 +127,6 @@ class Lists(torch.optim.Optimizer):
         torch._foreach_add_(params, torch._foreach_mul(grads, rates), alpha=-0.01)
 
 
-def test_a_new_kind_of_step_is_validated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 3 is not due: what it alone does, and does wrong, is found."""
-
-    def update(s: Any, p: Any, g: Any) -> None:
-        s["t"] = s.get("t", 0) + 1
-        p.sub_(torch.where(g > 0, g, 0.5 * g) if s["t"] == 3 else g, alpha=0.1)
-
-    monkeypatch.setattr(pipeline, "_updates", {})
-    right = RULES[aten.where.self]
-    optimizer = optimizer_of(partial(Spelled, update=update))
-    monkeypatch.setitem(RULES, aten.where.self, lambda a, mask, x, y: right(a, mask, y, x))
-    assert steps_until_found(optimizer) == 3
-
-
 def test_after_the_error_the_same_step_can_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, right = (optimizer_of(torch.optim.AdamW, backend="reference") for _ in range(2))
     for t in (1, 2, 3):

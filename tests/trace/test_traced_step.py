@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from running import compiled_only
 from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
 from traced_classes import FOREIGN, SUMMING
@@ -213,21 +212,6 @@ def test_what_is_traced_is_let_go(traced: None) -> None:
         assert (own(), p()) == (None, None)
     finally:
         gc.enable()
-
-
-@compiled_only()
-def test_what_cannot_be_compiled_is_refused_where_that_is_asked_for(traced: None) -> None:
-    params = initial(torch.bfloat16)
-    optimizer: Any = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), verbose=False)
-    set_gradients(params, 1)
-    optimizer.step()
-    assert optimizer._collage_bookkeeping.traces.misses == 0
-    optimizer.update = lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).add_(torch.randn_like(p))
-    before = [p.detach().clone() for p in params]
-    set_gradients(params, 2)
-    with pytest.raises(collage_neuron.UnsupportedUpdate, match="cannot be compiled"):
-        optimizer.step()
-    assert all(map(torch.equal, params, before))
 
 
 def test_a_closure_sees_the_weights_before_rows_and_columns_wait() -> None:
