@@ -88,6 +88,17 @@ def replaced(optimizer: Any, params: Any) -> None:
     optimizer.state[params[0]]["m"] = optimizer.state[params[0]]["m"] * 2
 
 
+def exchanged(optimizer: Any, params: Any) -> None:
+    one, other = (optimizer.state[p] for p in params[::2])
+    one["m"], other["m"] = other["m"], one["m"]
+
+
+def moved_without(optimizer: Any, params: Any) -> None:
+    """What has no gradient is written too."""
+    no_gradient(optimizer, params)
+    optimizer.also = lambda optimizer, params: [p.mul_(0.5) for p in params]
+
+
 EVENTS: dict[str, Callable[[Any, Any], Any]] = {
     "nothing": lambda optimizer, params: None,
     "no gradient": no_gradient,
@@ -104,7 +115,9 @@ EVENTS: dict[str, Callable[[Any, Any], Any]] = {
     "in the step, one state more": in_step(
         lambda optimizer, params: optimizer.state[params[0]].update(late=params[0] * 1.0)
     ),
+    "in the step, states are exchanged": in_step(exchanged),
     "in the step, other strides": in_step(transposed),
+    "in the step, without a gradient": moved_without,
 }
 
 
