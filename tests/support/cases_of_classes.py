@@ -90,7 +90,7 @@ def what_a_step_logs(world: World) -> None:
     """Handlers hear of each step once, and of none that `compile` tries."""
     heard: list[logging.LogRecord] = []
     logger, handler = logging.getLogger("hostile"), logging.Handler()
-    handler.emit = heard.append  # type: ignore[method-assign]
+    handler.emit = heard.append  # type: ignore[assignment, method-assign]
     logger.addHandler(handler)
 
     class Logs(Ball):
