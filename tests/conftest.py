@@ -13,6 +13,7 @@ from pathlib import Path
 from running import compiled_only
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 os.environ["USE_TORCH_XLA"] = (
     "0"  # read when accelerate is imported, by whichever test comes first: it stays on the CPU
 )

@@ -1,7 +1,7 @@
 """Every use of private names of torch and torch_xla in this project, by subject; no other file uses any.
 
-Each entry says why no public name is enough. `tests/repository/test_torch_privates.py` has the test that fails when
-torch changes what it uses, and checks that no other file reaches into torch.
+Each entry says why no public name is enough. `tests/repository/test_torch_privates.py` checks that no other file
+reaches into torch.
 """
 
 from collage_neuron.torch_privates.distributed import *

@@ -24,5 +24,5 @@ def test_spread_over_processes_they_are_those_of_plain_torch(name: str, found: l
 def test_on_xla_they_are_those_of_a_cpu() -> None:
     """SAM, whose closure needs the weights in the middle of the step; others are launched."""
     torch_xla = pytest.importorskip("torch_xla")
-    here, there = (runs.values_on("sam", device) for device in ("cpu", torch_xla.device()))
+    here, there = (runs.values_on(device) for device in ("cpu", torch_xla.device()))
     assert max(float((x - y).abs().max()) for x, y in zip(here, there, strict=True)) < 2**-20

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -78,30 +77,6 @@ def initialize_parallel_optimizer(
     return NxDOptimizer(ZeRO(parameters, optimizer_class, **own, **defaults))
 
 
-# --- neuronx_distributed_training (NeMo) ------------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, type[Optimizer]] = {}
-"""NeMo's registry."""
-
-
-def register_optimizer(name: str, optimizer: type[Optimizer]) -> None:
-    """NeMo's, without its third argument, a dataclass of settings that is known by the class's `__name__`."""
-    assert optimizer.__name__
-    OPTIMIZERS[name] = optimizer
-
-
-def get_optimizer(name: str) -> Class:
-    return partial(OPTIMIZERS[name])
-
-
-def configure_optimizers(
-    nxd_config: dict[str, Any], name: str, groups: list[dict[str, Any]], **settings: Any
-) -> NxDOptimizer:
-    """NxDT's: NeMo builds the optimizer once, its `defaults` are all that the one that trains is built with."""
-    first = get_optimizer(name)(groups, **settings)
-    return initialize_parallel_optimizer(nxd_config, get_optimizer(name), groups, **first.defaults)
-
-
 # --- optimum-neuron ---------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +137,13 @@ def nxd(zero: bool) -> Callable[[nn.Module], Optimizer]:
 
 
 def nxdt(zero: bool) -> Callable[[nn.Module], Optimizer]:
-    register_optimizer("collage_adamw", NxDTAdamW)
-    config = {"zero_one_enabled": zero}
-    return lambda model: configure_optimizers(config, "collage_adamw", groups_of(model), **SETTINGS)
+    """NeMo builds the optimizer once, and its `defaults` are all that the one that trains is built with."""
+
+    def configured(model: nn.Module) -> Optimizer:
+        defaults = NxDTAdamW(groups_of(model), **SETTINGS).defaults
+        return initialize_parallel_optimizer({"zero_one_enabled": zero}, NxDTAdamW, groups_of(model), **defaults)
+
+    return configured
 
 
 def optimum_by_object(model: nn.Module) -> Any:

@@ -54,18 +54,6 @@ def test_the_loop_of_torch_xla_takes_the_steps_of_the_plain_loop(strategy: str) 
     assert differences(snapshot(optimizer), snapshot(plain)) == []
 
 
-def test_arguments_of_the_step_and_its_result_are_passed_on() -> None:
-    model, optimizer = made("split433")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(torch.ones(4, 8, dtype=torch.bfloat16, device="xla")).float().square().mean()
-        loss.backward()
-        return loss
-
-    assert float(xm.optimizer_step(optimizer, optimizer_args={"closure": closure}, barrier=True).detach()) > 0
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16", "accumulate_in_fp32"])
 def test_gradients_are_reduced_in_place_before_the_step_reads_them(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes, of which the other one has the same gradients: the sum times 1 / 2 changes nothing."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_runs import different, fsdp, model_of, train, whole
+from sharded_runs import different, fsdp, model_of, refusal, train, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import AdamW, Optimizer
@@ -42,15 +43,6 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def said(action: Callable[[], object]) -> str:
-    """The message of the RuntimeError that `action` raises; empty if it raises none."""
-    try:
-        action()
-    except RuntimeError as e:
-        return str(e)
-    return ""
-
-
 def sent_int16() -> dict[str, str]:
     """What each collective says of 16-bit codes, which stay as they were."""
     p, optimizer = stepped("split422", 1.0 + dist.get_rank())
@@ -58,7 +50,7 @@ def sent_int16() -> dict[str, str]:
     before, found = codes.clone(), {}
     assert codes.dtype == torch.int16
     for name, send in COLLECTIVES.items():
-        found[name] = said(lambda send=send: send(codes))  # type: ignore[misc]
+        found[name] = refusal(partial(send, codes), RuntimeError, "")
         assert torch.equal(codes, before)
     return found
 
@@ -69,7 +61,8 @@ def gathered(strategy: str) -> tuple[str, dict[str, Any]]:
     train((model, optimizer), range(2))
     found: dict[str, Any] = {}
     options = StateDictOptions(full_state_dict=True)
-    message = said(lambda: found.update(get_optimizer_state_dict(model, optimizer, options=options)))
+    gather = lambda: found.update(get_optimizer_state_dict(model, optimizer, options=options))  # noqa: E731
+    message = refusal(gather, RuntimeError, "")
     return message, dict(found.get("state", {}))
 
 

@@ -42,7 +42,6 @@ OF_TWO: dict[str, tuple[Any, ...]] = {
     "replicas, model alone": (runs.replicas, [0, 1], True),
     "written": (runs.written, "split433"),
     "moved": (runs.moved, "split433"),
-    "steady": (runs.steady, "split433"),
     "placed": (runs.placed, "plus"),
     "after a forward": (runs.after_a_forward,),
     "unsharded values": (runs.unsharded_values,),
@@ -99,10 +98,6 @@ def test_replicas_that_were_built_from_different_weights_hold_the_same_after_a_b
 
 def test_weights_that_are_written_are_those_that_were_written(found: Found) -> None:
     assert [own["written"] + own["moved"] + own["placed"] for own in found[2]] == [[]] * 2
-
-
-def test_a_step_that_finds_what_the_last_one_found_plans_nothing(found: Found) -> None:
-    assert [own["steady"] for own in found[2]] == [[]] * 2
 
 
 def test_a_model_that_fsdp_has_laid_out_in_fp32_is_refused_and_left_alone(found: Found) -> None:

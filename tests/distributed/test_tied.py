@@ -17,28 +17,22 @@ ROUNDED_TO_NEAREST = ("bf16", "plus", "full", "fp32_states", "split433", "split4
 DRAWN = ("stochastic", "split422")
 
 
-def held(rank: int, first: bool) -> tuple[Parameter, list[Parameter]]:
-    """The weight that all ranks hold, and a rank's parameters: it, and others, of other sizes on each rank.
+def trained(rank: int, strategy: str, first: bool) -> dict[str, Tensor]:
+    """The words of the weight after steps in which all ranks take the sum of their gradients of it.
 
-    As in pipeline parallelism, where the first stage holds the embedding and the last one a copy as its output layer;
-    with `first` it comes first on every rank, as norms that tensor parallelism duplicates have one place on all.
+    A rank has others beside it, of other sizes on each. The weight comes first on every rank, as norms that tensor
+    parallelism duplicates, or last on the second one, as an embedding that is the output layer of the last stage too.
     """
     g = torch.Generator().manual_seed(0)
     tied = Parameter((torch.randn(SHAPE, generator=g) * 0.02).bfloat16())
     others = [Parameter(torch.randn(3 + rank, 5 + k, generator=g).bfloat16()) for k in range(2 + rank)]
-    return tied, [tied, *others] if first or rank == 0 else [*others, tied]
-
-
-def trained(rank: int, strategy: str, first: bool) -> dict[str, Tensor]:
-    """The words of the weight after steps in which all ranks take the sum of their gradients of it."""
-    tied, params = held(rank, first)
+    params = [tied, *others] if first or rank == 0 else [*others, tied]
     optimizer = collage_neuron.compile(torch.optim.AdamW(params, weight_decay=0.1), strategy=strategy, verbose=False)
-    own = torch.Generator().manual_seed(1 + rank)
-    of_all = [torch.Generator().manual_seed(10 + r) for r in range(RANKS)]
+    own, of_all = torch.Generator().manual_seed(1 + rank), torch.Generator().manual_seed(10)
     for _ in range(STEPS):
         for p in params:
             p.grad = torch.randn(p.shape, generator=own).bfloat16()
-        tied.grad = torch.stack([torch.randn(SHAPE, generator=g) for g in of_all]).sum(0).bfloat16()
+        tied.grad = torch.randn(SHAPE, generator=of_all).bfloat16()
         optimizer.step()
     return {"param": tied.detach(), **{k: x for k, x in optimizer.state[tied].items() if x.shape == tied.shape}}
 

@@ -177,27 +177,6 @@ def test_other_arguments_need_a_step_as_written() -> None:
         optimizer.step(closure, factor=0.5)
 
 
-def test_a_step_kept_in_a_variable_may_call_the_step_of_its_base() -> None:
-    class Base(Written):
-        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-            p.sub_(g / (float(g.norm()) + 1), alpha=0.01)
-
-    class Logs(Base):
-        def step(self, closure: Any = None) -> Any:
-            self.steps = getattr(self, "steps", 0) + 1
-            return super().step(closure)
-
-    Base(parameters(torch.float32))  # torch hooks the step of a class when an optimizer of it is made
-    params = parameters(torch.bfloat16)
-    optimizer: Any = Logs(params)
-    step = optimizer.step
-    collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    step()
-    assert optimizer.steps == 1
-
-
 # --- `step()` returns what the user's code returns: a captured step has nothing but the loss, and others run on copies
 
 
@@ -217,11 +196,6 @@ class Descent(Written):
         return loss
 
 
-class Norm(Descent):
-    def result(self, loss: Any, params: list[Any]) -> Any:
-        return torch.stack([p.grad.norm() for p in params]).norm()
-
-
 class Report(NamedTuple):
     """Several results."""
 
@@ -229,9 +203,9 @@ class Report(NamedTuple):
     norm: Any
 
 
-class Reports(Norm):
+class Reports(Descent):
     def result(self, loss: Any, params: list[Any]) -> Any:
-        return Report(loss, float(super().result(loss, params)))
+        return Report(loss, float(torch.stack([p.grad.norm() for p in params]).norm()))
 
 
 class Copies(Descent):

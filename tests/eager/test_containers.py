@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from as_written import Written, compiled, equal, everything, in_fp32, near, run, values
+from as_written import Written, compiled, equal, in_fp32, run, values
 from torch.nn import Parameter
 
 import collage_neuron
-from collage_neuron import checkpoint
 from collage_neuron.states.bookkeeping import bookkeeping
 
 
@@ -42,7 +39,6 @@ def test_a_state_found_by_a_number_is_kept_as_it_is_made() -> None:
 
 HOLDS: dict[str, Callable[[Any, torch.Tensor, dict[str, Any], dict[str, Any]], Any]] = {
     "state": lambda o, p, state, group: state.setdefault("x", torch.zeros_like(p)),
-    "deque": lambda o, p, state, group: state.setdefault("x", deque([torch.zeros_like(p)]))[0],
     "set": lambda o, p, state, group: next(iter(state.setdefault("x", {torch.zeros_like(p)}))),
     "mapping": lambda o, p, state, group: state.setdefault("x", MappingProxyType({0: torch.zeros_like(p)}))[0],
     "attribute": lambda o, p, state, group: vars(o).setdefault("xs", {}).setdefault(p, torch.zeros_like(p)),
@@ -69,54 +65,3 @@ def test_tensors_that_the_optimizer_keeps_are_counted_once(where: str) -> None:
     assert collage_neuron.bytes_per_parameter(optimizer) == 6 + 2 + 4
     elsewhere = where in ("attribute", "group", "no parameter")
     assert ("in attributes and settings: 0.000128 MB" in collage_neuron.explain(optimizer)) == elsewhere
-
-
-def test_it_is_loaded_copied_and_written_as_fp32() -> None:
-    optimizer, params = compiled(ByView, "plus")
-    run(optimizer, 3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    other, others = compiled(ByView, "plus")
-    with torch.no_grad():
-        for p, q in zip(params, others, strict=True):
-            q.copy_(p)
-    other.load_state_dict(saved)
-    for o in (optimizer, other):
-        run(o, 2, first=3)
-    assert everything(optimizer)[:2] == everything(other)[:2]
-    model = torch.nn.ParameterList(params)
-    _, state = checkpoint.get_fp32_state_dict(model, optimizer)
-    assert next(iter(state["state"].values()))[0]["count"] == 5
-
-
-class LongLists(Written):
-    """Long lists of numbers, of which one is the id of a parameter: it is that of the copy during the step."""
-
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, lr)
-        first = self.param_groups[0]["params"][0]
-        self.table, self.ids = [0.5 * i for i in range(1000)], [*range(1000), id(first)]
-        self.counts = dict.fromkeys(range(1000), 0)
-
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[Any, Any], group: dict[str, Any]) -> None:
-        self.counts[p.dim()] += 1
-        self.table[3] *= 0.5
-        weight = 2.0 if id(p) in self.ids else self.table[3]
-        p.sub_(g / (g.norm() + 1), alpha=group["lr"] * weight)
-        if float(g.sum()) == 77.0:
-            raise ZeroDivisionError("in the middle")
-
-
-def test_long_lists_of_numbers_are_followed_and_put_back() -> None:
-    optimizer, params = compiled(LongLists)
-    run(optimizer, 3)
-    assert near(values(optimizer, params), in_fp32(LongLists, 3), 3)
-    assert optimizer.ids[-1] == id(params[0])
-    assert optimizer.counts[2] == 6
-    before, number = list(optimizer.table), optimizer.counts[2]
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    params[3].grad = torch.full_like(params[3], 77.0)
-    with pytest.raises(ZeroDivisionError, match="in the middle"):
-        optimizer.step()
-    assert optimizer.table == before
-    assert optimizer.counts[2] == number

@@ -109,7 +109,6 @@ def _put(params: list[Parameter]) -> None:
 NOT_FOLLOWED: dict[str, tuple[Any, Any, str]] = {
     "a buffer, before": (lambda ps: HELD["flat"].mul_(0.5), _nothing_to, "writes to the memory of a gradient"),
     "a buffer, after": (_nothing_to, lambda ps: HELD["flat"].zero_(), "writes to the memory of a gradient"),
-    "a part, after": (_nothing_to, lambda ps: HELD["part"].zero_(), "writes to the memory of a gradient"),
     "a buffer of its own": (_put, _nothing_to, "gives a parameter a gradient that is a part of a tensor"),
 }
 
@@ -122,7 +121,6 @@ def test_a_name_of_a_gradient_that_is_not_followed_is_rejected(name: str, looks:
     params = [Parameter(torch.ones(n, 3).bfloat16()) for n in (4, 1)]
     HELD.clear()
     HELD["flat"] = torch.ones(15).bfloat16()
-    HELD["part"] = HELD["flat"][:6]
     _parts(params, HELD["flat"])
     optimizer: Any = collage_neuron.compile(OfAGlobal(params, before, after, looks), strategy="plus", verbose=False)
     with pytest.raises(UnsupportedUpdate, match=f"{message}.*; nothing was updated"):
@@ -130,23 +128,14 @@ def test_a_name_of_a_gradient_that_is_not_followed_is_rejected(name: str, looks:
     assert all(torch.equal(p, torch.ones_like(p)) for p in params)
 
 
-# --- memory that is shared, or kept -----------------------------------------------------------------------------------
+# --- memory that is shared --------------------------------------------------------------------------------------------
 
 
-class Told(Written):
-    """Calls `before(optimizer, params)`, and then steps; what it steps by is read from `p.grad`."""
-
-    def __init__(self, params: Any, before: Callable[[Any, list[Parameter]], Any]) -> None:
-        super().__init__(params)
-        self.before = before
+class Normed(Written):
+    """Reads a norm, so that it runs as written."""
 
     def update(self, p: Any, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(g / float(g.norm() + 1), alpha=group["lr"])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.before(self, self.param_groups[0]["params"])
-        return super().step(closure)
 
 
 def _arena(params: list[Parameter]) -> None:
@@ -162,55 +151,20 @@ def _arena(params: list[Parameter]) -> None:
         first += p.numel()
 
 
-def _buffer(params: list[Parameter]) -> None:
-    flat = torch.cat([torch.randn_like(p).flatten() for p in params])
-    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
-        p.grad = part.view_as(p)
-
-
-def _keep_gradients(o: Any, params: list[Parameter]) -> None:
-    first = vars(o).setdefault("first", {p: p.grad for p in params})
-    for p in params:
-        p.sub_(first[p], alpha=0.01)
-
-
-def _alternating(i: int, params: list[Parameter], known: list[Any]) -> None:
-    known.append([torch.randn_like(p) for p in params])
-    for p, g in zip(params, known[i % 2], strict=True):
-        p.grad = g if i != 2 else None
-
-
-def _nothing(o: Any, params: list[Parameter]) -> None:
-    pass
-
-
-READ: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "an arena": (lambda i, params, _: _arena(params) if not i else None, _nothing),
-    "gradients of a buffer, kept": (lambda i, params, _: _buffer(params), _keep_gradients),
-    "gradients that alternate": (_alternating, _keep_gradients),
-}
-
-
-@pytest.mark.parametrize("what", READ)
-def test_what_readers_found(what: str) -> None:
-    gradients, before = READ[what]
-
+def test_parameters_and_gradients_may_lie_in_one_buffer() -> None:
     def left(dtype: torch.dtype, **settings: Any) -> list[Tensor]:
         torch.manual_seed(0)
         params = [Parameter(torch.randn(n, 3).bfloat16().to(dtype)) for n in (4, 2, 5)]
-        known: list[Any] = []
-        gradients(0, params, known)
-        optimizer: Any = Told(params, before)
+        _arena(params)
+        optimizer: Any = Normed(params)
         if settings:
             optimizer = collage_neuron.compile(optimizer, **settings)
         for i in range(6):
             torch.manual_seed(i)
-            gradients(i, params, known)
             with torch.no_grad():
                 for g in (p.grad for p in params if p.grad is not None):
                     g.copy_(torch.randn(g.shape).bfloat16())
-            if all(p.grad is not None for p in params):
-                optimizer.step()
+            optimizer.step()
         return values(optimizer, params) if settings else [p.detach() for p in params]
 
     found, exact = left(torch.bfloat16, strategy="fp32"), left(torch.float32)

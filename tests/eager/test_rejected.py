@@ -159,13 +159,6 @@ def test_what_cannot_be_undone_needs_a_checkpoint(of: Callable[[torch.Tensor], A
     run(optimizer, 1)
 
 
-def test_sparse_and_complex_gradients_are_rejected() -> None:
-    optimizer, params = compiled(Muon)
-    params[0].grad = torch.ones(24, 40, dtype=torch.bfloat16).to_sparse()
-    with pytest.raises(UnsupportedUpdate, match="is sparse"):
-        optimizer.step()
-
-
 def test_bytes_need_an_update_that_is_captured() -> None:
     with pytest.raises(UnsupportedUpdate, match="strategy"):
         collage_neuron.compile(Muon(parameters(torch.bfloat16)), bytes=10)

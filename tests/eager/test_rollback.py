@@ -141,20 +141,10 @@ def _two_names(o: Any, p: Any, g: Tensor, state: State) -> None:
     p.sub_(state["b"])
 
 
-def _one_for_all(o: Any, p: Any, g: Tensor, state: State) -> None:
-    shared = o.__dict__.setdefault("shared", {}).setdefault(p.shape, torch.zeros_like(p))
-    state["m"] = shared.add_(g)
-    p.sub_(state["m"])
-
-
 def _alias_as_state(o: Any, p: Any, g: Tensor, state: State) -> None:
     z = state.setdefault("z", p.data)
     z.sub_(g)
     p.mul_(0.99)
-
-
-def _parameter_as_state(o: Any, p: Any, g: Tensor, state: State) -> None:
-    state.setdefault("self", p).data.sub_(g)
 
 
 def _last_gradient(o: Any, p: Any, g: Tensor, state: State) -> None:
@@ -172,21 +162,6 @@ def _other_data(o: Any, p: Any, g: Tensor, state: State) -> None:
     p.sub_(state["m"])
 
 
-def _module(o: Any, p: Any, g: Tensor, state: State) -> None:
-    p.sub_(o.held[0].sum())
-    o.held[0].add_(0.01)
-
-
-def _suspended(o: Any, p: Any, g: Tensor, state: State) -> None:
-    """A generator that keeps a view of the parameter from one step to the next."""
-
-    def average(x: Tensor) -> Any:
-        while True:
-            yield float(x.mean())
-
-    p.sub_(next(o.__dict__.setdefault("going", {}).setdefault(p, average(p.data))))
-
-
 def _bfloat16(o: Any, p: Any, g: Tensor, state: State) -> None:
     """A state that is bf16 on purpose; numbers that bf16 has, so that its arithmetic is exact."""
     state.setdefault("m", torch.zeros_like(p, dtype=torch.bfloat16)).add_(0.5)
@@ -195,28 +170,16 @@ def _bfloat16(o: Any, p: Any, g: Tensor, state: State) -> None:
 
 USES: dict[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (_flat, _numpy, _two_names, _one_for_all, _alias_as_state, _parameter_as_state,
-              _last_gradient, _other_data, _module, _suspended, _bfloat16)
+    for f in (_flat, _numpy, _two_names, _alias_as_state, _last_gradient, _other_data, _bfloat16)
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", USES)
 def test_memory_that_is_shared_is_shared(kind: str) -> None:
-    hold = staticmethod(lambda o, params: torch.nn.ParameterList(params))
-    make = type("Shares", (Normed,), {"use": staticmethod(USES[kind]), "hold": hold})
+    make = type("Shares", (Normed,), {"use": staticmethod(USES[kind])})
     optimizer, params = compiled(make, "fp32")
     run(optimizer, 5)
     assert equal(values(optimizer, params), in_fp32(make, 5))
-
-
-def test_copies_go_on_alike_with_aliases() -> None:
-    make = type("Alias", (Normed,), {"use": staticmethod(_alias_as_state)})
-    optimizer, params = compiled(make, "plus")
-    run(optimizer, 3)
-    other = copy.deepcopy(optimizer)
-    for o in (optimizer, other):
-        run(o, 2, first=3)
-    assert equal(values(optimizer, params), values(other, other.param_groups[0]["params"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -280,8 +243,6 @@ def _in_states(make: Callable[[Parameter, int], Any]) -> Hold:
 
 VIEWS: dict[str, Hold] = {
     "p.data": lambda o, params: [p.data for p in params],
-    "one": lambda o, params: params[0].detach(),
-    "reshaped": lambda o, params: {"rows": [p.detach().reshape(-1) for p in params]},
     "array": lambda o, params: [params[0].detach().numpy()],
     "state": _in_states(lambda p, i: {"z": p.data}),
 }
@@ -301,10 +262,6 @@ def test_a_view_of_a_parameter_that_compile_moves_is_rejected(hold: str) -> None
     assert all(p.dtype == torch.float32 for p in params)
 
 
-def _common(shared: Tensor) -> Hold:
-    return _in_states(lambda p, i: {"m": shared} if p.shape == shared.shape else {})
-
-
 def _twice(p: Parameter, i: int) -> State:
     m = torch.zeros_like(p)
     return {"m": m, "n": m.view(p.shape)}
@@ -313,11 +270,8 @@ def _twice(p: Parameter, i: int) -> State:
 PARAM, M = "a parameter", r"optimizer.state\[p\]\['m'\]"
 SHARED: dict[str, tuple[Hold, str]] = {
     "two names": (_in_states(_twice), rf"{M} and optimizer.state\[p\]\['n'\] share memory"),
-    "one for all": (_common(torch.zeros(16)), f"{M} and {M} share memory|it holds a view of"),
     "the parameter": (_in_states(lambda p, i: {"m": p}), f"{PARAM} and {M} share memory"),
-    "another": (lambda o, ps: [o.state[p].update(m=ps[2]) for p in ps] and None, f"{PARAM} and {M} share memory"),
     "a list": (lambda o, ps: [o.state[p].setdefault("m", torch.zeros_like(p)) for p in ps], "it holds a view of a"),
-    "rows": (lambda o, ps: [o.state[p].setdefault("m", torch.zeros_like(p))[:1] for p in ps[:2]], "it holds a view of"),
 }
 
 
@@ -341,45 +295,16 @@ def test_so_are_those_of_a_class_whose_steps_are_recorded(kind: str) -> None:
         collage_neuron.compile(optimizer, strategy="plus")
 
 
-@pytest.mark.parametrize(
-    "share", [lambda p: p.data, lambda p: p.detach().view(p.shape), lambda p: p.data.flatten().view(p.shape)]
-)
-def test_a_gradient_in_the_memory_of_its_parameter_is_rejected(share: Callable[..., Any]) -> None:
+def test_a_gradient_in_the_memory_of_its_parameter_is_rejected() -> None:
     """Each has fp32 memory of its own during the step."""
     optimizer, params = compiled(lambda ps: Normed(ps, use=lambda o, p, g, s: s.setdefault("m", g.clone())), "bf16")
     run(optimizer, 2)
     before = [p.detach().clone() for p in params]
     for p in params:
-        p.grad = share(p)
+        p.grad = p.detach().view(p.shape)
     with pytest.raises(UnsupportedUpdate, match=r"a gradient and a parameter share memory"):
         optimizer.step()
     assert all(map(torch.equal, params, before))
-
-
-def test_gradients_may_share_one_buffer_and_elements() -> None:
-    """What is written to one is in the other; the third is the second one."""
-
-    def decayed(o: Any, p: Any, g: Tensor, s: Any) -> None:
-        s.setdefault("m", torch.zeros_like(g)).add_(g.add_(0.5))
-
-    def step(dtype: torch.dtype) -> tuple[Any, list[Parameter]]:
-        params = [Parameter(torch.full((4, 5), 0.5, dtype=dtype)) for _ in range(3)]
-        optimizer = Normed(params, use=decayed)
-        if dtype == torch.bfloat16:
-            collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
-        flat = torch.arange(21, dtype=torch.float32).to(dtype)
-        params[0].grad = flat[:20].view(4, 5)
-        params[1].grad = params[2].grad = flat[1:].view(4, 5)
-        optimizer.step()
-        return optimizer, params
-
-    (optimizer, params), (_, exact) = step(torch.bfloat16), step(torch.float32)
-    for p, q in zip(params, exact, strict=True):
-        assert torch.equal(collage_neuron.exact_value(optimizer, p), q)
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad.bfloat16())
-    assert params[1].grad is params[2].grad
 
 
 # --- names, lists of parameters and attributes ------------------------------------------------------------------------
@@ -437,15 +362,6 @@ def test_what_a_step_does_to_the_parameter_object_arrives() -> None:
     with pytest.raises(ZeroDivisionError, match="in the middle"):
         run(optimizer, 1)
     assert all(torch.equal(vars(p)["count"], b["count"]) for p, b in zip(params, before, strict=True))
-
-
-def test_bytes_of_a_state_that_begins_like_the_parameters_words() -> None:
-    def use(o: Any, p: Any, g: Tensor, state: State) -> None:
-        state.setdefault("param_ema", torch.zeros_like(p))
-
-    optimizer, _ = compiled(lambda ps: Normed(ps[:1], use=use), "plus")
-    run(optimizer, 1)
-    assert collage_neuron.bytes_per_parameter(optimizer) == 10.0
 
 
 def test_a_tensor_whose_memory_was_given_back_is_not_read() -> None:

@@ -93,10 +93,6 @@ def exchanged(optimizer: Any, params: Any) -> None:
     one["m"], other["m"] = other["m"], one["m"]
 
 
-def restrided(optimizer: Any, params: Any) -> None:
-    params[0].data = params[0].data.t().contiguous().t()
-
-
 def moved_without(optimizer: Any, params: Any) -> None:
     """What has no gradient is written too."""
     no_gradient(optimizer, params)
@@ -106,7 +102,6 @@ def moved_without(optimizer: Any, params: Any) -> None:
 EVENTS: dict[str, Callable[[Any, Any], Any]] = {
     "nothing": lambda optimizer, params: None,
     "no gradient": no_gradient,
-    "a weight is written": lambda optimizer, params: params[0].detach().mul_(0.5),
     "a state is written": lambda optimizer, params: optimizer.state[params[0]]["m"].zero_(),
     "a state is cleared": lambda optimizer, params: optimizer.state[params[0]].clear(),
     "other strides": transposed,
@@ -117,12 +112,11 @@ EVENTS: dict[str, Callable[[Any, Any], Any]] = {
     "in the step, a gradient": in_step(lambda optimizer, params: params[0].grad.mul_(2)),
     "in the step, a value is kept": in_step(lambda optimizer, params: optimizer.kept.append(params[0].data)),
     "in the step, another state": in_step(replaced),
-    "in the step, states are exchanged": in_step(exchanged),
     "in the step, one state more": in_step(
         lambda optimizer, params: optimizer.state[params[0]].update(late=params[0] * 1.0)
     ),
-    "in the step, other strides": in_step(restrided),
-    "in the step, frozen": in_step(lambda optimizer, params: params[1].requires_grad_(False)),
+    "in the step, states are exchanged": in_step(exchanged),
+    "in the step, other strides": in_step(transposed),
     "in the step, without a gradient": moved_without,
 }
 
@@ -145,39 +139,20 @@ def no_list(optimizer: Any, params: Any) -> None:
     del optimizer.state[params[0]]["list"]
 
 
-def words_in_a_list(optimizer: Any, params: Any) -> None:
-    """A state in words is in the list as well, and later in the list alone."""
-    state = optimizer.state[params[0]]
-    state["list"] = [state["m"]]
-    optimizer.also = lambda optimizer, params: optimizer.state[params[0]].update(m=params[0] * 2)
-
-
-def by_a_tensor(optimizer: Any, params: Any) -> None:
-    optimizer.state[params[0]][params[1]] = [1]
-
-
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "another list": set_list(lambda p, state: [torch.ones_like(p, dtype=torch.float32)]),
     "a list that is written": lambda optimizer, params: optimizer.state[params[0]]["list"][0].mul_(2),
-    "a list of a value that is bf16": set_list(lambda p, state: [torch.ones_like(p)]),
     "a tuple": set_list(lambda p, state: (torch.ones_like(p, dtype=torch.float32),)),
-    "a list of the weights": set_list(lambda p, state: [p.detach().clone().float()]),
     "no list": no_list,
     "one list for two": shared,
-    "other numbers as names": set_list(lambda p, state: {1: state["named"][0], 0: state["named"][0] * 1}, "named"),
     "a longer dictionary": lambda optimizer, params: optimizer.state[params[0]]["named"].update({7: params[0] * 1.0}),
     "in the step, another list": in_step(set_list(lambda p, state: [p * 1.0])),
-    "in the step, a list of the values": in_step(set_list(lambda p, state: [p.data])),
     "in the step, a list of a gradient": in_step(set_list(lambda p, state: [p.grad])),
-    "in the step, no list": in_step(no_list),
     "in the step, a list becomes a tensor": in_step(set_list(lambda p, state: p * 1.0, "late")),
-    "in the step, a state becomes a list": in_step(set_list(lambda p, state: [state["n"]], "n_before")),
-    "in the step, one list for two": in_step(shared),
-    "in the step, words in a list": in_step(words_in_a_list),
-    "words in a list": words_in_a_list,
-    "in the step, a list of all states": in_step(set_list(lambda p, state: [state["list"][0]], "again")),
-    "in the step, named by a tensor": in_step(by_a_tensor),
-    "in the step, an object": in_step(set_list(lambda p, state: object(), "own")),
+    "words in a list": set_list(lambda p, state: [state["m"]]),
+    "in the step, named by a tensor": in_step(
+        lambda optimizer, params: optimizer.state[params[0]].update({params[1]: [1]})
+    ),
 }
 """The same for what is not in words."""
 
@@ -203,7 +178,7 @@ def ran(event: Callable[[Any, Any], Any], strategy: str, cls: type[Flipped]) -> 
 @pytest.mark.parametrize("strategy", ["plus", "split433", "stochastic"])
 @pytest.mark.parametrize(
     ("name", "cls"),
-    [*((name, cls) for name in EVENTS for cls in (Flipped, Listed)), *((name, Listed) for name in CHANGES)],
+    [*((name, Flipped) for name in EVENTS), *((name, Listed) for name in EVENTS | CHANGES)],
 )
 def test_bits_are_those_of_steps_that_look_anew(
     name: str, cls: type[Flipped], strategy: str, monkeypatch: pytest.MonkeyPatch

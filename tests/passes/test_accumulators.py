@@ -51,11 +51,10 @@ def found(make: Any) -> set[frozenset[str]]:
 KNOWN = {name: (partial(Dividing, idiom=idiom, names=zeros), slow) for name, (idiom, zeros, slow) in SLOW.items()} | {
     name: (partial(Following, idiom=idiom, names=zeros, beta=0.9), slow) for name, (idiom, zeros, slow) in FAST.items()
 }
-NOT_SHOWN = {"addcdiv", "yogi by where"}
+NOT_SHOWN = {"addcdiv"}
 """Second moments that are not shown not to be negative: they have a wider format, with signs."""
 NO_AVERAGES = {
-    "with a mask", "centered", "largest second moment, by where", "of g * sign(m)", "of g times the parameter",
-    "difference of gradients",
+    "with a mask", "centered", "largest second moment, by where", "of g * sign(m)",
 }  # fmt: skip
 """Where no first moment is recognised: a mask that depends on the state may make a maximum of it, and what does not
 change its sign with the gradient and the parameter may be a second moment."""

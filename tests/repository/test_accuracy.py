@@ -110,20 +110,6 @@ def test_bytes_takes_strategies_in_the_order_of_the_stored_errors() -> None:
     assert [name for name in front.by_accuracy(stored_rows()) if name in BY_ACCURACY] == list(BY_ACCURACY)
 
 
-def test_a_page_comes_with_its_figure_and_records(tmp_path: Path) -> None:
-    later = RECORDS[0] | {"date": "2026-11-23", "version": "0.2.0"}
-    page.write(RECORDS, {}, tmp_path, older=[later, *RECORDS[1:3]], missing_jobs=3)
-    text = (tmp_path / "accuracy.md").read_text()
-    assert "\n3 of the jobs ran before the sources of the package or of this benchmark last changed" in text
-    assert " 2 by 2026-11-22 (version 0.1.0), 1 by 2026-11-23 (version 0.2.0). `code` in" in " ".join(text.split())
-    assert "This is not the whole table: 3 jobs have not run" in text
-    assert json.loads((tmp_path / "accuracy" / "records.json").read_text()) == RECORDS
-    assert "split433" in (tmp_path / "accuracy" / "error_at_the_recipe.svg").read_text()
-    first = (tmp_path / "accuracy" / "error_over_bytes.svg").read_text()
-    page.write(RECORDS, {}, tmp_path, older=[])
-    assert (tmp_path / "accuracy" / "error_over_bytes.svg").read_text() == first
-
-
 def test_the_words_of_the_port_read_back() -> None:
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 1e-2
     assert ((decode_weight(*encode_weight(x)) - x).abs() <= x.abs() * 2**-8 / 127 * 1.01).all()

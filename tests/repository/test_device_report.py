@@ -40,9 +40,12 @@ def _own_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     search_less(monkeypatch)
     for name, value in device_probe.SETTINGS.items():  # the program sets them
         monkeypatch.setenv(name, value)
-    custom_op.function.cache_clear()  # a kernel belongs to the stand-in it was loaded under
+    cached = custom_op.function, rounding_probe._failures_once  # a kernel belongs to the stand-in it was loaded under
+    for one in cached:
+        one.cache_clear()
     yield
-    custom_op.function.cache_clear()
+    for one in cached:
+        one.cache_clear()
 
 
 def made(folder: Path, *options: str) -> dict[str, Any]:
@@ -167,18 +170,6 @@ def test_make_takes_the_python_of_neuron(neuron: bool, target: str, tmp_path: Pa
 GROUPS = [group for group in device_probe.GROUPS if group != device_probe.STOCHASTIC]
 
 
-@pytest.fixture(autouse=True)
-def _kernels_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(custom_op.FOLDER, str(tmp_path / "kernels"))
-    search_less(monkeypatch)
-    cached = custom_op.function, rounding_probe._failures_once  # a kernel belongs to the stand-in it was loaded under
-    for one in cached:
-        one.cache_clear()
-    yield
-    for one in cached:
-        one.cache_clear()
-
-
 def asked(folder: Path, *groups: str, dialect: str = "nki", device: Device | None = None) -> dict[str, Any]:
     """{question: what was found} of some groups, from the written report."""
     out = folder / "report.json"
@@ -285,10 +276,8 @@ def test_a_contracted_product_is_seen() -> None:
     assert device_questions.fused("tensor_scalar").answer(contracts)[0] == "one rounding, as an FMA"
 
 
-def test_without_nki_it_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nki_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    for name, value in device_probe.SETTINGS.items():  # the program sets them
-        monkeypatch.setenv(name, value)
     said = "(?s)no question could be asked, no report is written.*no NKI that kernels are generated for can be imported"
     with pytest.raises(SystemExit, match=said + "; see docker/README.md"):
         device_probe.main(["--only", "rounding", "--out", str(out)])

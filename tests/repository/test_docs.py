@@ -1,4 +1,4 @@
-"""The pages in docs/ say what is so: their code runs, and the tests that they name are there."""
+"""The pages in docs/ say what is so: the tests, files, names and options that they name are there."""
 
 from __future__ import annotations
 
@@ -7,30 +7,19 @@ import ast
 import importlib
 import importlib.util
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
-from models import run_script
 
 import collage_neuron
 from collage_neuron.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+NAV = (ROOT / "mkdocs.yml").read_text()
 TEXT = "\n".join(page.read_text() for page in PAGES)
-
-
-@pytest.mark.parametrize(
-    ("page", "blocks"),
-    [("checkpoints", 8), ("fp8", 2), ("monitor", 4), ("extending", 3), ("development/validation", 3)],
-)
-def test_the_code_on_a_page_runs_from_top_to_bottom(page: str, blocks: int, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    found = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    assert len(found) >= blocks
-    quiet = f"import os, warnings\nos.chdir({str(tmp_path)!r})\nwarnings.simplefilter('ignore')\n"
-    run_script(tmp_path, quiet + "\n".join(found))
 
 
 def functions_in(path: Path) -> set[str]:
@@ -88,12 +77,46 @@ def test_the_page_of_evidence_names_a_test_in_every_row() -> None:
     assert places.count("\n| ") - 1 <= tables.split("| what, before the line")[1].split("## ")[0].count("\n| ")
 
 
+COLUMNS = 122
+"""Letters of a line of code that a window of 1400 pixels shows."""
+
+
+def guide() -> dict[str, str]:
+    """The pages of the menu's first tab."""
+    names = re.findall(r"- ([\w/]+\.md)$", NAV.split("- Evidence and")[0], re.MULTILINE)
+    return {name: (ROOT / ("README.md" if name == "index.md" else f"docs/{name}")).read_text() for name in names}
+
+
 def test_what_is_too_many_pages_or_words_for_users() -> None:
-    """Those in the menu's first tab: at most 22 pages and 30,000 words, README.md among them."""
-    pages = re.findall(r"- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text().split("- Evidence and")[0], re.MULTILINE)
-    texts = [(ROOT / ("README.md" if page == "index.md" else f"docs/{page}")).read_text() for page in pages]
-    assert 15 <= len(pages) <= 22
-    assert sum(len(text.split()) for text in texts) <= 30_000
+    """At most 22 pages and 30,000 words, README.md among them."""
+    assert 15 <= len(guide()) <= 22
+    assert sum(len(text.split()) for text in guide().values()) <= 30_000
+
+
+def test_a_line_of_code_is_not_cut_off() -> None:
+    for page, text in guide().items():
+        for block in re.findall(r"^ *```\w*\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
+            assert max(map(len, block.splitlines())) <= COLUMNS, page
+
+
+def test_numbers_stay_whole_and_names_of_files_break_behind_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A browser breaks a number at its hyphen."""
+    for name in ("mkdocs", "mkdocs.exceptions", "mkdocs.structure", "mkdocs.structure.files"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(PluginError=Exception, File=object))
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    hooks = importlib.import_module("site_hooks")
+    given = "<p>1e-6 of <code>x/y 1e-5</code></p><td><code>tests/a/b.py::c</code> 4.1e-5</td><pre>1e-3</pre>"
+    assert hooks.on_page_content(given, None, None, None) == (
+        '<p><span class="number">1e-6</span> of <code>x/y 1e-5</code></p>'
+        '<td><code>tests/<wbr>a/<wbr>b.py::<wbr>c</code> <span class="number">4.1e-5</span></td><pre>1e-3</pre>'
+    )
+
+
+def test_every_page_is_in_the_menu_under_its_own_title() -> None:
+    assert not re.findall(r"- [^\n:]+: \S+\.md$", NAV.split("\nnav:")[1], re.MULTILINE)
+    assert all(text.startswith("# ") for text in guide().values())
+    named = set(re.findall(r"- ([\w/]+\.md)$", NAV, re.MULTILINE))
+    assert {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")} <= named
 
 
 ERRORS = {

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-os.environ["USE_TORCH_XLA"] = "0"  # read when accelerate and transformers are imported: these tests are on the CPU
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
 import torch
+from models import example
 
 import collage_neuron
 from collage_neuron import checkpoint
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")  # other people's packages warn of one another
-FOLDER = Path(__file__).parents[2] / "examples" / "trainers"
 STEPS = 4
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return __import__("hf_finetune")
+def module() -> Any:
+    return example("hf_finetune", "transformers")
 
 
 def trained(module: Any, folder: Path, form: str = "full", strategy: str = "split433") -> Any:
@@ -85,28 +80,3 @@ def test_an_adapter_is_trained_and_saved_alone(module: Any, tmp_path: Path) -> N
     assert (tmp_path / "fp32" / "adapter_model.safetensors").exists()
     assert frozen
     assert len(trainer.optimizer.optimizer.param_groups[0]["params"]) == 4
-
-
-@pytest.mark.parametrize("base", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_frozen_base_of_any_dtype_stays_beside_a_trained_adapter(base: torch.dtype) -> None:
-    """What PEFT makes, by hand: torch modules that add a low-rank product."""
-
-    class Adapted(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = torch.nn.Linear(8, 8).to(base).requires_grad_(False)
-            self.down, self.up = torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(2, 8, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.base(x.to(self.base.weight.dtype)).to(x.dtype) + self.up(self.down(x))
-            return found
-
-    model = Adapted()
-    before = model.base.weight.detach().clone()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    model, optimizer = collage_neuron.compile(model, optimizer)
-    model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
-    optimizer.step()
-    kept = torch.bfloat16 if base == torch.float32 else base  # fp32 becomes bf16 with the model
-    assert torch.equal(model.base.weight, before.to(kept))
-    assert model.base.weight.dtype == kept

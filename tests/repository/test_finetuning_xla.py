@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["USE_TORCH_XLA"] = "0"  # read when transformers is imported: the loop moves its tensors itself
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
 import torch
+from models import example
 from sampling import WHOLE, part
 from worlds import run_script
 
@@ -47,10 +43,8 @@ class Tuned(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def module() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        yield __import__("hf_finetune_loop")
+def module() -> Any:
+    return example("hf_finetune_loop", "transformers")
 
 
 @pytest.fixture(scope="module")

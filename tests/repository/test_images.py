@@ -78,21 +78,18 @@ def _project() -> dict[str, Any]:
     return tomllib.loads(_text("pyproject.toml"))["project"]  # type: ignore[no-any-return]
 
 
-def test_the_neuron_image_is_one_of_the_table() -> None:
+def test_rows_of_the_table_agree_with_their_images() -> None:
+    """And one of them is the image."""
     found = base()
-    row = sdks()[found["sdk"]]
-    assert row["training image"] == found["tag"]
-    assert row["torch-neuronx"].startswith(f"{found['torch']}.")
-    first, last = (int(version.split(".")[1]) for version in row["Python"].split(" to "))
-    assert first <= int(found["python"].removeprefix("3")) <= last
-
-
-def test_every_row_of_the_table_agrees_with_its_image() -> None:
+    assert sdks()[found["sdk"]]["training image"] == found["tag"]
     for sdk, row in sdks().items():
-        if (tag := IMAGE.fullmatch(row["training image"])) is None:
-            assert row["training image"] == "none"
+        if row["training image"] == "none":
             continue
+        tag = IMAGE.fullmatch(row["training image"])
+        assert tag
         assert (tag["sdk"], row["torch-neuronx"].startswith(f"{tag['torch']}.")) == (sdk, True)
+        first, last = (int(version.split(".")[1]) for version in row["Python"].split(" to "))
+        assert first <= int(tag["python"].removeprefix("3")) <= last
 
 
 def test_the_extra_for_xla_is_the_torch_of_the_image_and_this_package_takes_its_python() -> None:
@@ -108,27 +105,15 @@ def _minor(sdk: str) -> str:
     return ".".join(sdk.split(".")[:2])
 
 
-@pytest.mark.parametrize(
-    ("path", "pattern"),
-    [
-        ("passes/backends/nki/target.py", r"neuronxcc\.nki \(SDK ([\d.]+) to ([\d.]+)\)"),
-        ("passes/backends/nki/dialects.py", r"`neuronxcc\.nki`, .*\(([\d.]+) to ([\d.]+)\)"),
-        ("docs/kernels.md", r"`neuronxcc\.nki` \(SDK ([\d.]+) to ([\d.]+), trn1\)"),
-        ("tests/support/nki_standin/dialect_beta1.py", r"`neuronxcc\.nki` \(SDK ([\d.]+) to ([\d.]+)\)"),
-    ],
-)
-def test_who_has_the_older_dialect(path: str, pattern: str) -> None:
-    found = re.search(pattern, _text(path))
-    assert found, path
-    rows = [_minor(sdk) for sdk, row in sdks().items() if row["dialect"] == "beta1"]
-    assert found.groups() == (rows[0], rows[-1])
-
-
-def test_who_has_the_newer_dialect() -> None:
+def test_who_has_which_dialect() -> None:
+    older = [_minor(sdk) for sdk, row in sdks().items() if row["dialect"] == "beta1"]
+    span = f"{older[0]} to {older[-1]}"
+    assert f"neuronxcc.nki (SDK {span})" in _text("passes/backends/nki/target.py")
+    for path in ("docs/kernels.md", "tests/support/nki_standin/dialect_beta1.py"):
+        assert f"`neuronxcc.nki` (SDK {span}" in _text(path)
     first = next(row for row in sdks().values() if row["dialect"] == "nki")
-    found = re.search(r"package nki, ([\d.]+) or newer \(Neuron SDK ([\d.]+)\)", _text("passes/backends/nki/target.py"))
-    assert found
-    assert found.groups() == (_minor(first["nki"]), _minor(first["SDK"]))
+    newer = f"package nki, {_minor(first['nki'])} or newer (Neuron SDK {_minor(first['SDK'])})"
+    assert newer in _text("passes/backends/nki/target.py")
     assert f"`import nki` ({_minor(first['nki'])}, " in _text("docs/kernels.md")
 
 

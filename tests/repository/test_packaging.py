@@ -58,15 +58,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return zipfile.ZipFile(built).namelist()
 
 
-def test_every_folder_with_code_is_a_listed_package() -> None:
-    found = {
-        ".".join([FOLDERS[folder], *file.parent.relative_to(ROOT / folder).parts])
-        for folder in FOLDERS
-        for file in (ROOT / folder).rglob("*.py")
-    }
-    assert set(project()["tool"]["setuptools"]["packages"]) == found
-
-
 def test_the_version_is_said_once(wheel: list[str]) -> None:
     """In _version.py, from which the wheel's is read; the citation and the notes of the newest release follow."""
     code = (ROOT / "collage_neuron/_version.py").read_text()
@@ -97,19 +88,6 @@ def test_readme_names_make_targets_that_exist() -> None:
     named = set(re.findall(r"\bmake ([a-z]+)\b", (ROOT / "README.md").read_text()))
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test"} <= named & targets
-
-
-def test_the_demo_sets_up_the_torch_that_xla_wants() -> None:
-    """So that `make test` after `make demo` does not install another torch; and nothing that the demo does not need."""
-    make = (ROOT / "Makefile").read_text()
-    command = re.search(r"\$\$\((sed -n .*? pyproject\.toml)\)", make)
-    assert command is not None
-    found = subprocess.run(
-        ["sh", "-c", command[1].replace("$$", "$")], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split() == [project()["project"]["optional-dependencies"]["xla"][0]]
-    assert "demo: $(DEMO_READY)" in make
-    assert "'.[native,demo]'" in make
 
 
 def test_no_tracked_file_names_a_path_of_a_machine() -> None:
@@ -154,21 +132,6 @@ def test_the_extra_for_users_has_what_works_without_another_torch() -> None:
     extras = project()["project"]["optional-dependencies"]
     assert extras["all"] == ["collage_neuron[native,demo,report]"]
     assert not any("torch" in package for name in ("native", "demo", "report") for package in extras[name])
-
-
-def test_what_only_developers_need_is_no_extra() -> None:
-    """It is in groups, which a wheel does not mention; make brings a pip that knows them, and names no other."""
-    users = {"xla", "native", "demo", "report", "trainers", "all"}
-    groups = project()["dependency-groups"]
-    assert set(project()["project"]["optional-dependencies"]) == users
-    assert {one["include-group"] for group in groups.values() for one in group if isinstance(one, dict)} <= set(groups)
-    make = (ROOT / "Makefile").read_text()
-    assert set(re.findall(r"--group (\w+)", make)) == set(groups) - {"dev"}
-    assert {name for names in re.findall(r"'\.\[([\w,]+)\]'", make) for name in names.split(",")} <= users
-    made = re.findall(r"-m venv (?!--without-pip)", make)
-    assert make.count("$(call new_environment,") == 3
-    assert len(made) == 2, "every environment with a pip of its own is made by new_environment"
-    assert "install --quiet 'pip>=25.1'" in make
 
 
 # --- without the extras ---------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +69,8 @@ def test_the_length_of_a_step_shows_the_released_second_moment() -> None:
 JOB = Job("second_moment", "bf16", {"variant": "bf16", "steps": 50, "seed": 0})
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as made:
-        yield made
-
-
 @pytest.mark.parametrize(("key", "value"), [("versions", {}), ("code", "older"), ("settings", {"steps": 51})])
-def test_a_job_of_another_study_does_not_count(
-    key: str, value: Any, pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_another_study_does_not_count(key: str, value: Any, tmp_path: Path) -> None:
     path = tmp_path / JOB.path
     jobs.write_whole(path, json.dumps({**jobs.identity(JOB), "result": 1}))
     assert Store(tmp_path).read(JOB.path, jobs.identity(JOB)) is not None

@@ -1,42 +1,13 @@
-"""The study's shortened formats and its closed-form sharpness, against brute force."""
+"""The study's closed-form sharpness, against brute force."""
 
 from __future__ import annotations
 
-from fractions import Fraction
 from itertools import product
 
 import pytest
 import torch
 from study.sharpness import EPSILON, sharpness
 from torch import Tensor
-
-
-def numbers() -> Tensor:
-    """fp32 numbers around every representable one of E8M7 in three binades: its neighbours, ties, and what is near."""
-    steps = torch.arange(3 * 128 * 16, dtype=torch.float64)
-    exact = (1 + (steps % 2048) / 2048) * 2 ** (steps // 2048 - 1)  # a sixteenth of E8M7's ulp apart: ties included
-    near = torch.cat([exact, exact * (1 + 2**-22), exact * (1 - 2**-22)]).float()
-    return torch.cat([near, -near, torch.tensor([0.0, -0.0, 2**-149, -(2**-126), 3e38])])
-
-
-def neighbours(x: float, mantissa: int) -> tuple[Fraction, Fraction]:
-    """The largest number of the format not above |x|, and the smallest not below it, as rationals."""
-    size = abs(Fraction(x))
-    exponent = -126
-    while Fraction(2) ** (exponent + 1) <= size:
-        exponent += 1
-    ulp = Fraction(2) ** (exponent - mantissa)
-    below = size // ulp * ulp
-    return below, below if below == size else below + ulp
-
-
-def nearest(x: float, mantissa: int) -> Fraction:
-    below, above = neighbours(x, mantissa)
-    size = abs(Fraction(x))
-    if below == above or above - size != size - below:
-        return below if size - below < above - size else above
-    last = [n / (above - below) % 2 for n in (below, above)]
-    return below if last[0] == 0 else above
 
 
 def cross_entropy(z: Tensor, y: int) -> Tensor:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-os.environ["USE_TORCH_XLA"] = "0"  # read when transformers is imported: these tests are on the CPU
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
 import torch
-from models import differences, snapshot
+from models import differences, example, snapshot
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, Subset
@@ -21,18 +17,7 @@ from collage_neuron.trainers import FILE, hugging_face_average, lightning_averag
 
 pytestmark = pytest.mark.filterwarnings("default")  # other people's packages warn of one another
 
-EXAMPLES_FOLDER = Path(__file__).parents[2] / "examples" / "trainers"
 STEPS, DECAY = 6, 0.9
-
-
-@pytest.fixture(autouse=True)
-def _trainers_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES_FOLDER))
-
-
-def example(name: str, needs: str) -> Any:
-    pytest.importorskip(needs)
-    return __import__(name)
 
 
 class Wide:

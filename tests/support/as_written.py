@@ -125,28 +125,6 @@ class Prodigy(Written):
         self.sums = [numerator, denominator]
 
 
-class ByIdentity(Written):
-    """Finds what it keeps by the parameter, and by the parameter's id, in dictionaries and objects of its own."""
-
-    class Table:
-        def __init__(self, params: Sequence[Tensor]) -> None:
-            self.params = list(params)
-            self.names = {id(p): f"p{i}" for i, p in enumerate(params)}
-            self.averages: dict[Any, Tensor] = {}
-
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, lr)
-        self.table = self.Table([p for group in self.param_groups for p in group["params"]])
-        self.scale = {p: 1.0 + i for i, p in enumerate(self.table.params)}
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        name = self.table.names[id(p)]
-        average = self.table.averages.setdefault(name, torch.zeros_like(p)).lerp_(g / (g.norm() + 1e-3), 0.5)
-        self.scale[p] *= 0.99
-        assert any(q is p for q in self.table.params)
-        p.sub_(average, alpha=group["lr"] * self.scale[p])
-
-
 class Noisy(Written):
     """Adds noise that is as large as the gradient."""
 
@@ -154,7 +132,7 @@ class Noisy(Written):
         p.sub_(g + torch.randn_like(g) * g.std(correction=0), alpha=group["lr"])
 
 
-ALL: tuple[Make, ...] = (Muon, Lamb, Adafactor, Shampoo, Prodigy, ByIdentity, Noisy)
+ALL: tuple[Make, ...] = (Muon, Lamb, Adafactor, Shampoo, Prodigy, Noisy)
 
 LAUNCHED: tuple[Make, ...] = (Lamb, Adafactor)
 """Those that read numbers and are launched all the same: of them it is known once a step was taken."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import threading
 from typing import Any
 
@@ -84,6 +85,25 @@ def an_error_before_the_first_parameter(world: World) -> None:
             world.step(1)
 
 
+@case
+def what_a_step_logs(world: World) -> None:
+    """Handlers hear of each step once, and of none that `compile` tries."""
+    heard: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("hostile"), logging.Handler()
+    handler.emit = heard.append  # type: ignore[assignment, method-assign]
+    logger.addHandler(handler)
+
+    class Logs(Ball):
+        def step(self, closure: Any = None) -> Any:
+            logger.warning("a step")
+            return super().step(closure)
+
+    world.compile(Logs(world.params))
+    world.step(5)
+    logger.removeHandler(handler)
+    world.notes.append(len(heard))
+
+
 # --- classes ----------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +180,7 @@ def what_the_class_is_and_keeps(world: World) -> None:
 
 @case
 def states_of_a_factory_of_its_own(world: World) -> None:
-    """Also of a copy, of a parameter that comes later, and in dictionaries that make none: empty, and of empty ones."""
+    """Also of a copy, of a parameter that comes later, and in a dictionary that makes none."""
 
     class Made(Base):
         def __init__(self, params: Any) -> None:
@@ -182,19 +202,10 @@ def states_of_a_factory_of_its_own(world: World) -> None:
                     state = self.state[p] = {"n": 4, "m": 0.5}
                 Made.update(self, p, p.grad, state, {"lr": 0.01})  # type: ignore[arg-type]
 
-    class Filled(Base):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for p in self.param_groups[0]["params"]:
-                state = self.state[p]
-                state.setdefault("n", 4), state.setdefault("m", 0.5)
-                Made.update(self, p, p.grad, state, {"lr": 0.01})  # type: ignore[arg-type]
-
-    plain, filled = Plain(world.params), Filled(world.params)
-    plain.state, filled.state = {}, {p: {} for p in world.params}  # type: ignore[assignment]
-    for each in (filled, plain):
-        world.compile(each)
-        world.step(3)
+    plain = Plain(world.params)
+    plain.state = {}  # type: ignore[assignment]
+    world.compile(plain)
+    world.step(3)
     made = Made(world.params[:2])
     world.compile(made)
     world.step(3)

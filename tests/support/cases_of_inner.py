@@ -50,14 +50,11 @@ LAUNCHED |= {
 }
 WRITTEN |= {
     "sam": lambda ps: published("SAM", ps, AdamW, lr=LR),
-    "adaptive sam": lambda ps: published("SAM", ps, SGD, lr=LR, momentum=0.9, adaptive=True),
     "ortho": lambda ps: published("OrthoGrad", adam(ps)),
     "trac": lambda ps: published("TRAC", adam(ps)),
     "ortho around lookahead": lambda ps: published("OrthoGrad", published("Lookahead", adam(ps), k=3)),
-    "ortho around bare": lambda ps: published("OrthoGrad", Bare(adam(ps))),
-    "lookahead around ortho": lambda ps: published("Lookahead", published("OrthoGrad", adam(ps)), k=3),
 }
-TAKE_CLOSURES = {"sam", "adaptive sam"}
+TAKE_CLOSURES = {"sam"}
 
 
 class Timm(Optimizer):
@@ -108,15 +105,12 @@ class Listed(Optimizer):
 
     def __init__(self, *inner: Optimizer) -> None:
         super().__init__([p for x in inner for group in x.param_groups for p in group["params"]], {})
-        self.many, self.taken, self.raises = list(inner), 0, False
+        self.many = list(inner)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.taken += 1
         for x in self.many:
             x.step()
-            if self.raises:
-                raise KeyError("in the middle")
 
 
 class Anchored(Optimizer):

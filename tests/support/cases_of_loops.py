@@ -1,17 +1,14 @@
-"""Loops around steps: groups, settings, states, closures, and gradients that come and go, are left or are missing."""
+"""Loops around steps: groups, states, and gradients that come and go, are left or are missing."""
 
 from __future__ import annotations
 
-import collections
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from case_arena import Ball, Base, World, case, of_both
 from torch.nn import Parameter
-from torch.optim import SGD, AdamW
 
 # --- between steps: parameters and states -----------------------------------------------------------------------------
 
@@ -44,9 +41,10 @@ class Product(Base):
         p.sub_(g.reshape(len(g), -1) @ g.reshape(len(g), -1).T @ g, alpha=0.1 * group["lr"])
 
 
-def gradients_with_graphs(world: World, cls: Any) -> None:
+@case
+def gradients_with_graphs(world: World) -> None:
     """As `create_graph=True` leaves them: the objects and their graphs stay."""
-    world.compile(cls(world.params))
+    world.compile(Product(world.params))
     for _ in range(20):
         ones = [torch.ones_like(p).requires_grad_() for p in world.params]
         grads = [world.gradient(i, world.taken) * one for i, one in enumerate(ones)]
@@ -55,30 +53,6 @@ def gradients_with_graphs(world: World, cls: Any) -> None:
         world.taken += 1
         world.optimizer.step()
         world.notes.append([p.grad is g and g.requires_grad for p, g in zip(world.params, grads, strict=True)])
-
-
-of_both(gradients_with_graphs)
-
-
-@case
-def gradients_with_graphs_as_written(world: World) -> None:
-    gradients_with_graphs(world, Product)
-
-
-@of_both
-def states_are_cleared(world: World, cls: Any) -> None:
-    """A warm restart: moments go, weights must not."""
-    optimizer = world.compile(cls(world.params, lr=1e-2))
-    world.step(10)
-    optimizer.state.clear()
-    world.step(10)
-    optimizer.state.pop(world.params[1])
-    with torch.no_grad():
-        for p in world.params:
-            p.fill_(0.25)
-    world.step(10)
-    optimizer.state = collections.defaultdict(dict)
-    world.step(10)
 
 
 # --- groups and settings ----------------------------------------------------------------------------------------------
@@ -107,56 +81,6 @@ def groups_are_rebuilt(world: World) -> None:
     world.step(5)
 
 
-# --- closures and arguments -------------------------------------------------------------------------------------------
-
-
-class Closed(Ball):
-    """Calls its closure first, and goes by the loss, which it compares with the one before."""
-
-    last = math.inf
-
-    @torch.no_grad()
-    def step(self, closure: Any = None, *, scale: float = 1.0, skip: int = -1) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            for group in self.param_groups:
-                group["lr"] *= 1.05 if float(loss) < self.last else 0.5
-            self.last = float(loss)
-        self.scale, self.skip = scale, skip
-        super().step()
-        return loss
-
-    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-        if p.ndim > self.skip:
-            p.sub_(g, alpha=group["lr"] * self.scale * (1 + min(self.last, 2.0)))
-
-
-@case
-def closures_and_arguments(world: World) -> None:
-    """Gradients are only made by the closure, whose loss is returned; other steps have none, or other arguments."""
-    world.compile(Closed(world.params))
-
-    def closure() -> torch.Tensor:
-        world.backward()
-        return torch.tensor(math.sin(world.taken) / (1 + world.taken))
-
-    for i in range(20):
-        world.taken += 1
-        world.notes.append(float(world.optimizer.step(closure)))
-        world.backward()
-        world.notes.append(world.optimizer.step(scale=1 + i / 8, skip=i % 2))
-
-
-@case
-def two_optimizers_share_the_parameters(world: World) -> None:
-    first, second = world.compile(AdamW(world.params, lr=1e-2)), world.compile(SGD(world.params, lr=1e-2))
-    for i in range(40):
-        world.optimizer = (first, second)[i % 2]
-        world.step(1)
-
-
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -165,32 +89,6 @@ def gradients_come_and_go(world: World, cls: Any) -> None:
     world.compile(cls(world.params, lr=1e-2))
     for i in range(20):
         world.step(1, without=((0, 1, 2), (0, 1), (0,), (), (1, 2), (2,))[min(i, i % 5 + 1)])
-
-
-def left_behind(name: str, leave: Callable[[Any, Any, Any], Any]) -> None:
-    """Registers a loop that adds to the gradients that the step leaves."""
-
-    class Leaves(Base):
-        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-            p.sub_(g, alpha=group["lr"])
-            leave(self, p, g)
-
-    def loop(world: World) -> None:
-        world.compile(Leaves(world.params))
-        world.step(4, adds=True)
-        world.notes.append([None if p.grad is None else p.grad.float().tolist() for p in world.params])
-
-    loop.__name__ = name
-    case(loop)
-
-
-left_behind("gradients_as_they_are", lambda o, p, g: None)
-left_behind("gradients_halved", lambda o, p, g: g.mul_(0.5))
-left_behind("gradients_set", lambda o, p, g: g.mul_(0.0).add_(0.25))
-left_behind("gradients_zeroed", lambda o, p, g: p.grad.zero_())
-left_behind("gradients_zeroed_by_zero_grad", lambda o, p, g: o.zero_grad(set_to_none=False))
-left_behind("gradients_dropped", lambda o, p, g: setattr(p, "grad", None))
-left_behind("gradients_exchanged", lambda o, p, g: setattr(p, "grad", torch.full_like(p, -0.5)))
 
 
 @of_both
@@ -245,17 +143,6 @@ def idle(update: Callable[[Any, Any, Any, Any, float], object]) -> None:
 
         loop.__name__ = f"{update.__name__}_{name}"
         case(loop)
-
-
-@idle
-def idle_counts(p: Any, g: Any, state: Any, group: Any, lr: float) -> None:
-    """In its state how often there was no gradient, and the step in which it was first seen; in the group the last."""
-    state.setdefault("born", group["n"])
-    group["last"] = group["n"] if g is None else -group["n"]
-    if g is None:
-        state["missed"] = state.get("missed", 0) + 1
-    else:
-        p.sub_(g, alpha=lr * (1 + state.get("missed", 0)) / (state["born"] * group["n"]))
 
 
 @idle

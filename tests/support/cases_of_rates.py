@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import random
@@ -107,42 +106,29 @@ rated("rate_of_one_at_a_time", lambda o, p, s, t: 1.0 if place(o, p) == t % 3 el
 # --- what one parameter leaves for the next ---------------------------------------------------------------------------
 
 
-def _advanced(o: Any, name: str, by: float = 1.0) -> float:
-    o.kept[name] = o.kept.get(name, 0.0) + by
-    return float(o.kept[name])
-
-
 def _passed_on(o: Any, p: Any, s: Any, t: int) -> float:
     """The rate that the parameter before, or the last one of the step before, has left."""
     rate, o.kept["rate"] = o.kept.get("rate", 1.0), 0.5 if p.dim() == 1 else 2.0
     return float(rate)
 
 
-with_late("counts_parameters", lambda o, p, s, t: 1.0 / _advanced(o, "n"))
 with_late("a_rate_that_is_passed_on", _passed_on)
 
 
 # --- what is on the host ----------------------------------------------------------------------------------------------
 
 
-class Rule(enum.Enum):
-    SLOW = 0.5
-    FAST = 2.0
-
-
 class Schedule:
-    """Keeps its place in attributes, and has one that is computed."""
+    """Keeps its place in an attribute, and has one that is computed."""
 
-    def __init__(self) -> None:
-        self.calls, self.rule = 0, Rule.SLOW
+    calls = 0
 
     @property
     def value(self) -> float:
-        return float(self.rule.value) / (1 + self.calls)
+        return (0.5 if self.calls < 10 else 2.0) / (1 + self.calls)
 
     def next(self) -> float:
         self.calls += 1
-        self.rule = Rule.FAST if self.calls > 9 else Rule.SLOW
         return self.value
 
 

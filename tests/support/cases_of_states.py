@@ -10,20 +10,6 @@ from traced_updates import computed, launched, place
 # --- where they are ---------------------------------------------------------------------------------------------------
 
 
-def with_momentum_in(name: str, m: Any, kept: Any = lambda params: {}) -> None:
-    """Registers heavy ball whose momentum is somewhere else than in a state, where nobody stores it in words."""
-
-    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-        p.sub_(m(o, p).mul_(0.9).add_(g), alpha=lr)
-
-    update.__name__, update.kept = name, kept  # type: ignore[attr-defined]
-    computed(update)
-
-
-with_momentum_in("momentum_of_before_the_steps", lambda o, p: o.kept["all"][place(o, p)],
-                 lambda params: {"all": [torch.zeros_like(p) for p in params]})  # fmt: skip
-
-
 @launched
 def momentum(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
@@ -127,16 +113,6 @@ def a_number_of_each_as_torch_returns_it(o: Any, p: Any, g: Any, s: Any, lr: flo
     p.sub_(g / s["v"], alpha=20 * lr)
 
 
-@launched
-def memory_made_of_a_number_is_read_before_it_is_written(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """What is made of it first is needed last: it has the value of then."""
-    m = torch.zeros(p.shape)
-    ones, twos = m + 1, m.view(-1) + 2
-    m.add_(g)
-    p.sub_(m * ones, alpha=lr)
-    p.sub_(twos.view(p.shape) * g, alpha=lr)
-
-
 def with_counts_in(dtype: torch.dtype) -> None:
     """Registers an update that counts the positive gradients of each element, where that is no float."""
 
@@ -213,13 +189,6 @@ def states_by_default(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None
     last.copy_(g)
 
 
-@launched
-def in_another_dictionary_in_some_steps(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(s.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.1), alpha=lr)
-    if t % 3 == 2:
-        o.state[p] = dict(s)
-
-
 @computed  # no number of a step is -0.0, if it belongs to an operation
 def made_of_another_zero_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     zero = torch.full_like(p, -0.0 if t == 5 else 0.0)
@@ -232,32 +201,6 @@ def made_in_another_shape_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float,
     z = p.new_ones(size)
     size[0] = 1 if t == 5 else size[0]
     p.sub_((g + z) / p.new_ones(size).numel(), alpha=lr)
-
-
-@launched
-def made_and_written_by_another_name(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    z = torch.zeros_like(p)
-    y, x = torch.detach(z), z.data
-    y.add_(g)
-    torch.detach(y).mul_(0.5)
-    x.add_(1.0)
-    if t == 5:
-        y = torch.detach(torch.ones_like(p))
-        y.add_(1.0)
-    p.sub_(z + y, alpha=lr)
-    assert z is not y
-    assert torch.detach(z) is not z
-
-
-@computed
-def what_is_made_is_kept_in_one_step(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """By two names: what torch has made, and what has the same memory."""
-    z = torch.zeros_like(p)
-    if t == 4:
-        o.kept[p] = z, torch.detach(z)
-    p.sub_(s.setdefault("m", torch.zeros_like(p)).add_(g), alpha=lr)
-    for x in o.kept.get(p, ()):
-        p.sub_(x.add_(g), alpha=lr)
 
 
 @computed

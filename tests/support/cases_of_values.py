@@ -49,13 +49,6 @@ def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float
     s["m"] = m.mul_(0.5)
 
 
-@computed  # no rule reads the sign of a zero
-def a_sign_of_zero_of_each_parameter(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    zero = 0.0 if p.dim() == 2 else -0.0
-    s["m"] = torch.full_like(p, 1.0).mul_(zero)
-    p.sub_(torch.where(torch.signbit(s["m"]), g, g * 2) + torch.copysign(g, zero), alpha=lr)
-
-
 @launched
 def an_exponent_changes(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g.abs().pow(1 + 0.1 * t) * g.sign(), alpha=lr)
@@ -211,15 +204,7 @@ def marks_on_values(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(u.detach(), alpha=lr)
 
 
-# --- questions, and errors that are caught ----------------------------------------------------------------------------
-
-
-@launched
-def what_is_ordinary(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """Questions that a stand-in would answer otherwise."""
-    ordinary = isinstance(p, torch.nn.Parameter) and p.is_leaf and p.requires_grad and g is p.grad
-    ordinary = ordinary and p.is_contiguous() and p.grad_fn is None and not p.is_meta and p.device.type == "cpu"
-    p.sub_(g, alpha=lr * (1 if ordinary and g.dtype == p.dtype and len(p) == p.shape[0] else 7))
+# --- errors that are caught -------------------------------------------------------------------------------------------
 
 
 @launched

@@ -49,52 +49,39 @@ class TransformersAdamW(Optimizer):
         return None
 
 
-class Lion(Optimizer):
+class Lion(Written):
     """Chen et al., 2023: the sign of an interpolation; the moment is updated afterwards with another decay."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.99), weight_decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, lr, betas=betas, weight_decay=weight_decay)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in filter(lambda p: p.grad is not None, group["params"]):
-                grad, lr, wd, state = p.grad, group["lr"], group["weight_decay"], self.state[p]
-                beta1, beta2 = group["betas"]
-                if len(state) == 0:
-                    state["exp_avg"] = torch.zeros_like(p)
-                exp_avg = state["exp_avg"]
-                p.data.mul_(1.0 - lr * wd)
-                update = exp_avg.clone().mul_(beta1).add(grad, alpha=1.0 - beta1).sign_()
-                p.add_(update, alpha=-lr)
-                exp_avg.mul_(beta2).add_(grad, alpha=1.0 - beta2)
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        if len(state) == 0:
+            state["exp_avg"] = torch.zeros_like(p)
+        p.data.mul_(1.0 - group["lr"] * group["weight_decay"])
+        p.add_(state["exp_avg"].clone().mul_(beta1).add(g, alpha=1.0 - beta1).sign_(), alpha=-group["lr"])
+        state["exp_avg"].mul_(beta2).add_(g, alpha=1.0 - beta2)
 
 
-class Lamb(Optimizer):
+class Lamb(Written):
     """You et al., 2020: Adam's direction, scaled for each layer by the ratio of two norms, or not scaled."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.01, trust: bool = True) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay, "trust": trust})
+        super().__init__(params, lr, betas=(0.9, 0.99), weight_decay=weight_decay, trust=trust)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
-                state["m"] = beta1 * state["m"] + (1 - beta1) * p.grad
-                state["v"] = beta2 * state["v"] + (1 - beta2) * p.grad.pow(2)
-                update = state["m"] / (state["v"].sqrt() + 1e-6)
-                update = update + group["weight_decay"] * p
-                ratio: Any = 1.0
-                if group["trust"]:
-                    w_norm, u_norm = p.norm(), update.norm()
-                    ratio = torch.where(w_norm > 0, torch.where(u_norm > 0, w_norm / u_norm, 1.0), 1.0)
-                p.add_(update * ratio, alpha=-group["lr"])
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["m"] = beta1 * state["m"] + (1 - beta1) * g
+        state["v"] = beta2 * state["v"] + (1 - beta2) * g.pow(2)
+        update = state["m"] / (state["v"].sqrt() + 1e-6) + group["weight_decay"] * p
+        ratio: Any = 1.0
+        if group["trust"]:
+            w_norm, u_norm = p.norm(), update.norm()
+            ratio = torch.where(w_norm > 0, torch.where(u_norm > 0, w_norm / u_norm, 1.0), 1.0)
+        p.add_(update * ratio, alpha=-group["lr"])
 
 
 class Sophia(Optimizer):

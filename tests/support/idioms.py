@@ -122,37 +122,22 @@ def _yogi(v: Tensor, g: Tensor, b: float) -> None:
     v.addcmul_(torch.sign(v - square), square, value=-(1 - b))
 
 
-def _yogi_where(v: Tensor, g: Tensor, b: float) -> None:
-    square = g * g
-    v.copy_(torch.where(v > square, v - (1 - b) * square, v + (1 - b) * square))
-
-
 AVERAGES: dict[str, Idiom] = {
     "mul_, addcmul_": of_v(lambda v, g, b: v.mul_(b).addcmul_(g, g, value=1 - b)),
     "copy of a lerp of a cast": of_v(lambda v, g, b: v.copy_(wide(v).lerp(wide(g).square(), 1 - b))),
-    "where of two averages": of_v(lambda v, g, b: v.copy_(torch.where(g != 0, b * v + (1 - b) * g * g, v))),
-    "masked_fill of squares": of_v(lambda v, g, b: v.lerp_((g * g).masked_fill(g.abs() > 100, 1e4), 1 - b)),
     "mask assigned": of_v(_masked),
     "minimum of squares": of_v(lambda v, g, b: v.lerp_(torch.minimum(g * g, g.abs() * 100), 1 - b)),
     "clamped square": of_v(lambda v, g, b: v.lerp_(g.square().clamp(max=1e4), 1 - b)),
     "clamped average": of_v(lambda v, g, b: v.lerp_(g.square(), 1 - b).clamp_(min=1e-12)),
     "maximum with a number": new_v(lambda v, g, b: torch.clamp_min(b * v + (1 - b) * g * g, 1e-12)),
-    "x - b * x": new_v(lambda v, g, b: v * b + g * g - b * (g * g)),
-    "v + (1 - b) * (x - v)": new_v(lambda v, g, b: v + (1 - b) * (g * g - v)),
     "rsub": of_v(lambda v, g, b: v.add_((1 - b) * torch.rsub(v, g.square()))),
-    "sub of a negated square": of_v(lambda v, g, b: v.mul_(b).sub_((1 - b) * -(g * g))),
-    "add_ of a scaled product": of_v(lambda v, g, b: v.mul_(b).add_(g * g * (1 - b))),
     "lerp the other way": new_v(lambda v, g, b: torch.lerp(g * g, v, b)),
     "addcmul of a product and a tensor of ones": new_v(
         lambda v, g, b: torch.addcmul(v * b, g * g, torch.ones_like(g), value=1 - b)
     ),
     "addcdiv": new_v(lambda v, g, b: torch.addcdiv(v * b, g * g, torch.full_like(g, 4.0), value=4 * (1 - b))),
-    "division": new_v(lambda v, g, b: (v + (1 / b - 1) * g * g) / (1 / b)),
-    "square of a scaled gradient": of_v(lambda v, g, b: v.mul_(b).add_((g * 4.0).square(), alpha=(1 - b) / 16)),
     "exp of a logarithm": of_v(lambda v, g, b: v.mul_(b).add_((2 * (g.abs() + 1e-6).log()).exp(), alpha=1 - b)),
     "yogi": of_v(_yogi),
-    "yogi by where": of_v(_yogi_where),
-    "sqrt(v * v) on the way": new_v(lambda v, g, b: torch.sqrt((v * b + (1 - b) * g * g).square())),
 }
 """Averages of squares, in `v`: each divides by its root."""
 
@@ -188,38 +173,20 @@ OTHERS: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
     "(g - m) * (g - m) in two nodes": (_belief(new=True, product=False), ("m", "v"), {"v"}),
     "(g - old m) squared": (_belief(new=False, product=True), ("m", "v"), {"v"}),
     "(g - old m) * (g - new m)": (_belief(new=True, product=True), ("m", "v"), {"v"}),
-    "absolute value": (named("v", lambda s, g, b, p: s["v"].mul_(b).add_(g.abs(), alpha=1 - b)), ("v",), {"v"}),
     "cube of the magnitude": (of_v(lambda v, g, b: v.mul_(b).add_(g.abs() ** 3, alpha=1 - b)), ("v",), {"v"}),
-    "a power of three halves": (
-        of_v(lambda v, g, b: v.mul_(b).add_(3 * g.abs() * g.abs().sqrt(), alpha=1 - b)), ("v",), {"v"},
-    ),
     "sum of squares": (
         then(lambda s, g, b, p: s.update(v=s["v"] + g.square()), lambda s, g, b: s["v"].sqrt() / 16), ("v",), {"v"},
     ),
     "maximum with decay": (
         named("v", lambda s, g, b, p: torch.maximum(b * s["v"], g.abs() + 1e-8, out=s["v"])), ("v",), {"v"},
     ),
-    "maximum with decay, by where": (
-        named("v", lambda s, g, b, p: s["v"].copy_(torch.where(g.abs() > (d := s["v"] * b), g.abs(), d))),
-        ("v",), {"v"},
-    ),
     "average of an average": (
         rooted("w", lambda s, g, b, p: (s["v"].mul_(0.99).addcmul_(g, g, value=0.01), s["w"].lerp_(s["v"], 1 - b))),
         ("v", "w"), {"v", "w"},
     ),
-    "product of two magnitudes": (
-        then(lambda s, g, b, p: (s["v"].lerp_(g.abs(), 0.01), s["w"].mul_(0.99).addcmul_(g, g, value=0.01),
-                                 s["x"].mul_(b).addcmul_(s["v"], s["w"], value=1 - b)),
-             lambda s, g, b: s["x"] ** (1 / 3)),
-        ("v", "w", "x"), {"v", "w", "x"},
-    ),
     "normalised as it is stored": (_normalised, ("v",), {"v"}),
     "kept as its root": (
         named("v", lambda s, g, b, p: s.update(v=(b * s["v"] * s["v"] + (1 - b) * g * g).sqrt())), ("v",), {"v"},
-    ),
-    "kept negated": (
-        then(lambda s, g, b, p: s["v"].mul_(b).sub_(g * g, alpha=1 - b), lambda s, g, b: s["v"].neg().sqrt()),
-        ("v",), {"v"},
     ),
     "average of parameters": (_average_of_parameters, (), {"slow"}),
     "average of step sizes": (
@@ -259,29 +226,16 @@ FAST: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
     "clipped": (of_m(lambda m, g, b, p: m.mul_(b).add_(g.clamp(-1, 1))), ("m",), set()),
     "of signs": (of_m(lambda m, g, b, p: m.lerp_(g.sign(), 1 - b)), ("m",), set()),
     "of g * sign(m)": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * m.sign(), alpha=1 - b)), ("m",), set()),
-    "of a signed square": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * g.abs(), alpha=1 - b)), ("m",), set()),
-    "of a cube": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * g * g, alpha=1 - b)), ("m",), set()),
-    "of g times the parameter": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * p, alpha=1 - b)), ("m",), set()),
     "nesterov": (
         then(lambda s, g, b, p: s["m"].mul_(b).add_(g), lambda s, g, b: g.add(s["m"], alpha=b)),
         ("m",),
         set(),
     ),
     "lion": (_lion, ("m",), set()),
-    "difference of gradients": (
-        named("d", lambda s, g, b, p: (s["d"].lerp_(g - s["before"], 1 - b), s["before"].copy_(g))),
-        ("d", "before"),
-        set(),
-    ),
     "momentum of momentum": (
         named("n", lambda s, g, b, p: (s["m"].lerp_(g, 0.1), s.update(n=b * s["n"] + (1 - b) * s["m"]))),
         ("m", "n"),
         set(),
-    ),
-    "of a normalised gradient": (
-        named("m", lambda s, g, b, p: (_second(s, g), s["m"].mul_(b).add_(g / (s["v"].sqrt() + 1e-3), alpha=1 - b))),
-        ("m", "v"),
-        {"v"},
     ),
     "largest second moment, by where": (
         then(

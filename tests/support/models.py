@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -34,6 +36,12 @@ def mlp(seed: int = 0) -> nn.Sequential:
 def first(model: nn.Module) -> nn.Parameter:
     """The first parameter; of `mlp`, the first layer's matrix."""
     return next(model.parameters())
+
+
+def example(name: str, needs: str) -> Any:
+    """A script in examples/ as a module; skipped where its package is not installed."""
+    pytest.importorskip(needs)
+    return importlib.import_module(name)
 
 
 class TinyGPT(nn.Module):

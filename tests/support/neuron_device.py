@@ -20,10 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 NAME = "neuron"
 NARROW = True
 """False: float64 and int64 are what they are on the CPU."""
-ran: list[str] = []
-"""The operations that ran on the device since the list was last cleared, by name."""
 copied: list[tuple[str, str]] = []
-"""The copies since then: from which type of device to which."""
+"""The copies since the list was last cleared: from which type of device to which."""
 
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _addresses = itertools.count(1 << 46, 1 << 32)
@@ -111,7 +109,6 @@ def is_ours(x: Any) -> bool:
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation, on the CPU."""
-    ran.append(str(op))
     call = _Call(op, args, kwargs)
     return call.back(op(*tree_map(call.there, call.args), **tree_map(call.there, kwargs)))
 

@@ -84,21 +84,12 @@ def _module(name: str) -> ModuleType:
 
 
 @contextmanager
-def install(
-    target: str = "trn2", device: Device | None = None, platform: Callable[[], str] | None = None, **names: Any
-) -> Iterator[Machine]:
-    """Inside, this process is on a machine with TorchNeuron: the device, `nki`, and `torch_neuronx`.
-
-    `platform` is what `torch_neuronx.utils.get_platform_target` does; `names` replace members of `torch_neuronx`, and
-    what is None is not there.
-    """
+def install(target: str = "trn2", device: Device | None = None) -> Iterator[Machine]:
+    """Inside, this process is on a machine with TorchNeuron: the device, `nki`, and `torch_neuronx`."""
     neuron_device.register()
     top, utils = (_module(name) for name in ("torch_neuronx", "torch_neuronx.utils"))
-    utils.get_platform_target = platform or (lambda: target)  # type: ignore[attr-defined]
-    top.utils = utils  # type: ignore[attr-defined]
-    for name, member in ({"nki_op": nki_op} | names).items():
-        if member is not None:
-            setattr(top, name, member)
+    utils.get_platform_target = lambda: target  # type: ignore[attr-defined]
+    top.utils, top.nki_op = utils, nki_op  # type: ignore[attr-defined]
     dialect: Any = dialect_nki
     run = dialect.run
     with nki_standin.install("nki", target, device or Device(overflow="infinity")) as machine:

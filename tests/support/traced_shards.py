@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import foreign
+import inner_spread
 import torch
 import torch.distributed as dist
 from as_written import Muon, Written
@@ -31,7 +32,7 @@ from staged import Lamb, Novograd, StableAdamW
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.optim import Adafactor, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 from traced_cases import LAUNCHED, Stepping
 from wrapped_runs import Reading
 
@@ -119,22 +120,16 @@ def _states_of_parts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 class Holding(Stepping):
-    """Holds the parts of the gradients that it is about to be given, or of parameters."""
+    """Holds the parts of the gradients that it is about to be given."""
 
-    def __init__(self, params: Any, update: Any, of_gradients: bool = True) -> None:
-        super().__init__(params, update)
-        self.of_gradients, self.held = of_gradients, dict[int, Any]()
+    held: dict[int, Any]
 
 
-ELEMENTWISE: dict[str, Make] = {
+TRACED: dict[str, Make] = {
+    "sized": Sized,
     "adamw_foreach": partial(AdamW, lr=1e-2, foreach=True),
-    "adamw": partial(AdamW, lr=1e-2, foreach=False, amsgrad=True),
     "schedule_free": foreign.ScheduleFreeAdamW,
-    "momentum": partial(Stepping, update=LAUNCHED["momentum"]),
-    "lion": foreign.Lion,
-    "states_trade_places": partial(Stepping, update=LAUNCHED["states_trade_places"]),
 }
-TRACED = {"sized": Sized, **dict(part(ELEMENTWISE.items(), 4))}
 SUMMED: dict[str, Make] = {
     "lamb": Lamb,
     "stable_adamw": StableAdamW,
@@ -146,11 +141,9 @@ AS_WRITTEN: dict[str, Make] = {
     "novograd": Novograd,
     "muon": Muon,
     "reads": Reading,
-    "adafactor": partial(Adafactor, lr=1e-2),
     "states_of_parts": partial(Stepping, update=_states_of_parts),
     "draws": partial(Stepping, update=_draws),
     "holds_gradients": partial(Holding, update=_writes_what_it_holds),
-    "holds_parameters": partial(Holding, update=_writes_what_it_holds, of_gradients=False),
 }
 """Those whose steps cannot be launched."""
 
@@ -202,8 +195,7 @@ class Runs:
         for t in steps:
             self.give(t, is_partial)
             if isinstance(self.optimizer, Holding):
-                of_gradients = self.optimizer.of_gradients
-                self.optimizer.held = {id(p): (p.grad if of_gradients else p)._local_tensor for p in self.params}
+                self.optimizer.held = {id(p): p.grad._local_tensor for p in self.params}
             self.optimizer.step()
         return self
 
@@ -285,24 +277,12 @@ def fsdp(make: Callable[[Any], Optimizer], seed: int, strategy: str, **options: 
 
 
 def trained(make: Callable[[Any], Optimizer], strategy: str, within: float = 0.0, **options: Any) -> list[str]:
-    """What differs from plain fp32 DTensors that take the same gradients, by more than a part of the largest."""
-    run = fsdp(make, 0, strategy, **options)
-    params = parameters_of(run[1])
-    plain: list[Any] = [nn.Parameter(collage_neuron.exact_value(run[1], p)) for p in params]
-    optimizer, wrong = make(plain), []
-    for step in range(4):
-        run[1].zero_grad()
-        backward(run[0], step, dist.get_rank())
-        for p, q in zip(params, plain, strict=True):
-            assert isinstance(p.grad, DTensor)
-            q.grad = p.grad.float()
-        run[1].step()
-        optimizer.step()
-        for i, (p, q) in enumerate(zip(params, plain, strict=True)):
-            x, y = full(collage_neuron.exact_value(run[1], p)), full(q.detach())
-            is_same = torch.allclose(x, y, 0.0, within * _largest(y), equal_nan=True)
-            wrong += [] if is_same else [f"{i} after step {step}"]
-    return [*wrong, *unlike(run[1])]
+    """What differs from plain fp32 DTensors that take the same gradients by more than that."""
+    model, optimizer = fsdp(make, 0, strategy, **options)
+    params = parameters_of(optimizer)
+    values = [nn.Parameter(collage_neuron.exact_value(optimizer, p)) for p in params]
+    training = inner_spread.Training(model, params, optimizer, values, make(values))
+    return [*inner_spread.different(training, within, inner_spread.once), *unlike(optimizer)]
 
 
 def unlike(optimizer: Optimizer) -> list[str]:
@@ -332,7 +312,7 @@ def of_fsdp(folder: Path) -> dict[str, list[str]]:
     found["sums"] = trained(Lamb, "fp32", 2**-20)
     found["launched"] = trained(foreign.Lion, "fp32", 2**-20)
     found["in words: lr, weight decay and two betas"] = trained(foreign.Lamb, "split433", 2**-14)
-    found |= {"measured": measured(Lamb), "skipped": skipped(foreign.Lion), "skipped sums": skipped(Lamb)}
+    found |= {"measured": measured(Lamb), "skipped": skipped(Lamb)}
     for make, strategy, flat in RESUMED:
         name = f"{make.__name__} resumed, {strategy}"
         found[name] = resumed(make, strategy, folder / name, flat)
@@ -464,42 +444,26 @@ def of_what_is_sent() -> list[object]:
     ]
 
 
-class Agreed(NamedTuple):
+def one_decision() -> dict[str, Any]:
     """What came of steps of which one process cannot take what the others can."""
-
-    sent: list[object]
-    kept_and_read: Ended
-
-    without_one: list[str]
-    without_all: list[str]
-    launched_without: list[str]
-    failed: list[str]
-    unlike: list[str]
-    misses: int
-
-
-def one_decision() -> Agreed:
-    """All of it."""
     kept = Runs(partial(Stepping, update=_keeps_in_one), (Shard(0),), {"strategy": "split433"}).step(range(5))
-    one_norm = summed(OneNorm, keeps=True)
-    return Agreed(
-        of_what_is_sent(),
-        one_norm,
-        steps_without(lambda params: params[1:2], Lamb),
-        steps_without(lambda params: params, Lamb),
-        steps_without(lambda params: params[1:2], foreign.Lion),
-        failed(),
-        unlike(kept.optimizer),
-        kept.ended([]).misses,
-    )
+    return {
+        "sent": of_what_is_sent(),
+        "kept and read": summed(OneNorm, keeps=True),
+        "without": [steps_without(part, Lamb) for part in (lambda params: params[1:2], lambda params: params)],
+        "launched without": steps_without(lambda params: params[1:2], foreign.Lion),
+        "failed": failed(),
+        "unlike": unlike(kept.optimizer),
+        "misses": kept.ended([]).misses,
+    }
 
 
 def all_launched() -> dict[str, Ended]:
     """All of it, in one world."""
     found = {name: launched(make, strategy="split433") for name, make in TRACED.items()}
-    found["columns"] = launched(ELEMENTWISE["adamw"], [Shard(1)], strategy="plus")
-    found["replicas"] = launched(ELEMENTWISE["lion"], [Replicate()], strategy="fp32")
-    found["random bits"] = launched(ELEMENTWISE["momentum"], strategy="stochastic")
+    found["columns"] = launched(TRACED["adamw_foreach"], [Shard(1)], strategy="plus")
+    found["replicas"] = launched(foreign.Lion, [Replicate()], strategy="fp32")
+    found["random bits"] = launched(partial(Stepping, update=LAUNCHED["momentum"]), strategy="stochastic")
     return found | {"looks": looked()}
 
 

@@ -80,11 +80,13 @@ def set_gradients(params: list[Any], t: int) -> None:
         p.grad = g.to(p.device, p.dtype)
 
 
-def stepped_beside(make: Any, params: list[Parameter], strategy: str | None, steps: int) -> tuple[Any, list[Tensor]]:
+def stepped_beside(
+    make: Any, params: list[Parameter], strategy: str | None, steps: int, **settings: Any
+) -> tuple[Any, list[Tensor]]:
     """An optimizer after some steps, compiled if there is a strategy, and the values of its parameters."""
     optimizer = make(params)
     if strategy:
-        optimizer = collage_neuron.compile(optimizer, strategy=strategy, verbose=False)
+        optimizer = collage_neuron.compile(optimizer, strategy=strategy, **{"verbose": False, **settings})
     torch.manual_seed(1)
     for t in range(1, steps + 1):
         set_gradients(params, t)

@@ -28,6 +28,7 @@ import sampling
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from collage_neuron.validation import validate
 
@@ -191,24 +192,11 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
         if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(("barrier", "wait_tensor")):
-            for t in _input(name, args):
+            outputs_first = name.startswith("c10d::") and ("gather" in name or "scatter" in name)
+            for t in tree_leaves(args[1] if outputs_first else args[0]):
                 key = (name.split("::")[1].split(".")[0].strip("_"), t.dtype)
                 self.sent[key] = self.sent.get(key, 0) + t.numel() * t.element_size()
         return func(*args, **(kwargs or {}))
-
-
-def _input(name: str, args: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a collective that are sent: `c10d` operations take their outputs first where they have any."""
-    outputs_first = name.startswith("c10d::") and ("gather" in name or "scatter" in name)
-    yield from _tensors(args[1] if outputs_first else args[0])
-
-
-def _tensors(x: Any) -> Iterator[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for y in x:
-            yield from _tensors(y)
 
 
 @contextmanager

@@ -45,9 +45,6 @@ BUGS: dict[str, tuple[Any, Callable[..., Any], Callable[[Any], Optimizer]]] = {
     "addcdiv without its value": (
         aten.addcdiv.default, lambda a, x, y, z, value=1: RIGHT[aten.addcdiv.default](a, x, y, z), AdamW,
     ),
-    "addcmul without its value": (
-        aten.addcmul.default, lambda a, x, y, z, value=1: RIGHT[aten.addcmul.default](a, x, y, z), AdamW,
-    ),
     "sqrt a little off": (aten.sqrt.default, lambda a, x: RIGHT[aten.sqrt.default](a, x) * (1 + 2**-6), AdamW),
     "add without alpha": (aten.add.Tensor, lambda a, x, y, alpha=1: RIGHT[aten.add.Tensor](a, x, y), SGD),
     "sub adds": (aten.sub.Tensor, RIGHT[aten.add.Tensor], lambda p: Spelled(p, lambda s, q, g: q.copy_(q - 0.1 * g))),
@@ -58,14 +55,6 @@ BUGS: dict[str, tuple[Any, Callable[..., Any], Callable[[Any], Optimizer]]] = {
     ),
     "maximum is minimum": (
         aten.maximum.default, RIGHT[aten.minimum.default], lambda p: AdamW(p, amsgrad=True),
-    ),
-    "eps inside the root": (
-        aten.sqrt.default, lambda a, x: RIGHT[aten.sqrt.default](a, a.read(x) + 1e-3), AdamW,
-    ),
-    "another exponent": (
-        aten.pow.Tensor_Scalar,
-        lambda a, x, exponent: RIGHT[aten.pow.Tensor_Scalar](a, x, 3),
-        lambda p: Spelled(p, lambda s, q, g: q.add_(g.pow(2), alpha=-0.1)),
     ),
     "where the other way": (
         aten.where.self,

@@ -10,10 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from collage_neuron.cli import builtin_gpt
-from collage_neuron.cli.compare import losses_in
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -66,12 +62,6 @@ def test_the_demo_trains_on_the_device_and_resumes(played: dict[str, str], tmp_p
 @pytest.mark.usefixtures("_demo")
 def test_the_demo_takes_the_device_unasked(played: dict[str, str], tmp_path: Path) -> None:
     assert "(default: neuron)" in run(played, tmp_path, PRETRAIN, "--help")
-
-
-def test_the_comparison_trains_on_the_device(neuron: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
-    assert builtin_gpt._device() == neuron
-    builtin_gpt.main(["--steps", "3"])
-    assert len(losses_in(capsys.readouterr().out)) == 3
 
 
 def test_the_command_compare_runs_there(played: dict[str, str], tmp_path: Path) -> None:

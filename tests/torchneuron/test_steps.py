@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,6 @@ from torch import Tensor
 import collage_neuron
 from collage_neuron.errors import StepInterrupted, TranslationError
 from collage_neuron.passes.backends.nki import custom_op, target
-from collage_neuron.passes.backends.registry import choose, get
-from collage_neuron.runtime.rounding_probe import failures
 from collage_neuron.trace.recorded_classes import TRACE
 
 IN_PLACE = "collage_neuron::update_in_place"
@@ -119,14 +116,6 @@ def test_an_undeclared_change_is_seen_by_the_stand_in(neuron: torch.device, monk
         operator([x], [y])
 
 
-def test_versions_advance_so_that_autograd_sees_the_change(neuron: torch.device) -> None:
-    optimizer = trained(ADAMW, neuron, steps=1, validate="off")
-    p = of(optimizer)[0]
-    before = p._version
-    step(optimizer, 3)
-    assert p._version > before
-
-
 def test_parameters_that_are_not_contiguous_are_copied_back(neuron: torch.device) -> None:
     """A kernel takes elements side by side."""
 
@@ -179,21 +168,6 @@ def test_a_checkpoint_resumes_bit_for_bit_on_the_device(neuron: torch.device) ->
     for optimizer in (wanted, resumed):
         step(optimizer, 9)
     assert differing(resumed, wanted) == []
-
-
-def test_a_checkpoint_of_the_cpu_resumes_on_the_device(neuron: torch.device) -> None:
-    wanted = of_the_simulator(ADAMW, steps=3)
-    params = [torch.nn.Parameter(p.detach().to(neuron)) for p in of(wanted)]
-    resumed = collage_neuron.compile(ADAMW(params))
-    resumed.load_state_dict(copy.deepcopy(wanted.state_dict()))
-    for optimizer in (wanted, resumed):
-        step(optimizer, 9)
-    assert differing(resumed, wanted) == []
-
-
-def test_the_probe_runs_on_the_device(neuron: torch.device) -> None:
-    assert choose("auto", neuron).name == "nki"
-    assert failures(get("nki"), neuron) == []
 
 
 def test_a_kernel_that_differs_is_found_before_anything_is_updated(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from running import compiled_only
 from torch.nn import Parameter
 from torch_cases import CASES
 from traced_cases import Stepping, initial, set_gradients
@@ -157,26 +156,3 @@ def test_it_needs_no_memory() -> None:
     p = Parameter(torch.empty((2**15, 2**14), device="meta"))
     known = dry_run.run(torch.optim.AdamW, torch.optim.AdamW([p]))
     assert known.record({"params": [p]}, p).captured.states == ("exp_avg", "exp_avg_sq")
-
-
-class AddsUp(torch.optim.Optimizer):
-    """Scales by what all gradients add up to."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = self.param_groups[0]["params"]
-        total = sum(p.grad.square().sum() for p in params)
-        for p in params:
-            p.sub_(p.grad / (1 + total), alpha=self.param_groups[0]["lr"])
-
-
-@compiled_only()
-def test_what_is_known_once_a_step_is_taken_is_not_told_to_run_as_written() -> None:
-    optimizer = collage_neuron.compile(AddsUp(params := fp32()))
-    for t in range(3):
-        set_gradients(params, t)
-        optimizer.step()
-    assert "as written" not in collage_neuron.explain(optimizer)

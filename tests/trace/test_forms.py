@@ -50,8 +50,20 @@ def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.dtype == y.dtype and torch.equal(x, y)
 
 
-# The words of these are compared under bf16 strategies elsewhere: lists are recorded as loops are, and round otherwise.
 OF_LISTS = {"foreach_nadam"}
+"""Lists are recorded as loops are, and round otherwise."""
+
+
+@pytest.mark.sampled(of=4)
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("strategy", ["plus", "split433", "fp32", "bf16"])
+@pytest.mark.parametrize("name", sorted(OF_TORCH.keys() - OF_LISTS))
+def test_a_step_has_the_bits_of_a_recorded_one(
+    name: str, strategy: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "native":
+        pytest.importorskip("llvmlite")
+    assert different(monkeypatch, OF_TORCH[name], strategy=strategy, backend=backend) == []
 
 
 @pytest.mark.sampled(of=4)

@@ -137,13 +137,6 @@ class Looking(Written):
         p.sub_(g, alpha=group["lr"] * (2 if group["look"](p, g) else 1))
 
 
-class Flat(Written):
-    """Sees tensors in the order of memory."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.as_strided((p.numel(),), (1,)).sub_(g.as_strided((g.numel(),), (1,)), alpha=group["lr"])
-
-
 def run(make: Any, lay: list[Callable[[Tensor], Tensor]], of_gradients: list[Any], compiled: bool) -> list[Tensor]:
     """The parameters after a step for each layout of gradients."""
     draws = torch.Generator().manual_seed(0)
@@ -175,12 +168,6 @@ def test_a_step_that_asks_for_the_layout_gets_the_true_one(name: str, layout: st
     same(looking(name), [lay], [lay, lay])
     same(looking(name), [usual], [usual, lay, usual])  # a gradient may change its layout
     same(looking(name), [usual, lay], [usual, usual])  # and a group may have both
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_views_in_the_order_of_memory_are_those_of_the_tensors(layout: str) -> None:
-    same(Flat, [LAYOUTS[layout]], [LAYOUTS[layout]] * 2)
-    same(Flat, [LAYOUTS["contiguous"]], [LAYOUTS[layout]] * 2)
 
 
 class Strided(Written):

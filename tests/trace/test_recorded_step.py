@@ -11,39 +11,17 @@ import pytest
 import torch
 from torch.nn import Parameter
 from torch.optim import AdamW
+from traced_updates import initial, stepped_beside
 
-import collage_neuron
 from collage_neuron.trace.recorded_classes import is_recorded
 
 Make = Callable[..., Any]
 
-SHAPES = ((), (5,), (2, 3), (1,))
-RTOL, ATOL = 2**-18, 2**-20
-"""Of fp32 words: the order of operations differs."""
 
-
-def stepped(make: Make, dtype: torch.dtype, steps: int = 8, change: Any = None) -> tuple[Any, list[torch.Tensor]]:
-    """The optimizer, and the values of parameters and their own states."""
-    draws = torch.Generator().manual_seed(0)
-    params = [Parameter(torch.randn(shape, generator=draws).bfloat16().to(dtype)) for shape in SHAPES]
-    optimizer = make(params)
-    is_ours = dtype == torch.bfloat16
-    if is_ours:
-        optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
-    for t in range(steps):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=draws).bfloat16().to(dtype)
-        if change is not None:
-            change(optimizer, t)
-        optimizer.step()
-    read = collage_neuron.exact_value if is_ours else lambda _, p: p.detach()
-    states = [x for p in params for k, x in sorted(optimizer.state[p].items()) if k != "param_master"]
-    return optimizer, [*(read(optimizer, p) for p in params), *map(torch.as_tensor, states)]
-
-
-def assert_right(make: Make, change: Any = None) -> Any:
-    (optimizer, found), (_, exact) = (stepped(make, dtype, change=change) for dtype in (torch.bfloat16, torch.float32))
-    torch.testing.assert_close(found, exact, rtol=RTOL, atol=ATOL, check_dtype=False)
+def assert_right(make: Make) -> Any:
+    optimizer, found = stepped_beside(make, initial(torch.bfloat16), "fp32", 8)
+    _, exact = stepped_beside(make, initial(torch.float32), None, 8)
+    torch.testing.assert_close(found, exact, rtol=2**-18, atol=2**-20)  # the order of operations differs
     return optimizer
 
 

@@ -19,7 +19,7 @@ from collage_neuron import TranslationError
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.rewrite.rules import RULES
-from collage_neuron.trace import partition, step_kinds
+from collage_neuron.trace import step_kinds
 from collage_neuron.validation import validate
 
 aten = torch.ops.aten
@@ -112,23 +112,6 @@ def test_numbers_of_another_operation_are_found(monkeypatch: pytest.MonkeyPatch)
     assert steps_until_found(optimizer_of(torch.optim.AdamW)) == 1
 
 
-def test_calls_of_another_parameter_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm of another parameter's gradient, of which the compiled update takes its own."""
-
-    def of_the_next(params: Any) -> Any:
-        return Lists(params, lambda sizes: sizes.roll(1))
-
-    def each(self: Any, call: Any, numbers: list[int], returns: list[int]) -> bool:
-        if call.func is not aten.roll.default:
-            return right(self, call, numbers, returns)
-        self._stacks[returns[0]] = self._stacks[call.args[0]]
-        return True
-
-    right = partition.Partition._add_stack
-    monkeypatch.setattr(partition.Partition, "_add_stack", each)
-    assert steps_until_found(optimizer_of(of_the_next, "fp32")) == 1
-
-
 class Lists(torch.optim.Optimizer):
     """Gradients times what a function makes of the norms of all of them, in one tensor."""
 
@@ -142,20 +125,6 @@ class Lists(torch.optim.Optimizer):
         grads: Any = [p.grad for p in params]
         rates = self.function(torch.stack(torch._foreach_norm(grads))).unbind()
         torch._foreach_add_(params, torch._foreach_mul(grads, rates), alpha=-0.01)
-
-
-def test_a_new_kind_of_step_is_validated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 3 is not due: what it alone does, and does wrong, is found."""
-
-    def update(s: Any, p: Any, g: Any) -> None:
-        s["t"] = s.get("t", 0) + 1
-        p.sub_(torch.where(g > 0, g, 0.5 * g) if s["t"] == 3 else g, alpha=0.1)
-
-    monkeypatch.setattr(pipeline, "_updates", {})
-    right = RULES[aten.where.self]
-    optimizer = optimizer_of(partial(Spelled, update=update))
-    monkeypatch.setitem(RULES, aten.where.self, lambda a, mask, x, y: right(a, mask, y, x))
-    assert steps_until_found(optimizer) == 3
 
 
 def test_after_the_error_the_same_step_can_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:

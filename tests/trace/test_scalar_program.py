@@ -101,24 +101,6 @@ def test_a_comparison_with_another_result_runs_the_code_again(recorded: list[Any
     assert len(recorded) == before + 1
 
 
-class Own(torch.optim.SGD):
-    """A class of the user's."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"])
-
-
-def test_code_that_is_not_torchs_runs_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, optimizer = _made(Own)
-    monkeypatch.setattr(replayed_steps, "follow", None)
-    for _ in range(4):
-        optimizer.step()
-
-
 def test_code_put_in_the_place_of_torchs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     params, optimizer = _made(torch.optim.AdamW)
     for _ in range(4):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import array
 import collections
 import functools
-import os
-import queue
 import random
 import sys
 import tempfile
 import types
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,44 +172,15 @@ def test_what_cannot_be_put_back_is_said(tmp_path: Any) -> None:
 # --- the kinds of things a step counts in: it counts once a step, also before the first one ------------------------
 
 
-@dataclass(slots=True)
-class Slots:
-    n: int = 0
-
-
-class Closing:
-    """Closes what a copy of it would share."""
-
-    def __init__(self) -> None:
-        self.file = tempfile.mkstemp()[0]
-
-    def __del__(self) -> None:
-        os.close(self.file)
-
-
 def _write(path: Any, _: Any) -> None:
     with open(path, "a") as file:  # the builtin function
         file.write("x")
 
 
-class Rate:
-    """A key."""
-
-
 COUNTED: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Callable[[Any], int]]] = {
     "numpy": (lambda: np.zeros(1), lambda x, g: x.__iadd__(1), lambda x: int(x[0])),
-    "array": (lambda: array.array("q", [0]), lambda x, g: x.__setitem__(0, x[0] + 1), lambda x: x[0]),
-    "bytes": (lambda: bytearray(1), lambda x, g: x.__setitem__(0, x[0] + 1), lambda x: x[0]),
     "namespace": (lambda: types.SimpleNamespace(n=0), lambda x, g: setattr(x, "n", x.n + 1), lambda x: x.n),
-    "slots": (Slots, lambda x, g: setattr(x, "n", x.n + 1), lambda x: x.n),
-    "queue": (queue.SimpleQueue, lambda x, g: x.put(1), lambda x: x.qsize()),
-    "weak keys": (
-        weakref.WeakKeyDictionary,
-        lambda x, g: x.update({Rate: x.get(Rate, 0) + 1}),
-        lambda x: x.get(Rate, 0),
-    ),
     "file": (lambda: tempfile.mkstemp()[1], _write, lambda x: len(Path(x).read_text())),
-    "descriptor": (Closing, lambda x, g: os.write(x.file, b"x"), lambda x: os.fstat(x.file).st_size),
     "module": (lambda: sys.modules[__name__], lambda x, g: setattr(x, "TIMES", TIMES + 1), lambda x: x.TIMES),
     # What a dry run adds to these waits for good.
     "tensor": (lambda: torch.zeros(1), lambda x, g: x.add_(g.norm()), lambda x: int(x) // 2),

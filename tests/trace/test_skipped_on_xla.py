@@ -29,8 +29,6 @@ class Reading(Written):
             state["m"] = torch.zeros_like(p)
         state["m"].mul_(0.9).add_(g, alpha=1 / (1 + size))
         p.sub_(state["m"], alpha=0.1)
-        if len(self.read) > 90:
-            state["late"] = p.clone()
 
 
 def begun(make: Any, device: torch.device, steps: int) -> tuple[Any, list[Any]]:
@@ -87,14 +85,3 @@ def test_a_step_that_reads_a_number_is_not_begun(xla: torch.device) -> None:
     step(optimizer)
     assert len(optimizer.read) == len(known) + 2
     assert collage_neuron.skipped_steps(optimizer) == 1
-
-
-def test_a_step_that_makes_a_state_leaves_nothing(xla: torch.device) -> None:
-    optimizer, params = begun(Reading, xla, 4)
-    optimizer.read += [1.0] * 90
-    before, known = exact(optimizer, params), list(optimizer.read)
-    params[0].grad.fill_(torch.nan)
-    step(optimizer)
-    assert optimizer.read == known
-    assert "late" not in optimizer.state[params[0]]
-    assert all(map(torch.equal, before, exact(optimizer, params)))

@@ -9,80 +9,30 @@ import weakref
 from functools import partial
 from typing import Any
 
-import nki_standin
 import pytest
 import torch
-from nki_runs import INFINITY, search_less
-from running import compiled_only
 from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
-from traced_classes import FOREIGN, OF_TORCH, SUMMING
+from traced_classes import FOREIGN, SUMMING
 from traced_updates import stepped_beside
 
 import collage_neuron
-from collage_neuron.passes.backends.nki import custom_op, target
 from collage_neuron.trace.recorded_classes import TRACE
 from collage_neuron.trace.step_kinds import NEW
 
 
-def settings_for(backend: str) -> dict[str, Any]:
-    """XLA would compile programs for validation, which test_replay_validation.py has."""
-    return {"verbose": False, "validate": "off" if backend == "xla" else "on"}
-
-
-def stepped(
-    make: Any, strategy: str, backend: str, steps: int = 6, device: torch.device | str = "cpu"
-) -> list[torch.Tensor]:
-    """All words of the parameters and states after some steps."""
-    params = initial(torch.bfloat16, device)
-    optimizer = collage_neuron.compile(make(params), strategy=strategy, backend=backend, **settings_for(backend))
-    for t in range(1, steps + 1):
-        set_gradients(params, t)
-        optimizer.step()
-    traces = optimizer._collage_bookkeeping.traces
-    assert traces is None or (traces.misses == 0 and traces.kinds), traces.why
-    words = [x for p in params for _, x in sorted(optimizer.state[p].items())]
-    return [x.cpu() for x in (*params, *map(torch.as_tensor, words))]
-
-
-@pytest.mark.sampled(of=4)
-@pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("strategy", ["plus", "split433", "fp32", "bf16"])
-@pytest.mark.parametrize("name", OF_TORCH)
-def test_a_step_has_the_bits_of_a_recorded_one(
-    name: str, strategy: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if backend == "native":
-        pytest.importorskip("llvmlite")
-    recorded = stepped(OF_TORCH[name], strategy, backend)
-    monkeypatch.setenv(TRACE, "on")
-    traced = stepped(OF_TORCH[name], strategy, backend)
-    for x, y in zip(traced, recorded, strict=True):
-        assert torch.equal(x, y) or (name in ROUNDED and _is_near(x, y)), name
-
-
-ROUNDED = {"foreach_nadam"}
-"""What takes the root of a number, which is one in fp32 where it is recorded."""
-
-
-def _is_near(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return not x.is_floating_point() and int((x.int() - y.int()).abs().max()) <= 1
-
-
 def assert_right(make: Any, backend: str, steps: int = 6, device: torch.device | str = "cpu") -> None:
     """The parameters are those of plain torch in fp32, but for the order of its operations."""
-    params, exact = initial(torch.bfloat16, device), initial(torch.float32)
-    optimizer = collage_neuron.compile(make(params), strategy="fp32", backend=backend, **settings_for(backend))
-    plain = make(exact)
-    for t in range(1, steps + 1):
-        set_gradients(params, t)
-        set_gradients(exact, t)
-        optimizer.step()
-        plain.step()
+    settings = {
+        "backend": backend,
+        "validate": "off" if backend == "xla" else "on",
+    }  # XLA would compile programs for it
+    optimizer, found = stepped_beside(make, initial(torch.bfloat16, device), "fp32", steps, **settings)
+    _, exact = stepped_beside(make, initial(torch.float32), None, steps)
     traces = optimizer._collage_bookkeeping.traces
     assert traces.misses == 0, traces.why
-    for p, q in zip(params, exact, strict=True):
-        torch.testing.assert_close(collage_neuron.exact_value(optimizer, p).cpu(), q.detach(), rtol=2**-20, atol=2**-21)
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.cpu(), y, rtol=2**-20, atol=2**-21)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -140,18 +90,16 @@ def test_a_number_that_a_step_makes_on_xla_has_what_was_written_to_it(update: An
 
 def test_one_on_xla_has_the_bits_of_a_recorded_one(monkeypatch: pytest.MonkeyPatch) -> None:
     device = pytest.importorskip("torch_xla").device()
-    recorded = stepped(torch.optim.AdamW, "plus", "xla", 4, device)
+
+    def stepped() -> list[torch.Tensor]:
+        params = initial(torch.bfloat16, device)
+        optimizer, _ = stepped_beside(torch.optim.AdamW, params, "plus", 4, backend="xla", validate="off")
+        words = (x for p in params for _, x in sorted(optimizer.state[p].items()))
+        return [x.cpu() for x in (*params, *map(torch.as_tensor, words))]
+
+    recorded = stepped()
     monkeypatch.setenv(TRACE, "on")
-    assert all(map(torch.equal, stepped(torch.optim.AdamW, "plus", "xla", 4, device), recorded))
-
-
-@pytest.mark.parametrize("name", OF_DEVICES)
-def test_so_does_one_on_the_nki_stand_in(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(custom_op.FOLDER, str(tmp_path))
-    monkeypatch.setenv(target.TARGET, "trn1")
-    search_less(monkeypatch)
-    with nki_standin.install("nki", "trn1", INFINITY):
-        assert_right(FOREIGN[name], "nki", steps=3)
+    assert all(map(torch.equal, stepped(), recorded))
 
 
 class Fault(Exception):
@@ -270,46 +218,6 @@ def test_what_is_traced_is_let_go(traced: None) -> None:
         assert (own(), p()) == (None, None)
     finally:
         gc.enable()
-
-
-@compiled_only()
-def test_what_cannot_be_compiled_is_refused_where_that_is_asked_for(traced: None) -> None:
-    params = initial(torch.bfloat16)
-    optimizer: Any = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), verbose=False)
-    set_gradients(params, 1)
-    optimizer.step()
-    assert optimizer._collage_bookkeeping.traces.misses == 0
-    optimizer.update = lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).add_(torch.randn_like(p))
-    before = [p.detach().clone() for p in params]
-    set_gradients(params, 2)
-    with pytest.raises(collage_neuron.UnsupportedUpdate, match="cannot be compiled"):
-        optimizer.step()
-    assert all(map(torch.equal, params, before))
-
-
-class Printed(torch.optim.Optimizer):
-    """A momentum that is made and looked at in the same step: values are computed."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.zero_grad() if closure is not None else None  # something is done before the closure sees the weights
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for p in self.param_groups[0]["params"]:
-            m = self.state[p].setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 0.5)
-            assert len(m.tolist())
-            p.sub_(m, alpha=self.param_groups[0]["lr"])
-        return loss
-
-
-def test_states_that_a_computed_step_makes_have_words(traced: None) -> None:
-    params = [p for p in initial(torch.bfloat16) if p.dim()]
-    optimizer = collage_neuron.compile(Printed(params), strategy="bf16", verbose=False)
-    for t in range(1, 3):
-        optimizer.step(partial(set_gradients, params, t))
-        assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.bfloat16}
 
 
 def test_a_closure_sees_the_weights_before_rows_and_columns_wait() -> None:
