@@ -30,7 +30,7 @@ from collage_neuron.numerics.eft import (
     stochastic_round,
     widen,
 )
-from collage_neuron.numerics.integer_words import INT8, INT16
+from collage_neuron.numerics.integer_words import INT8, INT16, IntegerWord
 from collage_neuron.numerics.registration import Table
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
@@ -95,9 +95,7 @@ class Format:
     decode_param: Callable[[Sequence[Value]], Value] | None = None
     """The same for the parameter, whose first word may have been written since through `p.data`, where nobody notices:
     what `decode` gives for words that were stored together, and for others within half of the first word's last place
-    of that."""
-    always_fits: bool = False
-    """True if `decode` keeps to this by itself, so that words of the parameter that a write made stale do no harm."""
+    of that. None: words that a write made stale are looked for before each step."""
     error: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The largest error of storing values of such magnitudes, in their blocks; None if it is a part of each value."""
     signed: bool = True
@@ -171,7 +169,13 @@ def _decode_word(components: Sequence[Value]) -> Value:
 
 
 _WORD = Component("", "bf16")
+_MASTER = Component(MASTER, "fp32")  # what mixed precision calls a master weight
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
+
+
+def _counted(words: IntegerWord) -> Format:
+    components = _WORD, Component("_lo", words.storage)
+    return Format(f"bf16+{words.storage}", components, words.encode, words.decode, decode_param=words.decode)
 
 
 def _coded(name: str, words: RootWords) -> Format:
@@ -197,11 +201,9 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
                 decode_param=_decode_bf16x2_param,
             ),
             Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], _decode_word),
-            # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
-            Format("bf16+fp32", (_WORD, Component(MASTER, "fp32")), _encode_master, _decode_master, always_fits=True),
+            Format("bf16+fp32", (_WORD, _MASTER), _encode_master, _decode_master, decode_param=_decode_master),
             # Formats that are told by their record alone come after those with the same keys (`told_by_keys`).
-            Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode, always_fits=True),
-            Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode, always_fits=True),
+            *map(_counted, (INT16, INT8)),
             *(_coded(name, words) for name, words in ROOTS.items()),
         )
     }
