@@ -213,12 +213,6 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
 
 # --- formats of users -----------------------------------------------------------------------------------------------
 
-STATES_OF_TORCH = (
-    "acc_delta", "ax", "col_var", "eta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq",
-    "momentum_buffer", "mu", "mu_product", "prev", "row_var", "square_avg", "step", "step_size", "sum", "variance",
-)  # fmt: skip
-"""The states that optimizers of torch.optim keep."""
-
 
 def _check(name: str, fmt: Format) -> None:
     """Raises for an entry of `FORMATS` that could not be used."""
@@ -253,17 +247,7 @@ def _unusable_words(fmt: Format) -> Iterator[str]:
 def _unusable_suffixes(fmt: Format) -> Iterator[str]:
     """Reasons why the keys cannot be used."""
     suffixes = [c.suffix for c in fmt.components]
-    for suffix in suffixes[1:]:
-        if suffixes.count(suffix) > 1:
-            yield f"two components have the suffix {suffix!r}"
-        if not ("x" + suffix).isidentifier():
-            yield f"the suffix {suffix!r} does not end a name: use letters, digits and '_'"
-        for state in STATES_OF_TORCH:
-            if state + suffix in STATES_OF_TORCH:
-                yield (
-                    f"with the suffix {suffix!r} the further word of the state {state!r} has the name of the state "
-                    f"{state + suffix!r}: choose another suffix"
-                )
+    yield from (f"two components have the suffix {x!r}" for x in suffixes[1:] if suffixes.count(x) > 1)
     masters = [c.storage for c in fmt.components if c.suffix == MASTER]
     if masters and masters[0] != "fp32":
         yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it is {masters[0]}"
@@ -325,17 +309,12 @@ def _wrong(fmt: Format, conversion: str) -> Iterator[str]:
     x = torch.tensor([*NUMBERS, *(-n for n in NUMBERS if fmt.signed)], dtype=torch.float32, device="cpu")
     random = [torch.zeros(len(x), dtype=torch.int32, device="cpu")] * _draws(fmt, conversion)
     words: Sequence[Any] = getattr(fmt, conversion)(x, *random)
-    if not isinstance(words, (list, tuple)):
-        yield f"its {conversion} returns a {type(words).__name__}, and not a list of words"
-        return
     dtypes, wanted = [getattr(word, "dtype", type(word)) for word in words], [c.type.dtype for c in fmt.components]
-    if len(words) != len(wanted):
-        yield f"its {conversion} returns {len(words)} words, and it has {len(wanted)} components"
-        return
-    values: list[Any] = [decode(words) for decode in _decoders(fmt)]
     if dtypes != wanted:
         yield f"its {conversion} returns words of {dtypes}, and its components are {wanted}"
-    elif any(getattr(value, "dtype", None) != torch.float32 or value.shape != x.shape for value in values):
+        return
+    values: list[Any] = [decode(words) for decode in _decoders(fmt)]
+    if any(getattr(value, "dtype", None) != torch.float32 or value.shape != x.shape for value in values):
         yield "its decode does not return one fp32 number for each"
     elif conversion == "encode" and not _is_value(fmt, words, x):
         yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it has another value"

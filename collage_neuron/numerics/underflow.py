@@ -56,6 +56,10 @@ def lost(rate: float, rounding: float) -> float:
     return 1 / (1 + (rate / rounding) ** 2 / 2) if rate > 0 < rounding else 0.0
 
 
+class Pace:
+    """What a pickle of version 0.3.0 may have of a schedule: nobody reads it any more."""
+
+
 def is_short(fmt: Format) -> bool:
     """Returns True for a parameter with a low word that rounds more than fp32, as measured (`digits`)."""
     return len(fmt.components) > 1 and digits(fmt) < digits(format_named("fp32"))

@@ -33,7 +33,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import coarse_writes, fitting_words, low_words, state_writes, step_inventory
+from collage_neuron.states import coarse_writes, low_words, state_writes, step_inventory
 from collage_neuron.states.bookkeeping import FRESH as FRESH
 from collage_neuron.states.bookkeeping import LOADED as LOADED
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
@@ -192,7 +192,7 @@ def drop_stale(optimizer: Optimizer) -> None:
     for p, fmt in _split_among(optimizer, written).items():
         what = _what_counts(book, p, fmt)
         if what != ALL and (where := _stale(optimizer, p, what)).any():
-            fitting_words.reset_where(p, optimizer.state[p], "param", fmt, where)
+            state_writes.reset_where(p, optimizer.state[p], "param", fmt, where)
 
 
 NONE, UNCHANGED, FITTING, ALL = "none", "unchanged", "fitting", "all"
