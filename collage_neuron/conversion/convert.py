@@ -189,7 +189,7 @@ def _plans(
     records = dry_run.records(base, optimizer, known)
     try:
         plans = [_plan(base, g, s, records) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-        aliased_memory.check_distinct(optimizer)
+        rejections.check_states(optimizer)
         firsts = [(g, recording) for g, (recording, _) in zip(optimizer.param_groups, plans, strict=True)]
         shown = list(known.of_groups(optimizer)) if known is not None else firsts
         states = [(g, recording.captured.states) for g, recording in shown if recording is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,6 +92,12 @@ def _problem(values: tuple[str | None, ...]) -> str | None:
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raises for an optimizer that cannot be compiled, before anything about it is changed."""
     check_mode()
+    twice = [p for p, n in Counter(p for group in optimizer.param_groups for p in group["params"]).items() if n > 1]
+    if twice:
+        raise ValueError(
+            f"a parameter of shape {list(twice[0].shape)} is in the groups twice, and a step would update it twice; "
+            "hand over each parameter once: list(dict.fromkeys(params))"
+        )
     for i, group in enumerate(optimizer.param_groups):
         check_differentiable(group, i)
         devices = sorted({str(p.device) for p in group["params"]})
