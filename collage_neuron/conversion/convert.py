@@ -131,7 +131,7 @@ def _compile(
     replaced_params.remember(optimizer)
     group_settings.note_groups(optimizer)
     bookkeeping(optimizer).as_written = ""
-    bookkeeping(optimizer).told -= {first_step_report.SAID}
+    bookkeeping(optimizer).told -= {first_step_report.SAID, group_settings.BYTES}
     if refusal is not None and shape_of_part(optimizer) is None:  # of parts it is not known yet
         bookkeeping(optimizer).as_written = str(refusal)
     return settings
@@ -172,7 +172,7 @@ def _tell(
         if recording is not None and moved:
             strategy_checks.warn_imprecise(base, optimizer, recording.captured.graph, own, of_group)
             strategy_checks.warn_stuck(base, optimizer, recording, own, of_group)
-            strategy_checks.warn_small(optimizer, i, own, compiled_class(base, settings), moved, recording)
+            strategy_checks.Group(optimizer, i, own, compiled_class(base, settings)).check(moved, recording)
 
 
 def _chosen(optimizer: Optimizer, settings: Settings) -> list[Settings]:
@@ -228,7 +228,7 @@ def _tell_of_change(
         old = new
         with suppress(UnsupportedUpdate):  # its steps run as written
             _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
-        change = describe_change(i, old, new)
+        change = describe_change(optimizer, i, group["params"], old, new)
         if change:
             warn_user(change, StrategyChanged)
 

@@ -26,6 +26,9 @@ from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 LOST = 0.03
 """The share of the way that may be lost without a warning: learning rates of eight roundings."""
 
+RUN = 100
+"""The least number of steps at its largest rate that a run is taken to have, of which a part may not be seen here."""
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -56,8 +59,29 @@ def lost(rate: float, rounding: float) -> float:
     return 1 / (1 + (rate / rounding) ** 2 / 2) if rate > 0 < rounding else 0.0
 
 
+@dataclass
 class Pace:
-    """What a pickle of version 0.3.0 may have of a schedule: nobody reads it any more."""
+    """The way of a group under a schedule, in sums over its steps of the learning rate."""
+
+    size: float
+    rate: float
+    largest: float
+    step: int
+    """The step in which the rate became `rate`."""
+    gone: float = 0.0
+    lost: float = 0.0
+
+    def advance(self, rate: float, step: int, rounding: float) -> None:
+        """Adds the steps that were taken at the last rate, before it becomes `rate` in `step`."""
+        # The last rate held until now: schedulers change it between steps.
+        way = self.rate * (step - self.step)
+        self.gone += way
+        self.lost += way * lost(self.rate, rounding)
+        self.rate, self.step, self.largest = rate, step, max(self.largest, rate)
+
+    def share(self) -> float:
+        """The share of the way that was lost, at least of that of a short run at the largest rate."""
+        return self.lost / max(self.gone, RUN * self.largest) if self.largest else 0.0
 
 
 def is_short(fmt: Format) -> bool:

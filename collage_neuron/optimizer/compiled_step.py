@@ -235,7 +235,9 @@ def _planned(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Job
 
 
 def _warn_of_formats(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
-    """Warns of states that turn out to need more bits than their formats have."""
+    """Warns of states that turn out to need more bits than their formats have, or than the user asked for."""
+    if bookkeeping(optimizer).budget is not None:
+        group_settings.warn_of_bytes(optimizer, jobs)
     for job in jobs:
         if job.imprecise:
             strategy_checks.warn_imprecise(

@@ -13,7 +13,7 @@ groups until it looks at weights or states.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import _GeneratorContextManager, contextmanager
 from functools import cached_property, wraps
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType
@@ -66,11 +66,8 @@ for _name in (*KEYED, *WHOLE):  # in Lazy itself, so that C code that copies a d
     setattr(Lazy, _name, _passed_on(_name))
 
 
-LATER = (
-    CoroutineType, AsyncGeneratorType, GeneratorType, _GeneratorContextManager, FunctionType, MethodType,
-    map, filter, zip, enumerate,
-)  # fmt: skip
-"""What has code that runs after a method has returned it."""
+LAZY = map, filter, zip, enumerate
+"""Iterators that run code as they are read."""
 
 SPECIAL = (
     "__call__", "__enter__", "__exit__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__", "__len__",
@@ -208,15 +205,21 @@ class MethodContext(Context):
     # --- what goes in and comes out -------------------------------------------------------------------------------
 
     def result(self, x: Any) -> Any:
-        """What the method returns, checked.
+        """What the method returns, checked; code of the method that runs later has a context of its own.
 
         Raises:
-            UnsupportedUpdate: its code runs later, or it refers to weights or states, and what is written to it would
-                not be seen.
+            UnsupportedUpdate: it refers to weights or states, and what is written to it would not be seen.
         """
-        if isinstance(x, LATER) and getattr(x, "__self__", None) is not self.optimizer:
+        if isinstance(x, (CoroutineType, AsyncGeneratorType)):
             getattr(x, "close", lambda: None)()  # else Python says that nobody has awaited it
             raise self._rejected(f"returns a {type(x).__name__}, whose code runs later, among other code")
+        if isinstance(x, (*LAZY, GeneratorType)):
+            return _resumed(self, x if isinstance(x, GeneratorType) else (item for item in x))
+        if isinstance(x, _GeneratorContextManager):
+            x.gen = _resumed(self, x.gen)
+            return x
+        if isinstance(x, (FunctionType, MethodType)) and getattr(x, "__self__", None) is not self.optimizer:
+            return _later(self, x)
         params = {id(p) for group in self._groups for p in group["params"]}
         owners = {id(v.owner) for v in self.presentation.values} - params
         memories = {memory_of(t) for v in self.presentation.values for t in (v.owner, v.shell)}
@@ -272,6 +275,40 @@ def presented_lazily(
         ours.presented = outer
         context.presentation.clear()
         pool(optimizer).end()
+
+
+def _later(context: MethodContext, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def later(*args: Any, **kwargs: Any) -> Any:
+        if bookkeeping(context.optimizer).presented is not None:
+            return function(*args, **kwargs)
+        with presented_lazily(context.base, context.optimizer, context.presentation.kind) as own:
+            own.open()  # what its code holds already (an iterator over parameters) would not touch the stand-ins
+            return own.result(function(*args, **kwargs))
+
+    return later
+
+
+def _resumed(context: MethodContext, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """A generator whose code has a context of its own whenever it goes on."""
+    proceed = _later(context, _next)
+    call, x = generator.send, None
+    while True:
+        is_over, item = proceed(call, x)
+        if is_over:
+            return item
+        try:
+            call, x = generator.send, (yield item)
+        except BaseException as error:
+            call, x = generator.throw, error
+
+
+def _next(call: Callable[[Any], Any], x: Any) -> tuple[bool, Any]:
+    """What a generator yields next; or True, and what it returns: its end is no error in the context of a method."""
+    try:
+        return False, call(x)
+    except StopIteration as end:
+        return True, end.value
 
 
 def leaves(x: Any, path: tuple[int, ...] = ()) -> Iterator[Any]:

@@ -287,6 +287,10 @@ class Bookkeeping:
     """Some parameters and some of their bits after the last step (`external_writes`); a copy has none."""
     joined: dict[torch.Tensor, Any] = field(default_factory=dict)
     """Words of a checkpoint that have joined fp32 parameters, until the next step (`load_checks`)."""
+    paces: dict[int, Any] = field(default_factory=dict)
+    """The way of each group under a schedule, an `underflow.Pace`, where its format may lose a part of it."""
+    arrived: dict[int, Any] = field(default_factory=dict)
+    """How much of the steps of each group arrived, an `arrived.Arrived`, where it is measured."""
     watcher: Any = None
     """The monitor, a `compiled_step.Watcher`. A copy of the optimizer has none."""
 

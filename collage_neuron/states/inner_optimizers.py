@@ -8,7 +8,6 @@ describes states needs to know of one optimizer only. States of an inner one hav
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -36,7 +35,23 @@ class Inner(NamedTuple):
 
 def inner_of(optimizer: Optimizer) -> list[Inner]:
     """The optimizers that one holds, in attributes, groups and containers, and those that these hold; each once."""
-    return _inner_in(optimizer, _attributes("", optimizer))
+    return _inner_in(optimizer, _attributes("", optimizer)) if _leads_to_others(optimizer) else []
+
+
+def _leads_to_others(optimizer: Optimizer) -> bool:
+    """Returns False if an optimizer holds no other one, as most do: asked in each step, without a path to each."""
+    own = {k: v for k, v in vars(optimizer).items() if type(v) not in _LEAVES and not k.startswith(_COMMON)}
+    waiting: list[Any] = [_unusual(own.pop("state", {})), *own.values()]
+    known = set[int]()
+    while waiting:
+        x = waiting.pop()
+        if isinstance(x, Optimizer):
+            return True
+        if isinstance(x, (dict, list, tuple)) and id(x) not in known:
+            known.add(id(x))
+            inside = [v for k, v in x.items() if k != "params"] if isinstance(x, dict) else x
+            waiting += [v for v in inside if type(v) not in _LEAVES]
+    return False
 
 
 def are_copied(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
@@ -47,9 +62,9 @@ def are_copied(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
 
 def _inner_in(optimizer: Optimizer, held: Iterable[tuple[str, Any]]) -> list[Inner]:
     inner: list[Inner] = []
-    known, waiting = {id(optimizer)}, deque(held)
+    known, waiting = {id(optimizer)}, list(held)
     while waiting:
-        path, x = waiting.popleft()
+        path, x = waiting.pop(0)
         if id(x) in known:
             continue
         known.add(id(x))

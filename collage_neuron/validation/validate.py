@@ -26,7 +26,7 @@ from collage_neuron.runtime import nonfinite
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient, local
-from collage_neuron.validation import sample
+from collage_neuron.validation import arrived, sample
 from collage_neuron.validation.perturbed_replay import NoSample, expected
 from collage_neuron.validation.sample import Expected, Sample
 
@@ -282,6 +282,8 @@ def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Ta
     sample.fetch(taken)
     found = Found(base, optimizer, p, taken, before, wanted, steps)
     compared, left_out = found.compare()
+    if compared:
+        arrived.look(found, job)
     history.compared, history.left_out = history.compared + compared, history.left_out + left_out
 
 

@@ -1,7 +1,5 @@
 """Runs that earlier commits pickled, when the files of the package lay elsewhere: they load, and go on."""
 
-import pickle
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +60,3 @@ def test_a_checkpoint_of_the_old_default_resumes_under_it(form: str) -> None:
     follow(optimizer, (3, 4))
     assert same(words(model, optimizer), saved["later"])
     assert optimizer.param_groups[0]["collage_strategy"] == "plus"
-
-
-def test_what_pickles_of_version_030_may_have_of_small_steps_is_found() -> None:
-    for module, name in (("numerics.underflow", "Pace"), ("validation.arrived", "Arrived")):
-        made = getattr(import_module(f"collage_neuron.{module}"), name)()
-        assert type(pickle.loads(pickle.dumps(made))) is type(made)

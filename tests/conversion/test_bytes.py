@@ -122,8 +122,22 @@ def test_it_is_said_only_of_groups_chosen_so_and_while_it_holds() -> None:
     for group in late.param_groups:
         group["params"][0].grad = torch.ones(4, 256, dtype=torch.bfloat16)
     late.step()
-    late.step()
+    with pytest.warns(UserWarning, match=r"chosen by bytes=6, and this step of CollageLateState needs \d+ bytes"):
+        late.step()
     assert "chosen by bytes=6 for the states" in collage_neuron.explain(late)
+
+
+def test_a_decay_that_needs_a_wider_state_is_told() -> None:
+    """Of a first moment whose decay becomes .9999 a code of one byte is too little; it is said once."""
+    p = nn.Parameter(torch.ones(4, 128))
+    optimizer = collage_neuron.compile(AdamW([p], lr=1e-2), bytes=9)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9999, 0.999)
+    with pytest.warns(UserWarning, match="a number of its group has changed"):
+        optimizer.step()
+    optimizer.step()
+    assert collage_neuron.bytes_per_parameter(optimizer) > 10
 
 
 def test_a_group_that_needs_more_decides() -> None:

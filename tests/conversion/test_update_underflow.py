@@ -5,6 +5,7 @@ Warnings are errors here. Where they are expected, what is lost is measured on b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from models import mlp, step_with
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
 import collage_neuron
 from collage_neuron import ImpreciseState, SmallSteps
@@ -144,6 +145,34 @@ def test_learning_rates_of_later_are_looked_at_once_they_stay() -> None:
     of_class = made([torch.ones(8, 64, dtype=torch.bfloat16)], lr=1e-7)
     with pytest.warns(SmallSteps, match=r"param_groups\[0\].*the learning rate is 1e-07"):
         take(of_class, 2)
+
+
+SCHEDULES: dict[str, Callable[[Optimizer, int], Any]] = {
+    "cosine": lambda o, steps: CosineAnnealingLR(o, steps),
+    "warm-up and cosine": lambda o, n: LambdaLR(
+        o, lambda t: (t + 1) / 20 if t < 20 else 0.5 * (1 + math.cos(math.pi * (t - 20) / (n - 20)))
+    ),
+    "in steps": lambda o, steps: StepLR(o, steps // 10, gamma=0.5),
+    "constant, then to zero": lambda o, n: LambdaLR(o, lambda t: min(1.0, 5 * (1 - t / n))),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("strategy", ["plus", "split312"])
+def test_a_schedule_that_falls_too_far_is_warned_of_once(name: str, strategy: str) -> None:
+    """From just above the threshold, if it falls for long; from 16 times that nothing is said, however far it falls."""
+    threshold = 8 * rounding_of(strategy)
+    for times, warns in ((1.05, name != "constant, then to zero"), (16.0, False)):
+        optimizer = adamw(1.0, lr=times * threshold)
+        optimizer.param_groups[0]["params"][0].data.fill_(1.0)
+        scheduler = SCHEDULES[name](optimizer, 200)
+        optimizer = collage_neuron.compile(optimizer, strategy=strategy, verbose=False, validate="off")
+        if warns:
+            with pytest.warns(SmallSteps, match=r"the schedule has lowered the learning rate from") as all_of_them:
+                take(optimizer, 200, scheduler)
+            assert len(all_of_them) == 1
+        else:
+            take(optimizer, 200, scheduler)
 
 
 # --- many optimizers, usual recipes ---------------------------------------------------------------------------------
