@@ -24,9 +24,9 @@ from collage_neuron.exact import owners_of, words_kept
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer.pending_models import require_settled
 from collage_neuron.runtime.preconditions import is_left_alone
-from collage_neuron.states import external_writes, low_words
+from collage_neuron.states import external_writes
 from collage_neuron.states.sharding import ORDINARY, like, local, rewrite_data
-from collage_neuron.states.store import kept_format, read_exact, read_fp32
+from collage_neuron.states.store import kept_format, read_exact
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -232,9 +232,8 @@ def _exact_one(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.
     owner = owners.get(p)
     state, record = words_kept(p, owner)
     if "param_master" in state and p.device.type == "xla":
-        # Comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
-        if owner is not None and low_words.low_words_of(owner, p).is_written(p):
-            return read_fp32(p, state, "param", record).to(p.device)
+        # Comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out; what counts after a
+        # write, `without_stale` says.
         return like(local(state["param_master"]), p)
     return read_exact(p, state, "param", record)
 

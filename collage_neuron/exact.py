@@ -49,7 +49,6 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     check_range(fmt, p, value)
     with torch.no_grad():
         external_writes.put(optimizer, p, fmt, value.detach().float())
-        low_words.hand_on(optimizer)
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -19,7 +18,6 @@ import torch
 from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import VARIABLE
 from collage_neuron.numerics.strategies import STRATEGIES
-from collage_neuron.passes.backends.nki.target import WANTED, installed
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose, get, names, passed_over
 from collage_neuron.runtime.preconditions import environment_findings
@@ -118,11 +116,8 @@ SECTIONS: Mapping[str, Callable[[], Iterator[Row]]] = {
 WIDTHS = (11, 32, 22)
 """Widths of the first three columns: rows are printed before the longest is known."""
 
-NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "xla": (("torch_xla",),),
-    "nki": (("libneuronxla", "torch_neuronx"), ("nki", "neuronxcc")),
-}
-"""What must be importable for a backend to find a device; of each group, any one."""
+FOUND = ("xla", "nki")
+"""The backends that need a device that is found first."""
 
 
 def verdict(sections: Mapping[str, Sequence[Row]]) -> str:
@@ -144,16 +139,8 @@ def _faults(sections: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str]]:
     yield from lacking.items()
     probed = {item.partition(" on ")[0]: said for item, _, said in sections["probes"]}
     yield from ((name, said) for name, said in probed.items() if said != "ok" and name in names())
-    # Neither rejected nor probed: what it needs is not there, or no device of it.
-    for name in sorted(NEEDED.keys() - lacking.keys() - probed.keys()):
-        absent = [" or ".join(one) for one in NEEDED[name] if not any(map(importlib.util.find_spec, one))]
-        verb = "is" if len(absent) == 1 else "are"
-        if absent:
-            yield name, f"{', and '.join(absent)} {verb} not installed"
-        elif name == "nki" and installed() is None:
-            yield name, f"{' or '.join(NEEDED[name][1])} is there and runs no kernels: {WANTED} is needed"
-        else:
-            yield name, "no device of it was found"
+    absent = (name for name in FOUND if name not in {*lacking, *probed})
+    yield from ((name, "no device of it was found, or a package is missing (rows above)") for name in absent)
 
 
 def lines(sections: dict[str, list[Row]]) -> Iterator[str]:

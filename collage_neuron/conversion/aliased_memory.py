@@ -1,12 +1,12 @@
-"""Rejects optimizers that hold a tensor twice, or the memory of an fp32 parameter or of a state elsewhere too.
+"""Rejects optimizers that hold the memory of an fp32 parameter or of a state elsewhere too.
 
-Each parameter and each state needs its own words. `compile` moves them: a view would keep the old memory. What `step()`
-writes there would not be seen in the parameter, and what it reads there would stay as it was before training.
+`compile` moves both: a view would keep the old memory. What `step()` writes there would not be seen in the parameter,
+and what it reads there would stay as it was before training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -59,44 +59,3 @@ def _memory(x: Any) -> list[int]:
         if isinstance(x, torch.Tensor) and x.layout is torch.strided and x.numel():
             return [torch_privates.storage_id(x.untyped_storage())]
     return []
-
-
-# --- twice in the optimizer -------------------------------------------------------------------------------------------
-
-
-def check_distinct(optimizer: Optimizer) -> None:
-    """Raises UnsupportedUpdate for a duplicate parameter, and for a state that is another state or a parameter."""
-    known: dict[int, str] = {}
-    for where, p in _parameters(optimizer):
-        if (other := known.setdefault(id(p), where)) != where:
-            raise UnsupportedUpdate(
-                f"{other} and {where} are the same parameter, which a step would update twice; hand over each "
-                "parameter once: list(dict.fromkeys(params)) drops those that are there again"
-            )
-    held = {_address(tensor): where for where, tensor in _parameters(optimizer)}
-    for where, x in _states(optimizer):
-        if (other := held.setdefault(_address(x), where)) != where:
-            raise UnsupportedUpdate(
-                f"{other} and {where} are one tensor, and a compiled optimizer keeps each in memory of its own: what "
-                "is written to the one would not be seen in the other; keep it under one name, or clone() it"
-            )
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for i, group in enumerate(optimizer.param_groups):
-        for j, p in enumerate(group["params"]):
-            yield f"param_groups[{i}]['params'][{j}]", p
-
-
-def _states(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for place, p in _parameters(optimizer):
-        for name, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield f"optimizer.state[{place}][{name!r}]", value
-
-
-def _address(tensor: torch.Tensor) -> Hashable:
-    """A key that is equal for tensors with the same memory; wrappers, and tensors on lazy devices, have no address."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type in ("xla", "meta"):
-        return id(tensor)
-    return (tensor.device, tensor.data_ptr()) if tensor.data_ptr() else id(tensor)

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -27,6 +26,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from collage_neuron import torch_privates
+from collage_neuron.conversion.loaded_weights import is_rounded
 from collage_neuron.errors import warn_user
 from collage_neuron.states.sharding import local
 
@@ -163,10 +163,10 @@ def check_buffers(model: torch.nn.Module, choice: str, named: AbstractSet[torch.
         return
     stay = kept(model, choice, named)
     cast = {name: t for name, t in model.named_buffers() if t.dtype == torch.float32 and t not in stay}
-    lost = {name: loss for name, t in cast.items() if (loss := _loss(t))}
-    if lost:
+    if lost := [name for name, t in cast.items() if not is_lazy(t) and is_rounded(t)]:
+        others = f" and {len(lost) - 4} others" if lost[4:] else ""
         warn_user(
-            f"compile casts buffers to bfloat16, which cannot hold their values: {'; '.join(_lines(lost))}. Pass "
+            f"compile casts buffers to bfloat16, which cannot hold their values: {', '.join(lost[:4])}{others}. Pass "
             "buffers='keep' to leave every buffer in fp32 (it then must not widen bf16 activations), or "
             "buffers='cast' to cast without this warning",
             RoundedBuffers,
@@ -181,30 +181,6 @@ def _check_statistics(model: torch.nn.Module) -> None:
                 "cannot run: leave its weights in float32 (of several optimizers over one model, compile the model "
                 "alone, and all of them are compiled when they first step), or pass buffers='cast'"
             )
-
-
-def _loss(t: torch.Tensor) -> str:
-    """Describes by how much bf16 changes the values of `t`; empty if bf16 holds them all."""
-    if t.is_meta or is_lazy(t):
-        return ""
-    values = local(t.detach()).cpu()
-    rounded = values.bfloat16().float()
-    changed = (rounded != values) & ~values.isnan()
-    if not changed.any():
-        return ""
-    if not rounded[changed].isfinite().all():
-        return f"{values[changed & ~rounded.isfinite()][0].item():.3g} becomes infinite"
-    error = (rounded.double() - values.double()).abs()
-    return f"off by up to {error[changed].max().item():.2g}, of values up to {values[changed].abs().max().item():.3g}"
-
-
-def _lines(lost: Mapping[str, str]) -> Iterator[str]:
-    """One line for all buffers whose names differ only by numbers and that lose the same."""
-    groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, loss in lost.items():
-        groups[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name), loss].append(name)
-    for (pattern, loss), names in groups.items():
-        yield f"{names[0]} ({loss})" if len(names) == 1 else f"{pattern} ({len(names)} of them, each {loss})"
 
 
 # --- keep_fp32 --------------------------------------------------------------------------------------------------------

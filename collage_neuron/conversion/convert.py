@@ -84,7 +84,7 @@ def compile_optimizer(
     settled = split_params(optimizer.state) | written_in_all_processes() if waiting else set()  # by a checkpoint, DDP
     settled |= assigned_since(params_of(optimizer))
     left = {p: True for model in waiting for _, p in known_in(model, models[model].stay, params_of(optimizer))}
-    check_stepper(type(optimizer), optimizer)
+    check_stepper(type(optimizer))
     inner_optimizers.check(optimizer)
     with discarded_on_error(optimizer), inner_optimizers.collected(optimizer):  # all of it, or none
         stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | left | dict(stays)
@@ -189,7 +189,7 @@ def _plans(
     records = dry_run.records(base, optimizer, known)
     try:
         plans = [_plan(base, g, s, records) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-        aliased_memory.check_distinct(optimizer)
+        rejections.check_states(optimizer)
         firsts = [(g, recording) for g, (recording, _) in zip(optimizer.param_groups, plans, strict=True)]
         shown = list(known.of_groups(optimizer)) if known is not None else firsts
         states = [(g, recording.captured.states) for g, recording in shown if recording is not None]

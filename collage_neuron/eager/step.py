@@ -30,7 +30,7 @@ from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_call import Call, Measured, Once
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, inner_optimizers, low_words, replaced_params, step_inventory
+from collage_neuron.states import external_writes, inner_optimizers, replaced_params, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.states.store import States
@@ -157,7 +157,6 @@ def take(
     bookkeeping(optimizer).seen = step_inventory.of(optimizer) or step_inventory.look(optimizer)
     replaced_params.forget(optimizer)
     external_writes.remember_step(optimizer)
-    low_words.hand_on(optimizer)
     return Taken(measured, returned)
 
 
@@ -397,7 +396,6 @@ class Context:
         self.store()
         self.presentation.gradients.let_go()  # what is held by nobody else is not the code's
         external_writes.remember_step(self.optimizer, ended=False)
-        low_words.hand_on(self.optimizer)
         with self._not_presented():
             yield
         self._has_agreed = True  # processes have agreed before what waited was computed, or when the step began

@@ -18,35 +18,23 @@ from collage_neuron.matmuls.scales import Measurement, Scales, binades, finite_p
 from collage_neuron.passes.fp8_scaling.plan import Plan, plan, results_of
 from collage_neuron.passes.fp8_scaling.sizes import Size
 
-FIRST = 4
-"""Calls that tell how often a step writes."""
-MOST = 16
-"""The different numbers of writes from which on one more says nothing: each step writes some of the weights."""
-
 
 class WeightWrites:
-    """The writes to the weights of one graph.
+    """The weights of one graph: other tensors than in the last call (`functional_call`), or written since then.
 
-    It looks at how often tensors were written, not at values; writes to `p.data` are not counted. A run writes each
-    parameter as often in one step as in the next one, or not at all (accumulation). A number of writes that was not met
-    before is taken for other code's, except in the first calls, most of which measure anyway.
-
-    A graph without gradients counts every write, also those of steps.
+    It looks at how often tensors were written, not at values; writes to `p.data` are not counted.
 
     Args:
-        every: True if writes of steps count too.
+        every: True if writes count: of a graph without gradients, since a step writes the weights of others.
     """
 
     def __init__(self, every: bool) -> None:
         self._every = every
-        self._usual = {0}
-        self._calls = 0
         self._there: list[ref[torch.Tensor]] = []
         self._writes: int | None = None
 
     def changed(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Returns True if weights were written in an unusual way since the last call, or are other tensors."""
-        self._calls += 1
+        """Returns True if weights were written since the last call, where that counts, or are other tensors."""
         writes = sum(torch_privates.version(p) for p in weights if not p.is_inference())
         there = [r() for r in self._there]
         others = len(weights) != len(there) or any(p is not q for p, q in zip(weights, there, strict=True))
@@ -55,13 +43,7 @@ class WeightWrites:
         before, self._writes = self._writes, writes
         if before is None or others:
             return before is not None
-        return writes != before if self._every else self._is_new(writes - before)
-
-    def _is_new(self, writes: int) -> bool:
-        # A run that accumulates writes in some calls only: the first ones show which numbers of writes are its own.
-        is_new = writes not in self._usual and self._calls > FIRST and len(self._usual) < MOST
-        self._usual.add(writes)
-        return is_new
+        return self._every and writes != before
 
 
 class Backend:
@@ -212,7 +194,7 @@ class Captured:
             half.restart()
 
     def look_at_weights(self) -> None:
-        """Measures in this call if other code than an optimizer's steps has written weights."""
+        """Measures in this call if weights are others than in the last one."""
         if self.writes.changed(self.backend.weights()):
             self.restart()
 

@@ -30,7 +30,7 @@ from collage_neuron.numerics.eft import (
     stochastic_round,
     widen,
 )
-from collage_neuron.numerics.integer_words import INT8, INT16
+from collage_neuron.numerics.integer_words import INT8, INT16, IntegerWord
 from collage_neuron.numerics.registration import Table
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
@@ -95,9 +95,7 @@ class Format:
     decode_param: Callable[[Sequence[Value]], Value] | None = None
     """The same for the parameter, whose first word may have been written since through `p.data`, where nobody notices:
     what `decode` gives for words that were stored together, and for others within half of the first word's last place
-    of that."""
-    always_fits: bool = False
-    """True if `decode` keeps to this by itself, so that words of the parameter that a write made stale do no harm."""
+    of that. None: words that a write made stale are looked for before each step."""
     error: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The largest error of storing values of such magnitudes, in their blocks; None if it is a part of each value."""
     signed: bool = True
@@ -171,7 +169,13 @@ def _decode_word(components: Sequence[Value]) -> Value:
 
 
 _WORD = Component("", "bf16")
+_MASTER = Component(MASTER, "fp32")  # what mixed precision calls a master weight
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
+
+
+def _counted(words: IntegerWord) -> Format:
+    components = _WORD, Component("_lo", words.storage)
+    return Format(f"bf16+{words.storage}", components, words.encode, words.decode, decode_param=words.decode)
 
 
 def _coded(name: str, words: RootWords) -> Format:
@@ -197,11 +201,9 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
                 decode_param=_decode_bf16x2_param,
             ),
             Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], _decode_word),
-            # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
-            Format("bf16+fp32", (_WORD, Component(MASTER, "fp32")), _encode_master, _decode_master, always_fits=True),
+            Format("bf16+fp32", (_WORD, _MASTER), _encode_master, _decode_master, decode_param=_decode_master),
             # Formats that are told by their record alone come after those with the same keys (`told_by_keys`).
-            Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode, always_fits=True),
-            Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode, always_fits=True),
+            *map(_counted, (INT16, INT8)),
             *(_coded(name, words) for name, words in ROOTS.items()),
         )
     }
@@ -210,12 +212,6 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
 
 
 # --- formats of users -----------------------------------------------------------------------------------------------
-
-STATES_OF_TORCH = (
-    "acc_delta", "ax", "col_var", "eta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq",
-    "momentum_buffer", "mu", "mu_product", "prev", "row_var", "square_avg", "step", "step_size", "sum", "variance",
-)  # fmt: skip
-"""The states that optimizers of torch.optim keep."""
 
 
 def _check(name: str, fmt: Format) -> None:
@@ -251,17 +247,7 @@ def _unusable_words(fmt: Format) -> Iterator[str]:
 def _unusable_suffixes(fmt: Format) -> Iterator[str]:
     """Reasons why the keys cannot be used."""
     suffixes = [c.suffix for c in fmt.components]
-    for suffix in suffixes[1:]:
-        if suffixes.count(suffix) > 1:
-            yield f"two components have the suffix {suffix!r}"
-        if not ("x" + suffix).isidentifier():
-            yield f"the suffix {suffix!r} does not end a name: use letters, digits and '_'"
-        for state in STATES_OF_TORCH:
-            if state + suffix in STATES_OF_TORCH:
-                yield (
-                    f"with the suffix {suffix!r} the further word of the state {state!r} has the name of the state "
-                    f"{state + suffix!r}: choose another suffix"
-                )
+    yield from (f"two components have the suffix {x!r}" for x in suffixes[1:] if suffixes.count(x) > 1)
     masters = [c.storage for c in fmt.components if c.suffix == MASTER]
     if masters and masters[0] != "fp32":
         yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it is {masters[0]}"
@@ -323,17 +309,12 @@ def _wrong(fmt: Format, conversion: str) -> Iterator[str]:
     x = torch.tensor([*NUMBERS, *(-n for n in NUMBERS if fmt.signed)], dtype=torch.float32, device="cpu")
     random = [torch.zeros(len(x), dtype=torch.int32, device="cpu")] * _draws(fmt, conversion)
     words: Sequence[Any] = getattr(fmt, conversion)(x, *random)
-    if not isinstance(words, (list, tuple)):
-        yield f"its {conversion} returns a {type(words).__name__}, and not a list of words"
-        return
     dtypes, wanted = [getattr(word, "dtype", type(word)) for word in words], [c.type.dtype for c in fmt.components]
-    if len(words) != len(wanted):
-        yield f"its {conversion} returns {len(words)} words, and it has {len(wanted)} components"
-        return
-    values: list[Any] = [decode(words) for decode in _decoders(fmt)]
     if dtypes != wanted:
         yield f"its {conversion} returns words of {dtypes}, and its components are {wanted}"
-    elif any(getattr(value, "dtype", None) != torch.float32 or value.shape != x.shape for value in values):
+        return
+    values: list[Any] = [decode(words) for decode in _decoders(fmt)]
+    if any(getattr(value, "dtype", None) != torch.float32 or value.shape != x.shape for value in values):
         yield "its decode does not return one fp32 number for each"
     elif conversion == "encode" and not _is_value(fmt, words, x):
         yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it has another value"

@@ -215,8 +215,6 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
         if again is None:
             replaced_params.forget(optimizer)
         external_writes.remember_step(optimizer)
-        if ours.sharing != []:  # None: nobody has looked for others
-            low_words.hand_on(optimizer)
     except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
         _note_interruption(optimizer, error, written)
         raise

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from collage_neuron.eager.memory import memory_of, pool
 from collage_neuron.eager.step import Context
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states import external_writes, inner_optimizers, low_words, replaced_params, state_writes
+from collage_neuron.states import external_writes, inner_optimizers, replaced_params, state_writes
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.store import States
 
@@ -185,7 +185,6 @@ class MethodContext(Context):
         for p in stored.params_written():
             external_writes.remember(self.optimizer, p)
         state_writes.remember_states(self.optimizer)
-        low_words.hand_on(self.optimizer)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ formats of states, so that these have the same words again, and states of inner 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +24,7 @@ from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import names_in, split_params, words_of
 from collage_neuron.states.store import drop_words, ensure_stored
+from collage_neuron.torch_privates import each_tensor
 
 KEY = "collage_neuron"
 """Where our part is in what `state_dict()` returns."""
@@ -70,15 +70,7 @@ def _left_out(state: Mapping[Any, Any], saved: set[int]) -> dict[Any, Any]:
 
 def _copied(x: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Copies of the tensors in containers, one of each: of those of an optimizer the insides are exchanged."""
-    if isinstance(x, torch.Tensor):
-        return copies.setdefault(id(x), x.detach().clone())
-    if isinstance(x, dict):
-        made = copy.copy(x)
-        made.update({k: _copied(v, copies) for k, v in x.items()})
-        return made
-    if type(x) in (list, tuple):
-        return type(x)(_copied(v, copies) for v in x)
-    return x
+    return each_tensor(lambda t: copies.setdefault(id(t), t.detach().clone()), x)
 
 
 def plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:

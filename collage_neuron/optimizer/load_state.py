@@ -140,23 +140,26 @@ def _keep_low_words(
     return kept, read
 
 
-def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[bool]) -> None:
-    """Stores every state in its format. For that the next step is recorded, which also shows missing states."""
+def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[bool], is_new: bool = False) -> None:
+    """Stores every state in its format. For that the next step is recorded, which also shows missing states.
+
+    One that `is_new`, and was not saved, may lack words.
+    """
     records = dry_run.foreseen(base, optimizer)
     names = {p: f"state[{i}]" for i, p in enumerate(params_of(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
-        for p in [] if of_torch else split_params(optimizer.state) & set(group["params"]):
+        for p in [] if of_torch or is_new else split_params(optimizer.state) & set(group["params"]):
             param = {"param": param_format(Settings.of(group).strategy, p.dtype)}
             check_words(optimizer.state[p], param, names[p])
             _narrow_words(optimizer.state[p], param["param"])
-        if group["params"] and not stepped:
+        if group["params"] and not (stepped or is_new):
             _formats(optimizer, group, group["params"][0], records)  # the settings may be those of another optimizer
         for params in buckets(optimizer, stepped):
             of_bucket = _formats(optimizer, group, params[0], records)
             for p in params:
                 state, formats = optimizer.state[p], formats_of_shape(of_bucket, p.dim())
-                if not of_torch:
+                if not (of_torch or is_new):
                     check_words(state, formats, names[p])
                 settle(p, state)
                 for name, fmt in formats.items():
@@ -177,17 +180,8 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Stores the states that an optimizer created in its constructor (Adagrad) in their formats, as in checkpoints."""
     if not optimizer.state or any(p.is_meta for p in params_of(optimizer)):
         return
-    records = dry_run.foreseen(base, optimizer)
-    for group in optimizer.param_groups:
-        filled = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
-        for params in buckets(optimizer, filled):
-            formats: Mapping[str, Format] = {}
-            with suppress(KeyError):  # its step needs what is not there yet
-                formats = _formats(optimizer, group, params[0], records)
-            for p in params:
-                for name, fmt in formats_of_shape(formats, p.dim()).items():
-                    if name == "param" or name in optimizer.state[p]:
-                        ensure_stored(p, optimizer.state[p], name, fmt, record_of(optimizer, p))
+    with suppress(KeyError):  # its step needs what is not there yet
+        _settle_formats(base, optimizer, [False] * len(optimizer.param_groups), is_new=True)
     for p in split_params(optimizer.state):
         external_writes.remember(optimizer, p, external_writes.FRESH)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,13 +44,13 @@ def auto_cast(flags: str) -> str:
     return next((words[i + 1] for i in range(len(words) - 2, -1, -1) if words[i] == "--auto-cast"), "none")
 
 
-def environment_findings(environ: Mapping[str, str] | None = None) -> list[Finding]:
+def environment_findings() -> Sequence[Finding]:
     """The settings of the process that affect roundings, one finding per setting."""
-    return list(_findings(_values(environ)))
+    return _findings(_values())
 
 
-def _values(environ: Mapping[str, str] | None) -> tuple[str | None, ...]:
-    return tuple(map((os.environ if environ is None else environ).get, _VARIABLES))
+def _values() -> tuple[str | None, ...]:
+    return tuple(map(os.environ.get, _VARIABLES))
 
 
 _VARIABLES = ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "NEURON_CC_FLAGS")
@@ -77,9 +78,9 @@ def _findings(values: tuple[str | None, ...]) -> tuple[Finding, ...]:
     )
 
 
-def check_environment(environ: Mapping[str, str] | None = None) -> None:
+def check_environment() -> None:
     """Raises UnsafeEnvironment for the first finding with a problem."""
-    if problem := _problem(_values(environ)):
+    if problem := _problem(_values()):
         raise UnsafeEnvironment(problem)
 
 
@@ -91,6 +92,12 @@ def _problem(values: tuple[str | None, ...]) -> str | None:
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raises for an optimizer that cannot be compiled, before anything about it is changed."""
     check_mode()
+    twice = [p for p, n in Counter(p for group in optimizer.param_groups for p in group["params"]).items() if n > 1]
+    if twice:
+        raise ValueError(
+            f"a parameter of shape {list(twice[0].shape)} is in the groups twice, and a step would update it twice; "
+            "hand over each parameter once: list(dict.fromkeys(params))"
+        )
     for i, group in enumerate(optimizer.param_groups):
         check_differentiable(group, i)
         devices = sorted({str(p.device) for p in group["params"]})

@@ -81,14 +81,14 @@ def check_fsdp(params: Names) -> None:
             )
 
 
-def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
+def check_stepper(cls: type) -> None:
     """Raises UnsupportedUpdate for classes of libraries that are in the place of the optimizer, and for their objects.
 
     Others that step an optimizer are compiled with it (`states/inner_optimizers.py`).
     """
     names = {c.__name__ for c in cls.__mro__}
     if names & OF_A_CLASS:
-        raise UnsupportedUpdate(_advice_on_zero(cls, optimizer))
+        raise UnsupportedUpdate(_advice_on_zero(cls))
     if names & {"AcceleratedOptimizer", "_FabricOptimizer"}:
         raise UnsupportedUpdate(
             f"{cls.__name__} steps the optimizer that accelerate's prepare or Fabric's setup was given: compile before "
@@ -96,25 +96,12 @@ def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
         )
 
 
-def _inside(optimizer: Optimizer | None) -> Optimizer | None:
-    """The innermost optimizer inside nested wrappers."""
-    inside = next((x for x in vars(optimizer or object).values() if isinstance(x, Optimizer)), None)
-    return inside if inside is None else _inside(inside) or inside
-
-
-def _advice_on_zero(cls: type, optimizer: Optimizer | None) -> str:
-    inside = _inside(optimizer)
-    if hasattr(inside, "_collage_base"):
-        return (
-            f"{cls.__name__} steps an optimizer that is compiled already: nothing else needs the line, and a model is "
-            "made bfloat16 by model.to(torch.bfloat16) before its parameters are given away"
-        )
-    name = "AdamW" if inside is None else type(inside).__name__
+def _advice_on_zero(cls: type) -> str:
     dtype = ", optimizer_dtype=torch.bfloat16" if any("torch_xla" in c.__module__ for c in cls.__mro__) else ""
     return (
         f"{cls.__name__} makes its optimizer itself, over what each process has: give it a compiled class, "
-        f"optimizer_class=collage_neuron.compile({name}){dtype}, and a model that is bfloat16 already "
-        "(model.to(torch.bfloat16))"
+        f"optimizer_class=collage_neuron.compile(AdamW){dtype}, and a model that is bfloat16 already "
+        "(model.to(torch.bfloat16)). If it was given one, nothing else needs the line"
     )
 
 

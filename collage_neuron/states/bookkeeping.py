@@ -213,7 +213,7 @@ ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
 OF_ONE = (
-    "reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies", "sharing",
+    "reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies",
     "in_own_method", "sample",
 )  # fmt: skip
 """Fields that a copy of the optimizer does not get."""
@@ -306,9 +306,6 @@ class Bookkeeping:
 
     traces: Any = None
     """What lasts between traced steps, a `trace.kinds.Traces`; a copy of the optimizer has its own."""
-    sharing: Any = None
-    """Weak references to other compiled optimizers over some of its parameters (`low_words`); None if nobody has
-    looked: a copy looks anew."""
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`low_words`)."""
     seen: Any = None

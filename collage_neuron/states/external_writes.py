@@ -11,12 +11,11 @@ Other code may write a parameter between `compile` and the first step, between s
   time, since it rounds to them.
 * Elsewhere (`p.clamp_()` after a step; averages that `p.data.copy_` brought and a load takes away) an old low word
   stays as far as it fits: it is half an ulp of bf16 of what was written at most. This holds for writes through `p.data`
-  or shared memory too, which nobody notices, since no format reads more out of a low word (`Format.decode_param`,
-  `Format.always_fits`).
+  or shared memory too, which nobody notices, since a format reads no more out of a low word (`Format.decode_param`). Of
+  a format of a user's that does not say so, words that do not fit are reset.
 
-Low words from a checkpoint are kept where hi + lo rounds to hi, in whatever order weights and state were loaded; of
-integers, which count parts of the last place of whatever high word is there, these are all. `set_exact_value` writes a
-parameter with its low word.
+Low words from a checkpoint are kept in the same way, in whatever order weights and state were loaded. `set_exact_value`
+writes a parameter with its low word.
 
 Processes of DDP begin with the weights of one of them, of which the others do not have the low words: what is written
 in replicas before the first step costs all of its low words, in all processes alike.
@@ -33,9 +32,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import coarse_writes, fitting_words, low_words, state_writes, step_inventory
+from collage_neuron.states import coarse_writes, low_words, state_writes, step_inventory
 from collage_neuron.states.bookkeeping import FRESH as FRESH
 from collage_neuron.states.bookkeeping import LOADED as LOADED
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
@@ -53,7 +51,7 @@ from collage_neuron.states.live_objects import groups_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, like, local, some_bits, version
 from collage_neuron.states.state_keys import names_in, words_of
 from collage_neuron.states.state_writes import kept_format_of
-from collage_neuron.states.store import is_idle, is_stored, store
+from collage_neuron.states.store import is_idle, is_stored, read_fp32, store
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str = "") -> None:
@@ -211,21 +209,10 @@ def drop_stale(optimizer: Optimizer) -> None:
     stepped = {p: low for p, low in written.items() if low.event == STEPPED and low.bits is None}
     marks = {p: low.mark for p, low in stepped.items() if low.mark is not None}
     coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items()})
-    split = _split_among(optimizer, written)
-    counting = {p: what for p, fmt in split.items() if (what := _what_counts(book, p, fmt)) != ALL}
-    fitting = {p: split[p] for p, what in counting.items() if what == FITTING and written[p].event == STEPPED}
-    mismatched = 0.0
-    for p in counting.keys() - fitting_words.reset_at_once(optimizer, fitting):
-        if (where := _stale(optimizer, p, counting[p])).any():
-            fitting_words.reset_where(p, optimizer.state[p], "param", split[p], where)
-            if written[p].event == LOADED:
-                mismatched = max(mismatched, where.double().mean().item())
-    if mismatched:
-        warn_user(
-            f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
-            "of a parameter) and were dropped there: load the model's state from the same checkpoint as the "
-            "optimizer's"
-        )
+    for p, fmt in _split_among(optimizer, written).items():
+        what = _what_counts(book, p, fmt)
+        if what != ALL and (where := _stale(optimizer, p, what)).any():
+            state_writes.reset_where(p, optimizer.state[p], "param", fmt, where)
 
 
 NONE, UNCHANGED, FITTING, ALL = "none", "unchanged", "fitting", "all"
@@ -245,7 +232,7 @@ def _what_counts(book: Bookkeeping, p: torch.Tensor, fmt: Format) -> str:
             return NONE  # most weights of a checkpoint of some steps before have the same bits, and other low words
         if not book.sample.is_away:  # some parameters are others
             return UNCHANGED if torch.equal(*_bits(low, p)) else NONE
-    return ALL if fmt.always_fits and low.event != LOADED else FITTING
+    return FITTING if fmt.decode_param is None else ALL
 
 
 def _is_replica(p: torch.Tensor) -> bool:
@@ -316,9 +303,12 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
     """
     book = bookkeeping(optimizer)
     low = book.marks.params.get(p)
-    split = {} if low is None or low.is_of(p) else _split_among(optimizer, [p])
-    if split and (what := _what_counts(book, p, split[p])) != ALL:
-        own = local(value)
-        stale, high = _stale(optimizer, p, what).to(own.device), local(p.detach()).float().to(own.device)
-        return like(torch.where(stale, high, own), p)
-    return value
+    fmt = None if low is None or low.is_of(p) else _split_among(optimizer, [p]).get(p)
+    if fmt is None:
+        return value
+    if (what := _what_counts(book, p, fmt)) == ALL:  # on XLA it was read as it is (`word_encoding.decode`)
+        is_read = p.device.type != "xla"
+        return value if is_read else read_fp32(p, optimizer.state[p], "param", record_of(optimizer, p)).to(p.device)
+    own = local(value)
+    stale, high = _stale(optimizer, p, what).to(own.device), local(p.detach()).float().to(own.device)
+    return like(torch.where(stale, high, own), p)

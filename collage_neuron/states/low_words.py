@@ -6,8 +6,8 @@ moments: the words are put back before they are needed. Only loading a checkpoin
 
 Several compiled optimizers may have a parameter, at one time or one after the other: all have the same value. The first
 word is the parameter itself. Each has further words of its own, and takes those of the optimizer that has stored the
-last ones (`_take_newer`): when that has stored them, while they are of what the parameter is; and before it reads,
-saves, copies or steps, since a parameter comes to it by `compile`, `add_param_group`, or in a list of `param_groups`.
+last ones (`_take_newer`) before it reads, saves, copies or steps: a parameter comes to it by `compile`,
+`add_param_group`, or in a list of `param_groups`.
 
 A new optimizer over a compiled model (a warm restart, the next stage of a training) begins with the values that the
 last one left, and not with their high words alone. The last one may be gone by then: `optimizer = AdamW(...)` lets go
@@ -147,31 +147,7 @@ def _take_newer(optimizer: Optimizer, are_to_stay: bool) -> list[torch.Tensor]:
             taken.append(p)
     if taken:
         step_inventory.changed(optimizer)
-        _meet(optimizer, others)
     return taken
-
-
-@torch.no_grad()
-def hand_on(optimizer: Optimizer) -> None:
-    """Gives the values that `optimizer` has just stored to all others that have these parameters."""
-    if bookkeeping(optimizer).sharing is None:
-        _meet(optimizer, [x for x in optimizers_with(params_of(optimizer)) if x is not optimizer])
-    for other in _alive(bookkeeping(optimizer).sharing):
-        if bookkeeping(other).presented is None:  # else its step, or its method, stores what it has at its end
-            restore(other)
-
-
-def _meet(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
-    """An optimizer and others that have parameters of it know of one another from now on."""
-    for one, other in ((x, y) for each in others for x, y in ((optimizer, each), (each, optimizer))):
-        book = bookkeeping(one)
-        if one is optimizer or book.sharing is not None:  # else it looks for all itself
-            book.sharing = [weakref.ref(x) for x in {id(x): x for x in (*_alive(book.sharing), other)}.values()]
-    bookkeeping(optimizer).sharing = bookkeeping(optimizer).sharing or []
-
-
-def _alive(references: Iterable[Any] | None) -> list[Any]:
-    return [x for reference in references or () if (x := reference()) is not None]
 
 
 def _newest(p: torch.Tensor, own: LowWords | None, others: Iterable[Optimizer]) -> tuple[LowWords | None, Record]:

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import warn_user
-from collage_neuron.states import external_writes, fitting_words, low_words, reduced_states, step_inventory
+from collage_neuron.states import external_writes, low_words, reduced_states, state_writes, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, noted_words, params_of
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner_optimizers import inner_of
@@ -103,7 +103,7 @@ def _drop_of_another(optimizer: Optimizer, p: torch.Tensor) -> list[str]:
             low_words.note_as(optimizer, p, low, record_of(x, q))
             differ = local(p.detach()).cpu().view(torch.int16) != local(q.detach()).cpu().view(torch.int16)
             if differ.any():
-                fitting_words.reset_where(
+                state_writes.reset_where(
                     p,
                     optimizer.state[p],
                     "param",

@@ -9,14 +9,15 @@ encoded (`store.kept_format`). Codes that were moved or copied are as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import Format, format_named
-from collage_neuron.states import fitting_words, word_encoding
+from collage_neuron.numerics.eft import round_to, widen
+from collage_neuron.numerics.formats import MASTER, Format, format_named
+from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local, version
@@ -49,11 +50,6 @@ def remember_states(optimizer: Optimizer) -> None:
         marks.setdefault(p, {})[name] = high, version(high)
 
 
-def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
-    """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
-    return fitting_words.belongs(p, optimizer.state[p], name, kept_format_of(optimizer, p, name))
-
-
 def kept_format_of(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Format:
     """The format that `p`, or its state `name`, is kept in; a user may have cast the words of a state."""
     return kept_format(p, optimizer.state.get(p, {}), name, record_of(optimizer, p))
@@ -73,7 +69,7 @@ def drop_stale(optimizer: Optimizer) -> None:
                 state[key] = state[key].reshape(state[name].shape)
         stale = ~belongs(optimizer, p, name)
         if stale.any():
-            fitting_words.reset_where(p, state, name, fmt, stale)
+            reset_where(p, state, name, fmt, stale)
     if written:
         remember_states(optimizer)
 
@@ -141,3 +137,44 @@ def _check_values(p: torch.Tensor, name: str, state: Mapping[str, Any], codes: t
 def on_host(x: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU, or `x` itself; of a DTensor, the part of this process."""
     return local(x.detach()).cpu()
+
+
+# --- words that belong together, as far as they tell: their sum rounds to the first one -------------------------------
+
+
+SHORTER = 1 - 2**-8
+"""A pair may end in a tie, which rounds to even and not to its high word. The gap between sum and high word is at most
+8 bits long: by this factor, it is shortened by less than its last bit."""
+
+LARGEST = torch.finfo(torch.bfloat16).max
+
+
+def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
+    """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
+    fmt, states = kept_format_of(optimizer, p, name), optimizer.state[p]
+    # On the CPU, where every rounding is a real cast.
+    hi, *low = (local(p.detach() if key == "param" else states[key]).cpu() for key in fmt.keys(name))
+    fits: torch.Tensor = _fits(fmt, word_encoding.of_each(fmt, [hi, *low]), hi.float())
+    return fits
+
+
+def reset_where(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format, where: torch.Tensor) -> None:
+    """Makes the elements in the mask of `p`, or of its state `name`, exactly what the high word says."""
+    high = local(p.detach() if name == "param" else state[name])
+    alone = fmt.encoder(name)(high.cpu().float().bfloat16().float())[1:]
+    for key, word in zip(fmt.keys(name)[1:], alone, strict=True):
+        low = local(state[key])
+        low.copy_(torch.where(where, word, low.cpu()))
+
+
+def _fits(fmt: Format, words: Sequence[Any], high: Any) -> Any:
+    """Where the value of the words is within half a bf16 ulp of the high word, or this is not finite."""
+    if MASTER in [component.suffix for component in fmt.components]:
+        # Not decoded, which gives the high word wherever the master is another's.
+        near = round_to(widen(words[1]), "bf16")
+    else:
+        # Not as a parameter is decoded, which gives what fits whatever the words are.
+        near = round_to(high + (fmt.decode(words) - high) * SHORTER, "bf16")
+        # The high word of a state stops at the largest number (`split_capped`), and the sum may go on from there.
+        near = torch.where(near > LARGEST, LARGEST, torch.where(near < -LARGEST, -LARGEST, near))
+    return torch.logical_or(near == high, torch.logical_not(torch.abs(high) <= LARGEST))

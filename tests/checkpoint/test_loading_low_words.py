@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints_of_both import are_alike_after
-from loading_cases import adamw, compiled, ours
+from loading_cases import adamw, compiled
 from models import MODES, differences, first, mlp, parameters, set_gradients, snapshot, train
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -18,7 +18,7 @@ import collage_neuron
 from collage_neuron import exact_value, set_exact_value
 from collage_neuron.checkpoint import get_fp32_state_dict
 from collage_neuron.numerics.strategies import DEFAULT
-from collage_neuron.states import fitting_words, state_writes
+from collage_neuron.states import state_writes
 
 
 def through_plain_fp32(saved: dict[str, Any]) -> dict[str, Any]:
@@ -55,15 +55,6 @@ def test_a_state_in_memory_restores_weights_as_often_as_it_is_loaded(strategy: s
         train(model, optimizer, range(2, 5))
 
 
-@pytest.mark.parametrize("strategy", ["plus", "full", "light", "fp32"])
-def test_an_optimizer_state_beside_the_weights_of_another_run_is_noticed(strategy: str) -> None:
-    model, optimizer = compiled(strategy, seed=1)
-    optimizer.load_state_dict(ours(strategy))
-    with pytest.warns(UserWarning, match=r"low words that were loaded do not belong to the weights \(in .* % of the"):
-        train(model, optimizer, [0])
-    train(model, optimizer, [0])  # once
-
-
 def every_bf16() -> torch.Tensor:
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
@@ -82,17 +73,6 @@ def test_a_master_belongs_if_it_rounds_to_the_weight(seed: int) -> None:
             optimizer.state[p]["param_master"] = master
             fits = (master.bfloat16() == weight) | ~weight.isfinite()
             assert torch.equal(state_writes.belongs(optimizer, p), fits)
-
-
-def test_with_the_model_alone_a_state_beside_the_weights_of_another_run_is_noticed() -> None:
-    model = collage_neuron.compile(mlp(1), strategy="plus")  # integer low words fit any weight
-    optimizer = adamw(model)
-    optimizer.load_state_dict(ours("plus"))
-    weights = [p.detach().clone() for p in model.parameters()]
-    with pytest.warns(UserWarning, match=r"low words that were loaded do not belong to the weights \(in .* % of the"):
-        after_idle_step(first(model), optimizer)
-    for p, w in zip(model.parameters(), weights, strict=True):
-        assert torch.equal(exact_value(optimizer, p).bfloat16(), w)
 
 
 def loaded_by_torch(weights: Any, states: Any, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Optimizer]:
@@ -134,10 +114,10 @@ def trained(strategy: str = "plus") -> tuple[nn.Parameter, Optimizer]:
     return p, optimizer
 
 
-def test_a_parameter_that_is_exchanged_is_noticed() -> None:
+def test_a_parameter_that_is_exchanged_is_within_half_an_ulp() -> None:
     p, optimizer = trained()
     p.data = torch.full_like(p, 2.0**-20)
-    assert torch.equal(after_idle_step(p, optimizer), p.float())
+    assert (after_idle_step(p, optimizer) - 2.0**-20).abs().max() <= 2.0**-28
 
 
 @pytest.mark.sampled(of=3)
@@ -182,13 +162,14 @@ def test_a_refused_step_leaves_low_words_alone() -> None:
 def test_nothing_is_asked_of_the_device_between_ordinary_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers a parameter are compared on the host; words are looked at only where those differ."""
     model, optimizer = compiled("plus")
-    for module, name in ((state_writes, "belongs"), (fitting_words, "_reset")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("looked at the words"))
+    monkeypatch.setattr(state_writes, "belongs", lambda *_: pytest.fail("looked at the words"))
     train(model, optimizer, range(2))
     with torch.no_grad():
-        first(model).mul_(0.5)
+        first(model).mul_(0.5)  # a step reads no more out of a low word than fits
+    train(model, optimizer, [2])
+    optimizer.state[first(model)]["exp_avg_sq"].mul_(0.5)
     with pytest.raises(pytest.fail.Exception, match="looked at the words"):
-        train(model, optimizer, [2])
+        train(model, optimizer, [3])
 
 
 def exchange(model: nn.Module) -> None:

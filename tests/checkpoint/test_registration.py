@@ -181,11 +181,9 @@ UNUSABLE = {
     "two components have the suffix '_a'": replace(BAD, components=(WORD, *[Component("_a", "bf16")] * 2)),
     "its first component is Component(suffix='_hi'": replace(BAD, components=(Component("_hi", "bf16"), WORD)),
     "'int4' is not a storage type": replace(BAD, components=(WORD, Component("_f", "int4"))),
-    "does not end a name": pair("bad", suffix=".lo"),
-    "'exp_avg' has the name of the state 'exp_avg_sq'": pair("bad", suffix="_sq"),
     "and here it is int8": pair("bad", 128.0, "_master", "int8"),
     "and here it has another value": pair("bad", suffix="_master", storage="fp32"),
-    "its encode returns 2 words, and it has 1 components": replace(BAD, components=(WORD,)),
+    "returns words of [torch.bfloat16, torch.bfloat16], and": replace(BAD, components=(WORD,)),
     "its encode returns words of": replace(BAD, components=(WORD, Component("_lo", "int8"))),
     "its first component is Component(suffix='', storage='int8'": replace(
         BF16_INT8, name="bad", components=(Component("", "int8"),)
@@ -202,7 +200,6 @@ UNUSABLE = {
         BUILT_IN["bf16"].encode, lambda x, _: [narrow(x, "bf16")]
     ),
     "has a tensor of its own": one_word(lambda x: [to_bf16(x * ONE)]),
-    "returns a list_iterator": replace(BAD, encode=lambda x: iter(pair().encode(x))),  # type: ignore[arg-type,return-value]  # on purpose
     "its decode_param reads other values": replace(BAD, decode_param=lambda words: widen(words[0])),
     "0 comes back as 1": replace(BAD, decode=lambda w: torch.where(w[0] == 0, widen(w[0]) + 1, pair().decode(w))),
     "calls the method float()": replace(BAD, decode_param=lambda words: words[0].float() + widen(words[1])),

@@ -107,7 +107,7 @@ class Frozen(nn.Module):
 
 def test_a_frozen_batch_norm_becomes_bf16_and_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Frozen(2), nn.Linear(2, 2))
-    with pytest.warns(RoundedBuffers, match=r"1\.running_mean \(off by up to 0\.0016, of values up to 1\.1\)"):
+    with pytest.warns(RoundedBuffers, match=r"cannot hold their values: .*1\.running_mean"):
         compiled(model)
     loss_of(model(torch.ones(3, 2).bfloat16())).backward()
 

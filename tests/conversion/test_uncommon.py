@@ -187,6 +187,13 @@ def test_two_parameters_in_one_place(dtype: torch.dtype) -> None:
     collage_neuron.compile(model, AdamW(model.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_in_the_groups_twice() -> None:
+    p = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"of shape \[3\] is in the groups twice, .* hand over each parameter once"):
+        collage_neuron.compile(AdamW([p, p]))
+
+
 COMBS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
     "columns": lambda t: (t[:, ::2], t[:, 1::2]),
     "halves of rows": lambda t: (t[:, :4], t[:, 4:]),

@@ -154,10 +154,10 @@ def test_weights_written_in_a_copy_are_noticed_there_and_not_in_the_original(
     with torch.no_grad():
         first(model).mul_(0.1)  # of which an old low word is many ulps
     p = first(model)
-    assert torch.equal(exact_value(optimizer, p).bfloat16(), p)
-    assert not torch.equal((p.float() + optimizer.state[p]["param_lo"].float()).bfloat16(), p)
-    external_writes.drop_stale(optimizer)
-    assert torch.equal((p.float() + optimizer.state[p]["param_lo"].float()).bfloat16(), p)
+    assert ((p.float() + optimizer.state[p]["param_lo"].float() - p.float()).abs() > 2.0**-8 * p.float().abs()).any()
+    for _ in range(2):
+        assert ((exact_value(optimizer, p) - p.float()).abs() <= 2.0**-8 * p.float().abs()).all()
+        external_writes.drop_stale(optimizer)
     before = exact_value(run[1], first(run[0]))
     external_writes.drop_stale(run[1])
     assert torch.equal(exact_value(run[1], first(run[0])), before)
