@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import torch.fx as fx
 from kernel_examples import Entry, adamw, adamw_kernel, adamw_update, job_of
+from kernel_times import ADAMW_BF16, calibrated, time_of
 from torch.optim import SGD
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
 from collage_neuron.numerics.threefry import Words, threefry
-from collage_neuron.passes.backends.nki.bodies import Count, calibrated, count_as, time_of, with_bodies
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16
+from collage_neuron.passes.backends.nki.bodies import Count, count_as, with_bodies
 from collage_neuron.passes.backends.nki.emit import Work
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
@@ -108,7 +108,7 @@ def _cells(kernel: Kernel) -> Iterator[str]:
     yield f"{cost.memory:.1f}"
     yield cost.bound
     yield f"{cost.ratio:.2f}"
-    yield f"{calibrated(kernel).whole:.2f}"
+    yield f"{calibrated(kernel).longest / cost.memory:.2f}"
     yield f"{looped(kernel):.2f}"
 
 
@@ -145,7 +145,7 @@ def summary(names: Iterable[str] = STRATEGIES) -> Iterator[str]:
     for name in sorted(names, key=bytes_with_adam, reverse=True):
         found = [lowered(adamw_update(name), target) for target in TARGETS]
         costs = [calibrated(kernel) for kernel in found]
-        times[name] = [cost.whole * cost.memory * ELEMENTS / PARTITIONS / 1e6 for cost in costs]
+        times[name] = [cost.longest * ELEMENTS / PARTITIONS / 1e6 for cost in costs]
         slower = [max(cost.times.values()) / cost.transfer for cost in costs]
         limits = ["memory" if x <= 1 else f"{cost.bound}, {x:.1f}" for cost, x in zip(costs, slower, strict=True)]
         cells = (f"{ms:5.0f} ({limit})" for ms, limit in zip(times[name], limits, strict=True))
