@@ -104,7 +104,7 @@ def llama(k: Kernel, cores: int = 8) -> list[Work]:
 def test_few_parameters_get_more_tiles_and_many_share_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emit, "BESIDE", 16)
     of_turns = Counter(work.cut.tiles for work in with_bodies(llama(longer("plus", "trn2"))) if work.cut.done)
-    assert of_turns == {2: 224, 16: 2}  # the matrices of the layers; embedding and head
+    assert of_turns == {1: 224, 12: 2}  # the matrices of the layers; embedding and head
 
 
 @pytest.mark.parametrize("most", [40_000, 80_000])
@@ -137,7 +137,7 @@ def test_a_step_of_12_bytes_is_near_the_memory_bound(
     column = calibrated(k)
     engine, alone = BOUND.get((strategy, target), (column.bound, LIMITS[target] / 1.1))
     assert size.time / size.bound <= 1.1 * alone
-    assert size.instructions.traced <= 60_000
+    assert size.instructions.traced <= 45_000
     if (strategy, target) in BOUND:
         assert column.bound == engine
         assert column.times[engine] / column.transfer == pytest.approx(alone, abs=0.005)
