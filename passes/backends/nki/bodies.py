@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import Design
@@ -48,36 +47,25 @@ def _beside(count: int) -> int:
 @lru_cache(4096)
 def _traced(work: Work) -> int:
     # One text runs on one core and on two, and the larger count has to fit the budget.
-    return max(count_as(*work[:3], cores).traced for cores in (1, work.kernel.generation.cores))
+    return max(count_as(*work[:3], cores) for cores in (1, work.kernel.generation.cores))
 
 
-class Count(NamedTuple):
-    """Instructions of every engine and DMAs: those that a compiler reads (traced), and those that run (unrolled).
+def count_as(kernel: Design, total: int, cut: Cut, cores: int = 1) -> int:
+    """The instructions of every engine, and DMAs, that a compiler reads; its time and memory follow that.
 
-    A compiler's time and memory follow the first count, or, where its back end unrolls loops again, the second one.
+    They update so many elements, cut so, on the last one of so many cores.
     """
-
-    traced: int
-    unrolled: int
+    return sum(_count_of_part(kernel, part, cut) for part in parts_of(total, cut, cores))
 
 
-def count_as(kernel: Design, total: int, cut: Cut, cores: int = 1) -> Count:
-    """Those that update so many elements, cut so, on the last one of so many cores."""
-    counts = [_count_of_part(kernel, part, cut) for part in parts_of(total, cut, cores)]
-    return Count(sum(c.traced for c in counts), sum(c.unrolled for c in counts))
-
-
-def _count_of_part(kernel: Design, part: Part, cut: Cut) -> Count:
+def _count_of_part(kernel: Design, part: Part, cut: Cut) -> int:
     plan = kernel.plan
     moved = len(plan.program.loads) + len(plan.program.stores) + bool(plan.program.measures)
     by_block = sum(i.by_block for _, i in plan.steps)
     once = len(plan.steps) - by_block
-    if kernel.dialect == "beta1":  # has uniform numbers, and computes bits from them
-        once += 2 * sum(i.kind == "rng" for _, i in plan.steps)
+    if kernel.dialect == "beta1":  # every loop is one; it has uniform numbers, and computes bits from them
+        return moved + once + by_block + 2 * sum(i.kind == "rng" for _, i in plan.steps)
     chunks = part.columns // part.width
     tile = moved + chunks * (once + by_block * (part.width // part.block if part.block else 1))
-    unrolled = tile * part.tiles * part.strips
-    if kernel.dialect == "beta1":  # every loop is one
-        return Count(moved + once + by_block, unrolled)
     repeated = max(turns_of(part.tiles, cut) - 1, 0) * cut.tiles  # tiles of all turns but the first
-    return Count(tile * part.strips * (part.tiles - repeated), unrolled)
+    return tile * part.strips * (part.tiles - repeated)

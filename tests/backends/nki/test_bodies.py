@@ -66,7 +66,7 @@ def ran(works: Sequence[Work], tmp_path: Path, cores: int = 1) -> list[dict[str,
     with nki_standin.install("nki", "trn2", INFINITY) as machine:
         results = iter(nki_standin.load(path).collage_step[cores](*given, k.scalar_input(steps[0].vector)))
     found = [{key: next(results) for key in k.outputs} for _ in steps]
-    assert machine.traces[-1].traced == 1 + sum(count_as(k, work.total, work.cut, cores).traced for work in works)
+    assert machine.traces[-1].traced == 1 + sum(count_as(k, work.total, work.cut, cores) for work in works)
     return [differing(of_one, s.by_reciprocals().expected()) for of_one, s in zip(found, steps, strict=True)]
 
 
@@ -113,7 +113,7 @@ def test_the_budget_is_kept(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     k = replace(k, generation=replace(k.generation, instructions=most))
     alone = [Work(k, (7 + i) * PARTITIONS * 2048, Cut(2048, 512)) for i in range(150)]  # no two of one size
     chosen = with_bodies(alone)
-    counts = [sum(count_as(k, work.total, work.cut, cores).traced for work in chosen) for cores in (1, 2)]
+    counts = [sum(count_as(k, work.total, work.cut, cores) for work in chosen) for cores in (1, 2)]
     assert 0.8 * most < max(counts) <= most
     slower, faster = (sum(map(time_of, works)) for works in (alone, chosen))
     assert faster <= (0.9 if most == 80_000 else 1.0) * slower
@@ -137,7 +137,7 @@ def test_a_step_of_12_bytes_is_near_the_memory_bound(
     column = calibrated(k)
     engine, alone = BOUND.get((strategy, target), (column.bound, LIMITS[target] / 1.1))
     assert size.time / size.bound <= 1.1 * alone
-    assert size.instructions.traced <= 45_000
+    assert size.instructions <= 45_000
     if (strategy, target) in BOUND:
         assert column.bound == engine
         assert column.times[engine] / column.transfer == pytest.approx(alone, abs=0.005)

@@ -79,7 +79,7 @@ MOST = 45_000
 
 
 def traced(dialect: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    return size_of(kernel(dialect), list(shapes)).instructions.traced
+    return size_of(kernel(dialect), list(shapes)).instructions
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
