@@ -28,7 +28,7 @@ is computed twice. Parameters never share a sum.
   machine). It needs 16 bytes per element during the step.
 * `nki` has kernels for sums, means and norms of whole tensors, rows and columns, without fp64: within 2^-36 of the
   exact ones before they are rounded to fp32, so that a result may be the neighbour of the reference's, 1 ulp off
-  ([Kernels](../kernels.md#sums-over-a-parameter); evidence: stand-in).
+  ([Kernels](../kernels.md#sums-over-a-parameter); evidence: stand-in and independent interpreter).
 * Over parameters in shards (FSDP2's `fully_shard`, HSDP, DTensor), on CPUs, each process adds up its own part, and what
   DTensor adds up between processes is gathered, one message for all parameters that share an update, and added in fp64
   in the order of the processes. The bits depend on how parameters are sharded, and are the same in all processes and

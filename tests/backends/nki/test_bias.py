@@ -1,7 +1,8 @@
 """What a dropped bias would do: no kernel for trn1 depends on that of a copy, and the probes ask for it elsewhere.
 
 aws-neuron-sdk#1296: on a trn1 `nisa.activation` with `nl.copy` did not add its bias, so Adam's eps was lost. Evidence
-level: stand-in (`Device.drops_bias`; every kernel for trn1 that `nki_runs.run` runs is on such a device).
+level: stand-in (`Device.drops_bias`; every kernel for trn1 that `nki_runs.run` runs is on such a device) and
+independent interpreter (`second_reader`, where a copy adds nothing).
 """
 
 from __future__ import annotations

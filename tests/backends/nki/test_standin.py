@@ -83,7 +83,7 @@ def test_a_cast_is_that_of_torch() -> None:
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sqrt": torch.sqrt, "reciprocal": torch.reciprocal, "exp": torch.exp, "log": torch.log,
+    "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "exp": torch.exp, "log": torch.log,
 }  # fmt: skip
 
 
@@ -99,10 +99,15 @@ def test_approximated_functions_are_off_by_the_ulps_that_a_test_sets(name: str, 
     assert torch.equal(result, again)
 
 
-def test_the_vector_engines_reciprocal_is_approximated_too(tmp_path: Path) -> None:
-    a, text = torch.rand(128, 256) + 0.5, UNARY.format(call="nisa.reciprocal(dst=z, data=loaded(a))", out="float32")
-    exact = run(text, a, folder=tmp_path)
-    assert ulps_apart(run(text, a, folder=tmp_path, device=Device(ulps=3)), exact) == 3
+def test_the_vector_engines_reciprocal_and_the_gpsimds_rsqrt_are_approximated_too(tmp_path: Path) -> None:
+    a = torch.rand(128, 256) + 0.5
+    for call in (
+        "nisa.reciprocal(dst=z, data=loaded(a))",
+        "nisa.tensor_scalar(dst=z, data=loaded(a), op0=nl.rsqrt, operand0=0.0)",
+    ):
+        text = UNARY.format(call=call, out="float32")
+        exact = run(text, a, folder=tmp_path)
+        assert ulps_apart(run(text, a, folder=tmp_path, device=Device(ulps=3)), exact) == 3
 
 
 # What the documentation leaves open -----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""One text of a kernel, on logical cores of one and of two physical cores: the same bits.
+"""One text of a kernel, by two readers, on logical cores of one and of two physical cores: the same bits.
 
 Evidence level: stand-in, which runs the programs of both cores in both orders and fails where one uses what the other
-writes. Roots and reciprocals are exact here.
+writes; and an independent interpreter (`second_reader`), in which such a fault leaves wrong bits. It shares nothing
+with the stand-in: a mistake in one of them would have to be in both. Roots and reciprocals are exact here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from nki_runs import INFINITY, Step, count_of, differing, narrowed, run, search_less, step_of, wild
 from nki_standin import StandinError
 from sampling import part
+from second_reader import decoded, encoded, results
 from staged import Lamb
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,6 +37,7 @@ from collage_neuron.passes.backends.nki.tiling import Cut
 pytestmark = pytest.mark.usefixtures("rejecting")
 
 CORES = (1, 2)
+ORDERS: dict[int, list[tuple[int, ...]]] = {1: [(0,)], 2: [(0, 1), (1, 0)]}
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +75,17 @@ MACHINES = [("trn1", "beta1", 1), ("trn1", "nki", 1), *((t, "nki", cores) for t 
 @pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("target", "dialect", "cores"), MACHINES)
-def test_one_and_two_cores_get_the_bits_of_the_reference(target: str, dialect: str, cores: int, strategy: str) -> None:
+def test_both_readers_get_the_same_bits(target: str, dialect: str, cores: int, strategy: str) -> None:
     """Those of the reference, where nothing is drawn: `test_draws.py` has what is."""
     s, k = step(strategy), kernel(strategy, target, dialect)
     for shape, cut in part(cuts_of(k), 2, f"{target} {dialect} {cores} {strategy}"):
         components = dict(zip(s.update.inputs, random_inputs(s.update, shape), strict=True))
         found = run(k, components, s.vector, cut=cut, cores=cores)
         assert k.plan.draws or not differing(found.results, s._replace(components=components).expected())
+        for order in ORDERS[cores]:
+            of_core = len(found.machine.drawn) // cores
+            drawn = [x for core in order for x in found.machine.drawn[core * of_core :][:of_core]]
+            assert not differing(results(k, components, s.vector, cut, drawn, order=order), found.results)
         count = count_of(k, shape, cut, cores)
         once = 1 + 2 * k.plan.draws  # what loads the numbers, and the seed
         assert found.machine.traces[-1].traced == count + once
@@ -91,14 +98,28 @@ OTHERS: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("case", "strategy", "arithmetic"), OTHERS)
-def test_the_older_dialect_gets_the_bits_of_the_reference(case: str, strategy: str, arithmetic: str) -> None:
+def test_the_second_reader_of_the_older_dialect_gets_the_bits_of_the_reference(
+    case: str, strategy: str, arithmetic: str
+) -> None:
     """All magnitudes; as a device cuts it, in tiles of 4 columns and chunks of 2, and one element alone."""
     s = wild(step_of(CASES[case], strategy, arithmetic), n=900)
     k = lower_to_nki(s.update, "trn1", "beta1")
     for n, cut in ((900, None), (128 * 4 + 131, narrowed(k, (643,), 4, 2)), (1, None)):
         components = {key: x[:n] for key, x in s.components.items()}
         wanted = s.by_reciprocals()._replace(components=components).expected()
-        assert not differing(run(k, components, s.vector, cut=cut).results, wanted)
+        assert not differing(results(k, components, s.vector, cut), wanted)
+
+
+def test_the_second_reader_rounds_as_torch_does() -> None:
+    """All upper halves of fp32's bits, with lower halves on, beside and far from ties."""
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    x = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16 | lower).reshape(-1).view(np.float32)
+    wanted = torch.from_numpy(x).bfloat16()
+    found = torch.from_numpy(decoded(encoded(x, "bfloat16"), "bfloat16")).bfloat16()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.view(torch.int16)[~found.isnan()], wanted.view(torch.int16)[~wanted.isnan()])
+    integers = np.array([0.5, 1.5, -0.5, -2.5, 40000.0, -40000.0, 32767.5], np.float32)
+    assert encoded(integers, "int16").tolist() == [0, 2, 0, -2, 32767, -32768, 32767]
 
 
 SHARING = """

@@ -13,7 +13,7 @@ class Device:
     """The defaults are what the vendor's simulator is documented to do, or a refusal where nothing is documented."""
 
     ulps: int = 0
-    """Approximated functions (sqrt, reciprocal, exp, ...) are off by up to so many fp32 ulps."""
+    """Approximated functions (sqrt, rsqrt, reciprocal, exp, ...) are off by up to so many fp32 ulps."""
     overflow: str = "refuse"
     """A finite fp32 beyond the format it is cast to: refuse, or infinity."""
     stochastic: bool = False

@@ -170,9 +170,12 @@ class Instructions:
         """dst = (data op0 operand0) op1 operand1, with one rounding at the end."""
         ops = [operator(op, "tensor_scalar") for op in (op0, op1) if op is not None]
         require(op1 is not None or operand1 is None, "tensor_scalar: operand1 without op1")
-        where = self._engine("tensor_scalar", engine)
+        preferred = "gpsimd" if any(op.name == "rsqrt" for op in ops) else "vector"
+        where = self._engine("tensor_scalar", engine, preferred)
         self._check(where, "tensor_scalar", dst, data=data)
         names = tuple(op.name for op in ops)
+        if where == "gpsimd":
+            require(names == ("rsqrt",), f"tensor_scalar on engine gpsimd is for rsqrt alone, got {ops}")
         for op in ops:
             check_operator(op, "tensor_scalar", where, self._m.target)
         require(len({op.bitvec for op in ops}) == 1, f"tensor_scalar: {ops} mixes bitvec and arithmetic operators")

@@ -16,7 +16,7 @@ from nki_standin.tensors import ON_CHIP, MemoryRegion, NkiTensor
 
 ENGINES: dict[str, dict[str, int]] = {
     "tensor_tensor": {"vector": 2, "gpsimd": 2},
-    "tensor_scalar": {"vector": 2},
+    "tensor_scalar": {"vector": 2, "gpsimd": 2},
     "scalar_tensor_tensor": {"vector": 2},
     "activation": {"scalar": 2},
     "reciprocal": {"vector": 2},

@@ -90,6 +90,7 @@ _ALL = [
     Operator("exp", 1, _double(np.exp), {}, ANYWHERE, approximated=True),
     Operator("log", 1, _double(np.log), {}, (2.0**-64, 2.0**64), approximated=True),
     Operator("sqrt", 1, np.sqrt, {}, (2.0**-116, 2.0**118), approximated=True),
+    Operator("rsqrt", 1, _double(lambda x: 1 / np.sqrt(x)), {"gpsimd": 2}, (2.0**-87, 2.0**97), approximated=True),
     Operator("reciprocal", 1, _double(lambda x: 1 / x), {}, (2.0**-42, 2.0**42), odd=True, approximated=True),
 ]
 OPERATORS = {op.name: op for op in _ALL}
