@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import torch.fx as fx
 from kernel_examples import Entry, adamw, adamw_kernel, adamw_update, job_of
+from kernel_times import ADAMW_BF16, calibrated, time_of
 from torch.optim import SGD
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
 from collage_neuron.numerics.threefry import Words, threefry
-from collage_neuron.passes.backends.nki.bodies import Count, calibrated, count_as, time_of, with_bodies
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16
+from collage_neuron.passes.backends.nki.bodies import count_as, with_bodies
 from collage_neuron.passes.backends.nki.emit import Work
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
@@ -108,7 +108,7 @@ def _cells(kernel: Kernel) -> Iterator[str]:
     yield f"{cost.memory:.1f}"
     yield cost.bound
     yield f"{cost.ratio:.2f}"
-    yield f"{calibrated(kernel).whole:.2f}"
+    yield f"{calibrated(kernel).longest / cost.memory:.2f}"
     yield f"{looped(kernel):.2f}"
 
 
@@ -145,7 +145,7 @@ def summary(names: Iterable[str] = STRATEGIES) -> Iterator[str]:
     for name in sorted(names, key=bytes_with_adam, reverse=True):
         found = [lowered(adamw_update(name), target) for target in TARGETS]
         costs = [calibrated(kernel) for kernel in found]
-        times[name] = [cost.whole * cost.memory * ELEMENTS / PARTITIONS / 1e6 for cost in costs]
+        times[name] = [cost.longest * ELEMENTS / PARTITIONS / 1e6 for cost in costs]
         slower = [max(cost.times.values()) / cost.transfer for cost in costs]
         limits = ["memory" if x <= 1 else f"{cost.bound}, {x:.1f}" for cost, x in zip(costs, slower, strict=True)]
         cells = (f"{ms:5.0f} ({limit})" for ms, limit in zip(times[name], limits, strict=True))
@@ -258,7 +258,8 @@ def divided(shapes: Shapes, cores: int) -> Shapes:
 class Size(NamedTuple):
     """The kernel of a step on parameters of some shapes."""
 
-    instructions: Count
+    instructions: int
+    """Those that a compiler reads."""
     time: float
     """Nanoseconds, by the calibrated figures."""
     bound: float
@@ -271,9 +272,8 @@ def size_of(kernel: Kernel, shapes: Shapes, cores: int = 1) -> Size:
     With two physical cores in a logical one instructions are those of the core with more of them.
     """
     works = with_bodies(works_of(kernel, shapes))
-    counts = [Count(bool(kernel.plan.columns), bool(kernel.plan.columns))]  # what loads the numbers
-    counts += [count_as(kernel, work.total, work.cut, cores) for work in works]
-    count = Count(*map(sum, zip(*counts, strict=True)))
+    count = sum(count_as(kernel, work.total, work.cut, cores) for work in works)
+    count += bool(kernel.plan.columns)  # what loads the numbers
     bound = calibrated(kernel).transfer * sum(work.total for work in works) / PARTITIONS / cores
     time = sum(time_of(work, cores=cores) for work in works)
     return Size(count, time, bound)
@@ -301,11 +301,11 @@ def step_row(name: str, kernel: Kernel) -> list[str]:
     single = sum(map(time_of, works_of(kernel, shapes)))
     engines = max(column.times.values()) / column.transfer
     ratios = (f"{x:.2f}" for x in (size.time / size.bound, single / size.bound, engines))
-    traced, time = f"{size.instructions.traced:,}", f"{size.time / 1e6:.2f}"
+    traced, time = f"{size.instructions:,}", f"{size.time / 1e6:.2f}"
     bound, logical = column.bound if engines > 1 else "memory", ["", ""]
     if (cores := kernel.generation.cores) > 1:
         two = size_of(kernel, divided(whole, CORES // cores), cores)
-        logical = [f"{two.instructions.traced:,}", f"{two.time / 1e6:.2f}"]
+        logical = [f"{two.instructions:,}", f"{two.time / 1e6:.2f}"]
     return [f"`{name}`", kernel.target, traced, time, *ratios, bound, *logical]
 
 

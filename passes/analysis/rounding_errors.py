@@ -163,7 +163,7 @@ def sensitive(gains: Gains, new: Mapping[str, Sum], among: Collection[str]) -> f
 
     Result: `seen`. Rounded stochastically, a counter of 5 is a 4 in some elements, and these do not move.
     """
-    sums = [each for x in new.values() for each in _sums(gains.values, x)]
+    sums = [each for x in new.values() for each in sums_in(gains.values, x)]
     by_errors = {name for name in among if any(_is_of_weights(gains, p) for p in new[name])}
     for name in set(among) - by_errors:
         own, errors = new[name].keys(), Errors(gains.values, frozenset({name}), None)
@@ -177,7 +177,7 @@ def _compared(values: Values, new: Mapping[str, Sum]) -> set[str]:
 
     A sign by which a state itself is moved (Yogi's second moment) does not count: it stays as wrong as it was.
     """
-    atoms = {n: {a for each in _sums(values, x, True) for p in each for a, _ in p} for n, x in new.items()}
+    atoms = {n: {a for each in sums_in(values, x, True) for p in each for a, _ in p} for n, x in new.items()}
     names = set[str]()
     for atom in set().union(*atoms.values()):
         kind, operands, _ = values.atoms[atom]
@@ -194,11 +194,11 @@ def _matters(gains: Gains, x: Sum, terms: Collection[Product]) -> bool:
 def _is_of_weights(gains: Gains, p: Product) -> bool:
     """Returns True for the size of what is made of the weights, but for a small decay beside the gradient."""
     # The first is the value itself.
-    _, *inside = _sums(gains.values, {p: 1.0})
+    _, *inside = sums_in(gains.values, {p: 1.0})
     return any(map(gains.holds_weights, inside))
 
 
-def _sums(values: Values, x: Sum, compared: bool = False) -> Iterator[Sum]:
+def sums_in(values: Values, x: Sum, compared: bool = False) -> Iterator[Sum]:
     """A value, and the sums in it, each once; those that are only compared if `compared` is true."""
     seen, todo = set[int](), [x]
     while todo:

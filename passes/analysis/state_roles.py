@@ -15,7 +15,7 @@ Strategy `plus` stores these as pairs. Other strategies need more, which `roles_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -25,9 +25,9 @@ import torch.fx as fx
 from collage_neuron.numerics.strategies import Role
 from collage_neuron.passes.analysis.gains import Gains
 from collage_neuron.passes.analysis.parameter_path import spine
-from collage_neuron.passes.analysis.rounding_errors import first_moments, is_long, sensitive
+from collage_neuron.passes.analysis.rounding_errors import first_moments, is_long, sensitive, sums_in
 from collage_neuron.passes.analysis.signs import magnitudes, nonnegative
-from collage_neuron.passes.analysis.value_algebra import ONE, Product, Sum, equal
+from collage_neuron.passes.analysis.value_algebra import ONE, Product, Sum
 from collage_neuron.passes.analysis.value_numbering import Values
 from collage_neuron.passes.ir.stage import ancestors, returned
 from collage_neuron.passes.ir.update import Captured, Recording
@@ -146,21 +146,31 @@ class Structure:
     @cached_property
     def denominators(self) -> frozenset[str]:
         """The states of which the parameter's update takes a root, or by which it divides."""
-        cone = _ancestors([self.outputs["param"]])
-        under = [x for node in cone if isinstance(x := _denominator(node), fx.Node)]
-        return frozenset(name for node in _ancestors(under, self._names) for name in self._names(node))
+        under = set[str]()
+
+        def read(name: str) -> set[str]:
+            """The states that a new value is made of, in which the new values of others are inputs."""
+            others = {node: n for node, n in made.items() if n != name}
+            values = Values(self.graph, others)
+            inside = [*sums_in(values, values.of[self.outputs[name]])]
+            steep = {a for x in inside for p in x for a, e in p if e < 0 or values.atoms[a].kind in ("power", "exp")}
+            for a in steep:
+                under.update(_inputs(values, sums_in(values, {frozenset({(a, 1.0)}): 1.0})))
+            return _inputs(values, inside) & self.new.keys()
+
+        made = {_original(node): name for name, node in self.outputs.items() if name in self.new}
+        made = {node: name for node, name in made.items() if node.op != "placeholder"}
+        ancestors(["param"], read)
+        return frozenset(under & self.new.keys())
 
     @property
     def lossy_denominators(self) -> frozenset[str]:
         """The denominators that add to themselves, are not slow, and do not change sign with the gradient."""
         return frozenset(n for n in self.denominators - self.slow if self.reads_itself(n) and n not in self.odd)
 
-    def _names(self, node: fx.Node) -> list[str]:
-        """Names of the states whose value, before or after the step, is this node."""
-        value = self.values.of[node]
-        # By value and not by node: code may read what it stored, or what it stored a copy of.
-        after = [name for name, x in self.new.items() if equal(x, value) and self.values.inputs(x)]
-        return after or [name for name in self.new if _is_placeholder(node, name)]
+
+def _inputs(values: Values, sums: Iterable[Sum]) -> set[str]:
+    return {values.atoms[a].name for x in sums for p in x for a, _ in p if values.atoms[a].kind == "input"}
 
 
 def _parity(values: Values, inputs: Mapping[str, int]) -> Callable[[Sum], int | None]:
@@ -253,38 +263,6 @@ def _original(node: fx.Node) -> fx.Node:
 
 def _is_placeholder(node: Any, name: str) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder" and node.target == name
-
-
-# --- roots and divisions, where a small error of a value becomes a large one ------------------------------------------
-
-_STEEP = {aten.sqrt.default: 0, aten.rsqrt.default: 0, aten.reciprocal.default: 0, aten.exp.default: 0,
-          aten.div.Tensor: 1, aten.addcdiv.default: 2, aten.atan2.default: 1}  # fmt: skip
-"""Operations that may turn a small error of one operand into a large one of the result: the operand's index."""
-
-_SIZELESS = {aten.sign, aten.sgn, aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne, aten.isnan, aten.isinf}
-"""Operations whose result does not depend on the size of an operand, only on its sign or order."""
-
-
-def _denominator(node: fx.Node) -> Any:
-    """The operand of which a node takes the root, or by which it divides."""
-    if node.target is aten.pow.Tensor_Scalar:
-        return node.args[0] if node.args[1] < 0 or node.args[1] % 1 else None  # type: ignore[operator]  # an exponent
-    return node.args[_STEEP[node.target]] if node.target in _STEEP else None
-
-
-def _ancestors(nodes: Sequence[fx.Node], is_end: Callable[[fx.Node], Any] = lambda _: False) -> list[fx.Node]:
-    """The nodes, and all that their sizes are computed from: not the mask of a `where`, nor what a sign is taken of.
-
-    The search does not pass nodes for which `is_end` is true.
-    """
-
-    def inputs(node: fx.Node) -> list[fx.Node]:
-        if getattr(node.target, "overloadpacket", None) in _SIZELESS or is_end(node):
-            return []
-        is_where = node.target is aten.where.self
-        return [x for x in node.all_input_nodes if not (is_where and x is node.args[0])]
-
-    return list(ancestors(nodes, inputs))
 
 
 # --- by the numbers of a step -----------------------------------------------------------------------------------------

@@ -65,11 +65,6 @@ def is_known(x: Sum) -> bool:
     return not any(map(math.isnan, x.values()))
 
 
-def equal(x: Sum, y: Sum) -> bool:
-    """Returns True for the same products with the same coefficients, of which some may not be known."""
-    return x.keys() == y.keys() and all(c == y[p] or (math.isnan(c) and math.isnan(y[p])) for p, c in x.items())
-
-
 def _power_of_number(x: float, exponent: float) -> float:
     """A power of a coefficient; unknown where it is not a real number."""
     return x**exponent if x > 0 or (x and exponent.is_integer()) else math.nan

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BY_ELEMENT
-from collage_neuron.passes.backends.registry import preferred, suits
+from collage_neuron.passes.backends.registry import preferred
 from collage_neuron.passes.ir.update import Update
 
 AUTO = "; use backend='auto'"
@@ -281,6 +281,6 @@ def _able(backend: Backend, update: Update, device: torch.device) -> str | None:
     """Another backend on `device` that can run `update`; the reference only where it needs no probe."""
     for other in preferred(device):
         is_there = not isinstance(other.devices, EveryDevice) or other.is_exact_on(device)
-        if other is not backend and is_there and suits(other, device) and _reason(other, update) is None:
+        if other is not backend and is_there and other.suits(device) and _reason(other, update) is None:
             return other.name
     return None

@@ -53,32 +53,16 @@ def register(backend: Backend) -> None:
     """Registers a backend under its name. `auto` prefers it to built-in ones on devices that it suits.
 
     Raises:
-        TypeError: it does not derive from `protocol.Backend`, its name is not a string, or it cannot be hashed.
-        ValueError: the name is empty or taken.
+        TypeError: it does not derive from `protocol.Backend`.
+        ValueError: its name is taken.
     """
     # That module imports this one. It imports torch too, which checking a name does not need.
     protocol = importlib.import_module(f"{_BACKENDS}.protocol")
     if not isinstance(backend, protocol.Backend):
         raise TypeError(f"{type(backend).__name__} is not a backend; derive it from {_BACKENDS}.protocol.Backend")
-    _check_usable(backend)
     if backend.name in ("auto", *names()):
         raise ValueError(f"there is a backend {backend.name!r} already; choose another name")
     REGISTERED[backend.name] = backend
-
-
-def _check_usable(backend: Backend) -> None:
-    kind, name = type(backend).__name__, getattr(backend, "name", None)
-    if not isinstance(name, str):
-        raise TypeError(f"the name of the backend {kind} is {name!r}; set the class attribute `name` to a string")
-    if not name:
-        raise ValueError(f"the name of the backend {kind} is empty; set the class attribute `name` to a word")
-    try:
-        hash(backend)
-    except TypeError as error:
-        raise TypeError(
-            f"the backend {name!r} ({kind}) cannot be hashed, and its answers are kept by backend; "
-            "leave out `__eq__` (of a dataclass: eq=False) or define `__hash__`"
-        ) from error
 
 
 def unregister(name: str) -> None:
@@ -107,7 +91,7 @@ def preferred(device: torch.device) -> Iterator[Backend]:
 
 def choose(choice: str, device: torch.device) -> Backend:
     """The backend that runs updates of parameters on `device`; ValueError if `choice` cannot."""
-    backend = next(b for b in preferred(device) if suits(b, device)) if choice == "auto" else get(choice)
+    backend = next(b for b in preferred(device) if b.suits(device)) if choice == "auto" else get(choice)
     backend.prepare(device)
     return backend
 
@@ -120,14 +104,3 @@ def passed_over(taken: Backend, device: torch.device) -> str | None:
         if device.type in backend.devices and (lacks := backend.missing()):
             return f"not {backend.name}, which is faster: {lacks}"
     return None
-
-
-def suits(backend: Backend, device: torch.device) -> bool:
-    """Returns True if `auto` should take it on `device`; RuntimeError if it cannot say."""
-    try:
-        return backend.suits(device)
-    except Exception as error:
-        raise RuntimeError(
-            f"the backend {backend.name!r} could not say whether it suits {device} ({type(error).__name__}: {error}); "
-            "unregister it, or choose another one by name with backend="
-        ) from error

@@ -1,9 +1,8 @@
-"""Backends that fail in the middle of a step, return nothing, or are not what the registry needs."""
+"""Backends that fail in the middle of a step, or return nothing."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from torch.optim import AdamW, Optimizer
 import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.errors import StepInterrupted
-from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.protocol import ByParameter, Launch, Measure
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.update import Update
@@ -121,49 +119,3 @@ def test_no_measurements_may_be_none_and_missing_ones_are_told(fragile: Fragile)
     collage_neuron.monitor(optimizer, every=1)
     with pytest.raises(StepInterrupted, match=r"backend 'fragile' returned 0 measurements, not 2: `run` returns one"):
         train(params, optimizer, range(2, 3))
-
-
-# The registry
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [
-        (None, TypeError, "the name of the backend Named is None; set the class attribute `name` to a string"),
-        (3, TypeError, "the name of the backend Named is 3;"),
-        (("a",), TypeError, r"the name of the backend Named is \('a',\);"),
-        ("", ValueError, "the name of the backend Named is empty; set the class attribute `name` to a word"),
-    ],
-)
-def test_names_are_words(name: Any, error: type[Exception], message: str) -> None:
-    class Named(Fragile):
-        pass
-
-    Named.name = name
-    before = registry.names()
-    with pytest.raises(error, match=message):
-        registry.register(Named())
-    assert registry.names() == before
-
-
-def test_backends_can_be_hashed() -> None:
-    @dataclasses.dataclass
-    class Compared(Fragile):
-        name: str = "compared"
-
-    with pytest.raises(TypeError, match=r"'compared' \(Compared\) cannot be hashed.*leave out `__eq__` .*eq=False"):
-        registry.register(Compared())
-
-
-def test_a_backend_whose_suits_raises_is_named() -> None:
-    class Unsure(Fragile):
-        name = "unsure"
-
-        def suits(self, device: torch.device) -> bool:
-            raise OSError("no driver")
-
-    with registered(Unsure()):
-        message = r"backend 'unsure' could not say whether it suits cpu \(OSError: no driver\); unregister it, or"
-        with pytest.raises(RuntimeError, match=message):
-            made("auto")
-        made("reference")

@@ -123,12 +123,6 @@ QUESTIONS: list[Callable[[Any], object]] = [
 def test_questions_want_a_compiled_optimizer(ask: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match=r"AdamW is not compiled; pass it to collage_neuron\.compile first"):
         ask(AdamW([torch.nn.Parameter(torch.zeros(2))]))
-
-
-@pytest.mark.parametrize("ask", QUESTIONS)
-def test_questions_before_the_first_step_of_a_model_compiled_alone_say_that_it_is_to_come(
-    ask: Callable[[Any], object],
-) -> None:
     model = collage_neuron.compile(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"AdamW is not compiled yet: after compile\(model\) .* when it first steps"):
         ask(AdamW(model.parameters()))

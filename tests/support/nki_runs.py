@@ -24,7 +24,7 @@ from collage_neuron.numerics.eft import bf16
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import schedule
-from collage_neuron.passes.backends.nki.bodies import Count, count_as
+from collage_neuron.passes.backends.nki.bodies import count_as
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument
 from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.nki.tiling import Cut
@@ -225,6 +225,6 @@ def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict
     return {k: n for k in found if (n := int((bits(found[k]) != bits(wanted[k])).sum()))}
 
 
-def count_of(kernel: Kernel, shape: Sequence[int], cut: Cut | None = None, cores: int = 1) -> Count:
+def count_of(kernel: Kernel, shape: Sequence[int], cut: Cut | None = None, cores: int = 1) -> int:
     """The instructions that update a parameter of a shape, on the last core; without those that load its numbers."""
     return count_as(kernel, math.prod(shape), cut or kernel.cut(shape), cores)

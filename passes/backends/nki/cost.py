@@ -2,67 +2,19 @@
 
 The unit is one column: one element in each of 128 partitions, that is 128 parameters. The estimate assumes that all
 engines work in parallel, which is the purpose of two buffers for each tile. We have measured nothing.
-
-What an estimate assumes beside documented cycles is as documented, or, if it is calibrated, as others measured. The one
-optimizer kernel with public times is AWS's fused AdamW (nki-library, experimental/optimizer/fused_adam.py): its test
-(`test_perf_roofline`) has "manual profiling results" on a logical core of trn2, two physical cores, and says that it is
-bound by memory. For trn1 a user of a trn1.2xlarge published what copies reach. For trn3 nothing is published: the same
-share of its bandwidth is assumed as of trn2's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki import hardware
-from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Generation
+from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, Generation
 from collage_neuron.passes.backends.nki.ir import itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan, shape_of, table_loads
 from collage_neuron.passes.backends.nki.tiling import Tiling
-
-
-class Measured(NamedTuple):
-    """A kernel that AWS measured on trn2."""
-
-    elements: int
-    bytes: int
-    """Read and written, of an element."""
-    milliseconds: float
-    cores: int
-
-    @property
-    def bandwidth(self) -> float:
-        """GB/s of a core."""
-        return self.elements * self.bytes / self.milliseconds / 1e6 / self.cores
-
-
-# An element in bf16: 8 bytes read (parameter, gradient, both moments), and 6 written (all but the gradient).
-ADAMW_BF16 = Measured(823_186_880, 14, 25.8, 2)
-
-
-SHARE = ADAMW_BF16.bandwidth / TARGETS["trn2"].bandwidth
-
-REACHED = {
-    "trn1": (273.0, 227.0),  # pantheonneuron, trn1.2xlarge: read 273, written 227 to 275, of which the least
-    **{target: (SHARE * TARGETS[target].bandwidth,) * 2 for target in ("trn2", "trn3")},
-}
-"""GB/s that a core reads and writes."""
-
-
-BARRIER = 9_000.0
-"""Nanoseconds for which a loop that the device runs waits between turns, in which nothing overlaps across them
-(nki-library, "about 9 us": its advice on dynamic loops)."""
-
-START = 600.0
-"""Nanoseconds to start a DMA of such a loop, whose descriptor is generated (same source); one after the other."""
-
-TURN = 60.0
-"""Cycles that an access to PSUM takes beside its columns, where Vector and Scalar take turns at it. [A2]: to start an
-access to SBUF or PSUM takes about 60 cycles, which engines "can typically hide" in part; none of it is taken as hidden.
-"""
 
 
 @dataclass(frozen=True)
@@ -81,8 +33,6 @@ class Estimate:
     """Number of function tables that ScalarE loads per DMA tile."""
     memory: float
     """The time of the DMA, at the documented bandwidth."""
-    transfer: float
-    """The time of the DMA, at the bandwidth that is assumed."""
     sbuf: int
     """Bytes per partition, with two buffers for each tile."""
 
@@ -101,13 +51,8 @@ class Estimate:
         """Time of the busiest resource over the time of the DMA."""
         return max(self.times.values(), default=0.0) / self.memory
 
-    @property
-    def whole(self) -> float:
-        """Time of a step, of what bounds it or of its DMA, over the time of the DMA at the documented bandwidth."""
-        return max(*self.times.values(), self.transfer) / self.memory
 
-
-def estimate(plan: Plan, tiling: Tiling, g: Generation, calibrated: bool = False) -> Estimate:
+def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
     """The cost of `plan` on the generation `g`."""
     moved = (*plan.program.loads, *plan.program.stores.values())
     read = sum(itemsize(v.dtype) for v in plan.program.loads if not v.block)
@@ -120,12 +65,10 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation, calibrated: bool = False
     for value, instruction in plan.steps:
         shape, engine = shape_of(value, instruction, plan.in_psum), instruction.engine
         used = dict(hardware.times_of(instruction.kind, engine, shape, g, tiling.chunk))
-        time = used[engine] + (TURN / tiling.chunk / g.clock[engine] if calibrated and "psum port" in used else 0.0)
-        cycles[engine] += time * g.clock[engine]
+        cycles[engine] += used[engine] * g.clock[engine]
         instructions[engine] += 1
-        for resource in used:
+        for resource, time in used.items():
             times[resource] += time
-    of_reads, of_writes = REACHED[g.target] if calibrated else (g.bandwidth, g.bandwidth)
     return Estimate(
         read=read,
         written=written,
@@ -134,6 +77,5 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation, calibrated: bool = False
         times=dict(times),
         table_loads=loads,
         memory=PARTITIONS * (read + written + shared) / g.bandwidth,
-        transfer=PARTITIONS * (read / of_reads + (written + shared) / of_writes),
         sbuf=tiling.sbuf,
     )

@@ -36,7 +36,7 @@ class Generation:
     """The most physical cores in a logical one."""
     adds_bias: frozenset[str] = frozenset({"copy", "exp", "sign", "abs"})
     """Functions of which ScalarE is taken to add the bias. Where copy is not among them, relu stands for it."""
-    instructions: int = 60_000
+    instructions: int = 45_000
     """The most instructions of a step's kernel that bodies of several tiles may make of it (`bodies.py`): what a
     compiler takes for more is not known, and unrolled kernels took it hours (aws-neuron-sdk#1374)."""
 

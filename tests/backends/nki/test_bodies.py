@@ -17,13 +17,13 @@ import pytest
 import torch
 from kernel_examples import adamw_kernel
 from kernel_tables import divided, llama_7b, size_of
+from kernel_times import ADAMW_BF16, calibrated, time_of
 from nki_runs import INFINITY, Step, differing, search_less, step_of
 from torch_cases import CASES
 
 from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki import emit
-from collage_neuron.passes.backends.nki.bodies import TILES, calibrated, count_as, time_of, waiting, with_bodies
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16
+from collage_neuron.passes.backends.nki.bodies import count_as, with_bodies
 from collage_neuron.passes.backends.nki.emit import Work, loops_of, step_text
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
@@ -66,7 +66,7 @@ def ran(works: Sequence[Work], tmp_path: Path, cores: int = 1) -> list[dict[str,
     with nki_standin.install("nki", "trn2", INFINITY) as machine:
         results = iter(nki_standin.load(path).collage_step[cores](*given, k.scalar_input(steps[0].vector)))
     found = [{key: next(results) for key in k.outputs} for _ in steps]
-    assert machine.traces[-1].traced == 1 + sum(count_as(k, work.total, work.cut, cores).traced for work in works)
+    assert machine.traces[-1].traced == 1 + sum(count_as(k, work.total, work.cut, cores) for work in works)
     return [differing(of_one, s.by_reciprocals().expected()) for of_one, s in zip(found, steps, strict=True)]
 
 
@@ -103,23 +103,20 @@ def llama(k: Kernel, cores: int = 8) -> list[Work]:
 
 def test_few_parameters_get_more_tiles_and_many_share_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emit, "BESIDE", 16)
-    chosen = with_bodies(llama(longer("plus", "trn2")))
-    of_turns = Counter(work.cut.tiles for work in chosen if work.cut.done)
-    assert of_turns[1] >= 200  # the matrices of the layers
-    assert max(of_turns) in TILES[4:]  # embedding and head
-    assert all(waiting(work) <= 0.25 for work in chosen)
+    of_turns = Counter(work.cut.tiles for work in with_bodies(llama(longer("plus", "trn2"))) if work.cut.done)
+    assert of_turns == {1: 224, 12: 2}  # the matrices of the layers; embedding and head
 
 
-@pytest.mark.parametrize("most", [40_000, 60_000])
+@pytest.mark.parametrize("most", [40_000, 80_000])
 def test_the_budget_is_kept(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     k = longer("split433", "trn3")
     k = replace(k, generation=replace(k.generation, instructions=most))
     alone = [Work(k, (7 + i) * PARTITIONS * 2048, Cut(2048, 512)) for i in range(150)]  # no two of one size
     chosen = with_bodies(alone)
-    counts = [sum(count_as(k, work.total, work.cut, cores).traced for work in chosen) for cores in (1, 2)]
+    counts = [sum(count_as(k, work.total, work.cut, cores) for work in chosen) for cores in (1, 2)]
     assert 0.8 * most < max(counts) <= most
     slower, faster = (sum(map(time_of, works)) for works in (alone, chosen))
-    assert faster < (0.9 if most == 60_000 else 1.0) * slower
+    assert faster <= (0.9 if most == 80_000 else 1.0) * slower
 
 
 LIMITS = {"trn1": 2.1, "trn2": 1.5, "trn3": 1.5}
@@ -140,7 +137,7 @@ def test_a_step_of_12_bytes_is_near_the_memory_bound(
     column = calibrated(k)
     engine, alone = BOUND.get((strategy, target), (column.bound, LIMITS[target] / 1.1))
     assert size.time / size.bound <= 1.1 * alone
-    assert size.instructions.traced <= 60_000
+    assert size.instructions <= 45_000
     if (strategy, target) in BOUND:
         assert column.bound == engine
         assert column.times[engine] / column.transfer == pytest.approx(alone, abs=0.005)
@@ -157,10 +154,7 @@ def test_a_turn_is_a_barrier_and_what_overlaps_with_nothing() -> None:
     tile, move = max(cost.times.values()) * 1024, cost.transfer * 1024
     turn = 9000 + move + max(4 * tile, 3 * move, 4 * 600 * (len(k.plan.program.loads) + len(k.plan.program.stores)))
     assert time_of(work) == pytest.approx(16 * turn)
-    assert waiting(work) == pytest.approx(1 - 4 * max(tile, move) / turn)
     assert time_of(work.with_tiles(64)) == pytest.approx(64 * max(tile, move))  # copies: nothing waits
-    older = Work(lower_to_nki(step().update, "trn1", "beta1"), work.total, work.cut)
-    assert waiting(older) == 0
 
 
 def test_the_same_model_prints_the_kernel_of_aws() -> None:

@@ -74,12 +74,12 @@ def test_no_cut_into_two_lines_or_more_has_a_tile_of_one_line() -> None:
 # Counts
 
 
-MOST = 30_000
+MOST = 45_000
 """Instructions of Llama-7B that a compiler reads, whatever share of it a core has."""
 
 
 def traced(dialect: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    return size_of(kernel(dialect), list(shapes)).instructions.traced
+    return size_of(kernel(dialect), list(shapes)).instructions
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -88,6 +88,6 @@ def test_what_is_traced_grows_with_tensors_not_with_parameters(dialect: str) -> 
     assert (len(shapes), sum(map(math.prod, shapes))) == (291, 6_738_415_616)
     counts = [traced(dialect, divided(shapes, cores)) for cores in (1, 8, 32)]
     assert max(counts) <= MOST
-    assert max(counts) <= 1.35 * min(counts)  # a length may divide into whole tiles, or leave some lines
-    most = 500 if dialect == "beta1" else 2_500  # of up to 16 tiles in a turn
+    assert max(counts) <= 2 * min(counts)  # with more instructions a turn would have fewer tiles
+    most = 500 if dialect == "beta1" else 6_000  # of up to 32 tiles in a turn
     assert all(traced(dialect, [(n,)]) <= most for n in (10**9, 10**9 + 7, 2**30, 2**30 - 1))
