@@ -65,6 +65,15 @@ def looks_at_graphs(base: Any, optimizer: Optimizer) -> bool:
     return any(map(_looks, _reached(base, held_by(optimizer))))
 
 
+def draws(base: Any, optimizer: Optimizer) -> bool:
+    """Returns True if `step`, or a function that it uses, may draw from a generator of Python's or numpy's.
+
+    What torch draws `sandbox.Guard` sees.
+    """
+    functions = _reached(base, held_by(optimizer))
+    return any(not _OF_GENERATORS.isdisjoint(code.co_names) for f in functions for code in codes_of(f.__code__))
+
+
 def held_by(optimizer: Optimizer) -> list[Any]:
     """What an optimizer and its groups hold that may be, or have, a function."""
     inside = [each.optimizer for each in inner_of(optimizer)]
@@ -152,6 +161,8 @@ def _looks(function: FunctionType) -> bool:
 
 # Autograd notes what is inside a placeholder before it has its value; `FloatTensor` is a type of old.
 _DIFFERENTIATES = {"autograd", "backward", "FloatTensor"}
+
+_OF_GENERATORS = {"random", "manual_seed", "seed", "set_rng_state", "default_generator"}
 
 _OF_GRAPHS = _DIFFERENTIATES | {"grad_fn", "is_leaf", "func", "functional", "jvp", "vjp", "hessian"}
 _AUTOGRAD = ("torch.autograd", "torch.func", "torch._functorch")

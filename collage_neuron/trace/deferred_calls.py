@@ -133,7 +133,7 @@ class DeferredCalls:
         """The context in which values are read before updates are launched."""
         self.may_send = False
         """True if what is added up between processes waits: only if they agree on what is launched."""
-        self.has_met, self._meeting = False, list[Call]()
+        self.has_met, self._meeting, self._begun = False, list[Call](), 0
         """True if there were some, and the calls by which states are known that were."""
         self._just_met: list[int] = []
         """The ids of those of the operation that is under way: torch returns what was inside when it began."""
@@ -466,7 +466,7 @@ class DeferredCalls:
         # of which nobody knew the format when it was loaded, would not show what it is for.
         for x in state.values():
             if isinstance(x, torch.Tensor) and self._place(id(x)) is None:
-                is_loaded = x.shape == p.shape and x.dtype == torch.float32
+                is_loaded = x.dim() > 0 and x.shape == p.shape and x.dtype == torch.float32
                 if is_loaded or (x.shape != p.shape and not (only_narrow and x.dtype != torch.bfloat16)):
                     with suppress(Uncompiled):
                         self._meet(x)
@@ -536,7 +536,11 @@ class DeferredCalls:
     @property
     def is_untouched(self) -> bool:
         """Returns True if nothing was called or computed yet, but that states wait from the beginning."""
-        return not (self._course.at > len(self._meeting) or self.is_filled)
+        return not (self._course.at > self._begun or self.is_filled)
+
+    def begins(self) -> None:
+        """Called when the states wait that wait from the beginning: what comes is the step's own."""
+        self._begun = self._course.at
 
     @property
     def calls(self) -> list[Call]:

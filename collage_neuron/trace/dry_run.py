@@ -31,7 +31,7 @@ from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.states.sharding import TRIED
 from collage_neuron.trace import shards
 from collage_neuron.trace.calls import Uncompiled
-from collage_neuron.trace.code_inspection import ASKS, Asked
+from collage_neuron.trace.code_inspection import ASKS, Asked, draws
 from collage_neuron.trace.meta_copy import Copied, whole
 from collage_neuron.trace.recorded_classes import is_traced
 from collage_neuron.trace.recorded_step import record
@@ -86,6 +86,8 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
 def _run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     found: dict[int, Recording] = {}
     try:
+        if draws(base, optimizer):  # from what other threads (a data loader) draw from too: nothing could put it back
+            raise UnknownUpdate("step() draws random numbers, which would be drawn twice")
         copied = whole(base, optimizer)
         classes = [base, *(type(each.optimizer) for each in inner_of(optimizer))]
         # A class of torch's is not looked into, but somebody may have put a function of theirs there (a profiler).

@@ -47,8 +47,7 @@ def undone(roots: Iterable[Any]) -> Iterator[None]:
     """A context after which all that code can reach from some objects is as it was.
 
     Raises:
-        UnknownUpdate: it can reach what cannot be put back (a generator, a file), or draws random numbers: these are
-            not drawn twice, and other threads (a data loader) draw from the same generators meanwhile.
+        UnknownUpdate: it can reach what cannot be put back (a generator, a file).
     """
     with _ALONE:
         kept = [restore for x in reachable(roots) for restore in _restoring(x)]
@@ -136,17 +135,14 @@ def _harmful(x: FunctionType) -> str | None:
 
 
 _HARMFUL_BUILTINS = {"open", "exec", "eval", "compile", "input", "breakpoint", "__import__"}
-# By which torch and numpy write files, or lead to their random generators; what torch draws `sandbox.Guard` sees.
-_HARMFUL_METHODS = {
-    "save", "savez", "savez_compressed", "savetxt", "tofile", "memmap",
-    "random", "manual_seed", "seed", "set_rng_state", "default_generator",
-}  # fmt: skip
+# Methods by which torch and numpy write files.
+_HARMFUL_METHODS = {"save", "savez", "savez_compressed", "savetxt", "tofile", "memmap"}
 
-# Libraries whose functions change nothing but what they are given, or what nobody hears: warnings, logs.
+# Libraries whose functions change nothing but what they are given, or what is not run or heard: draws, warnings, logs.
 _HARMLESS_LIBRARIES = {
     "__future__", "_collections", "_functools", "_operator", "_warnings", "abc", "bisect", "builtins", "cmath",
     "collage_neuron", "collections", "contextlib", "contextvars", "copy", "dataclasses", "decimal", "enum", "fractions",
-    "functools", "heapq", "inspect", "itertools", "logging", "math", "numbers", "numpy", "operator", "re",
+    "functools", "heapq", "inspect", "itertools", "logging", "math", "numbers", "numpy", "operator", "random", "re",
     "statistics", "string", "time", "torch", "torch_xla", "types", "typing", "typing_extensions", "warnings",
 }  # fmt: skip
 _THAT_CHANGE = (

@@ -204,6 +204,7 @@ class TracedStep:
             states = [dict.get(self.optimizer.state, params[i], _NO_STATE).get(name) for i, name in met]
             if not (self._is_planned and is_like_last and self._mode.meet_all(met, states)):
                 self._mode.meet_again(x for x in states if isinstance(x, torch.Tensor))
+        self._mode.begins()
         return self._mode
 
     def _objects(self, presentation: Presentation, params: list[Any]) -> list[torch.Tensor]:
