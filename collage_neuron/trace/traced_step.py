@@ -197,15 +197,20 @@ class TracedStep:
             self._mode.copy_into = presentation.copy_into
         if not presentation.has_shards and (not is_steady or kinds[0].fills):
             self._mode.see_made()
+        self._meet_states(self._mode, params, on_host, is_like_last)
+        return self._mode
+
+    def _meet_states(self, mode: DeferredCalls, params: list[Any], on_host: bool, is_like_last: bool) -> None:
+        """Makes states wait from the beginning that are not in words."""
+        kinds = self.traces.kinds
         for p in params if not (on_host and kinds) else ():
-            self._mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE), only_narrow=on_host)
+            mode.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE), only_narrow=on_host)
         if on_host and kinds and kinds[0].met:
             met = [(i, name) for i, name in kinds[0].met if i < len(params)]
             states = [dict.get(self.optimizer.state, params[i], _NO_STATE).get(name) for i, name in met]
-            if not (self._is_planned and is_like_last and self._mode.meet_all(met, states)):
-                self._mode.meet_again(x for x in states if isinstance(x, torch.Tensor))
-        self._mode.begins()
-        return self._mode
+            if not (self._is_planned and is_like_last and mode.meet_all(met, states)):
+                mode.meet_again(x for x in states if isinstance(x, torch.Tensor))
+        mode.begins()
 
     def _objects(self, presentation: Presentation, params: list[Any]) -> list[torch.Tensor]:
         """What waits, by its places: of each parameter itself, its states and its gradient."""
