@@ -24,7 +24,7 @@ from collage_neuron.optimizer import (
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.runtime import nonfinite, step_call
-from collage_neuron.runtime.preconditions import check_environment
+from collage_neuron.runtime.preconditions import check_environment, check_once
 from collage_neuron.runtime.step_call import Call, Measured
 from collage_neuron.runtime.step_plan import Job, job_of, plan
 from collage_neuron.settings import DRAWN, Settings
@@ -227,6 +227,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
 
 def _planned(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Job]:
     """The jobs of a step, planned with all checks."""
+    if (seen := step_inventory.of(optimizer)) is None or not seen.structure.are_apart:
+        check_once(optimizer)
     records, groups = replayed_steps.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)

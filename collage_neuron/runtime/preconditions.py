@@ -92,12 +92,7 @@ def _problem(values: tuple[str | None, ...]) -> str | None:
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raises for an optimizer that cannot be compiled, before anything about it is changed."""
     check_mode()
-    twice = [p for p, n in Counter(p for group in optimizer.param_groups for p in group["params"]).items() if n > 1]
-    if twice:
-        raise ValueError(
-            f"a parameter of shape {list(twice[0].shape)} is in the groups twice, and a step would update it twice; "
-            "hand over each parameter once: list(dict.fromkeys(params))"
-        )
+    check_once(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         check_differentiable(group, i)
         devices = sorted({str(p.device) for p in group["params"]})
@@ -110,6 +105,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
             if not is_left_alone(p):
                 check_param(p, f"param_groups[{i}]['params'][{j}]")
         check_learning_rate(group, i)
+
+
+def check_once(optimizer: Optimizer) -> None:
+    """Raises ValueError for a parameter that is in the groups twice."""
+    count = Counter(p for group in optimizer.param_groups for p in group["params"])
+    if twice := [p for p, n in count.items() if n > 1]:
+        raise ValueError(
+            f"a parameter of shape {list(twice[0].shape)} is in the groups twice, and a step would update it twice; "
+            "hand over each parameter once: list(dict.fromkeys(params))"
+        )
 
 
 def check_mode() -> None:

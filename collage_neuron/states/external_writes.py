@@ -110,11 +110,9 @@ def before_load(params: Iterable[torch.Tensor]) -> None:
         book = bookkeeping(optimizer)
         known, own = book.marks.params, {id(p) for group in groups_of(optimizer) for p in group["params"]}
         met = [p for key, p in written.items() if key in own and p in known]
-        new = [p for p in met if known[p].event == STEPPED and known[p].bits is None]
-        if book.sample is None or not book.sample.tells:
-            new = [p for p in new if known[p].is_of(p)]
-        elif new and not (book.sample.is_there() and all(known[p].is_of(p) for p in new)):
-            book.sample = book.sample._replace(is_away=True)
+        new = [p for p in met if known[p].event == STEPPED and known[p].bits is None and known[p].is_of(p)]
+        if new and book.sample is not None:
+            book.sample = book.sample.before_load(known)
         known.update((p, _with_bits(known[p], p)) for p in new)
         for p in met:
             if (bits := known[p].bits) is not None:
@@ -130,21 +128,28 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, params: Sequence[torch.Tensor]) -> Sample:
-        """Those of up to four of the parameters."""
-        return cls([(p, some_bits(p)) for p in params[:: 1 + len(params) // 3]])
+        """Those of up to four of the parameters; none on devices."""
+        return cls([(p, found) for p in params[:: 1 + len(params) // 3] if (found := some_bits(p))])
+
+    def before_load(self, known: Mapping[torch.Tensor, LowWords]) -> Sample:
+        """The sample of those that nobody is known to have written since."""
+        own = [(p, bits) for p, bits in self.bits if p in known and known[p].is_of(p)]
+        return Sample(own, self.is_away or any(some_bits(p) != bits for p, bits in own))
 
     def now(self) -> list[bytes]:
         """The same bits now."""
         return [some_bits(p) for p, _ in self.bits]
 
-    @property
-    def tells(self) -> bool:
-        """Returns False where it has none: on devices."""
-        return any(bits for _, bits in self.bits)
-
     def is_there(self) -> bool:
-        """Returns True if they are what they were."""
-        return self.now() == [bits for _, bits in self.bits]
+        """Returns True if they are what they were, but for what masks and clamps write."""
+        both = zip(self.now(), (bits for _, bits in self.bits), strict=True)
+        return bool(self.bits) and all(now == bits or _is_masked(now, bits) for now, bits in both)
+
+
+def _is_masked(now: bytes, before: bytes) -> bool:
+    """Returns True if bits of bf16 numbers differ only where zeros are now, or the largest or smallest number."""
+    x, y = (torch.frombuffer(bytearray(bits), dtype=torch.bfloat16) for bits in (now, before))
+    return len(x) == len(y) and not ((x != y) & (x != 0) & (x != x.amax()) & (x != x.amin())).any()
 
 
 def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
@@ -228,10 +233,10 @@ def _what_counts(book: Bookkeeping, p: torch.Tensor, fmt: Format) -> str:
     if _is_known(low, p):
         if low.event != STEPPED or not _differ(book):
             return UNCHANGED
-        if book.sample is None or not (book.sample.tells and book.sample.is_there()):
+        if book.sample is None or not book.sample.is_there():
             return NONE  # most weights of a checkpoint of some steps before have the same bits, and other low words
-        if not book.sample.is_away:  # some parameters are others
-            return UNCHANGED if torch.equal(*_bits(low, p)) else NONE
+        if not book.sample.is_away:  # some were masked since, or are others
+            return UNCHANGED
     return FITTING if fmt.decode_param is None else ALL
 
 

@@ -192,6 +192,12 @@ def test_a_parameter_that_is_in_the_groups_twice() -> None:
     p = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"of shape \[3\] is in the groups twice, .* hand over each parameter once"):
         collage_neuron.compile(AdamW([p, p]))
+    optimizer = collage_neuron.compile(AdamW([p]), verbose=False)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["params"].append(p)
+    with pytest.raises(ValueError, match="in the groups twice"):
+        optimizer.step()
 
 
 COMBS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
