@@ -6,6 +6,8 @@ on tensors and on graphs alike.
 """
 
 from collage_neuron.numerics.eft import (
+    STORAGE_TYPES,
+    StorageType,
     Value,
     fast_two_sum,
     narrow,
@@ -18,7 +20,6 @@ from collage_neuron.numerics.eft import (
     widen,
 )
 from collage_neuron.numerics.formats import FORMATS, Component, Format
-from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.registry import register as register_backend

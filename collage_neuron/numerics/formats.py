@@ -20,6 +20,8 @@ from collage_neuron.numerics.block_formats import BLOCK, ROOTS, RootWords
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,
+    STORAGE_TYPES,
+    StorageType,
     Value,
     half_a_place,
     is_rounded,
@@ -28,11 +30,11 @@ from collage_neuron.numerics.eft import (
     split,
     split_capped,
     stochastic_round,
+    storage_named,
     widen,
 )
 from collage_neuron.numerics.integer_words import INT8, INT16, IntegerWord
 from collage_neuron.numerics.registration import Table
-from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
 """The layout of one word for each element."""

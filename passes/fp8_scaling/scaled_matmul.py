@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.eft import EXPONENT, narrow, power_of_two, round_to
-from collage_neuron.numerics.storage import storage_named
+from collage_neuron.numerics.eft import EXPONENT, narrow, power_of_two, round_to, storage_named
 
 LIMITS: Mapping[str, int] = {"e4m3": 48, "e5m2": 76}
 """The largest exponent of a scale: a product of two stays below 2**124."""

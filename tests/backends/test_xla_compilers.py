@@ -17,8 +17,8 @@ from torch import Tensor
 from updates import random_inputs, whole_update
 
 import collage_neuron
+from collage_neuron.numerics.eft import STORAGE_TYPES
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, possible
 from collage_neuron.passes.backends.nki import target
 from collage_neuron.passes.backends.xla.backend import Xla

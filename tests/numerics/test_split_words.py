@@ -11,10 +11,9 @@ from integer_words import decode
 from torch import Tensor
 
 from collage_neuron.errors import VerificationError
-from collage_neuron.numerics.eft import inverse_power_of_two, narrow, power_of_two, round_to, widen
+from collage_neuron.numerics.eft import inverse_power_of_two, narrow, power_of_two, round_to, storage_named, widen
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.integer_words import INT8, INT16, IntegerWord
-from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from exact import fractions, rne
 
-from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named, storage_of
+from collage_neuron.numerics.eft import STORAGE_TYPES, StorageType, storage_named, storage_of
 from collage_neuron.passes.backends.nki.ir import itemsize
 from collage_neuron.passes.backends.xla.hlo import ELEMENT_TYPES
 

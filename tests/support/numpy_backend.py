@@ -7,7 +7,7 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.numerics import eft
-from collage_neuron.numerics.storage import storage_named
+from collage_neuron.numerics.eft import storage_named
 from collage_neuron.passes.backends.protocol import Backend
 
 

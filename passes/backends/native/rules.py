@@ -28,10 +28,10 @@ from collage_neuron.numerics.eft import (
     shift_right,
     sqrt,
     stochastic_round,
+    storage_named,
     whole,
     widen,
 )
-from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.native import words
 from collage_neuron.passes.backends.native.llvm_builder import FLOAT, INT, MASK, Code, NotEmitted, Value
 from collage_neuron.passes.backends.native.words import UPPER_HALF, limited, product, to_int32, to_integer

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from collage_neuron.numerics.eft import narrow, round_to, stochastic_round
+from collage_neuron.numerics.eft import narrow, round_to, stochastic_round, storage_named
 from collage_neuron.numerics.reductions import REDUCTIONS, total
-from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.native import llvm_builder
 from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
 from collage_neuron.passes.backends.native.rules import RULES, Rule

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
-from collage_neuron.numerics.storage import storage_of
+from collage_neuron.numerics.eft import storage_of
 from collage_neuron.passes.backends.nki import custom_op
 from collage_neuron.passes.backends.nki.bodies import with_bodies
 from collage_neuron.passes.backends.nki.docstring import MEASURES

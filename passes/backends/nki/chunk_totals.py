@@ -41,9 +41,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from collage_neuron.numerics import matrix_sums
-from collage_neuron.numerics.eft import inverse_power_of_two, power_of_two, sqrt
+from collage_neuron.numerics.eft import inverse_power_of_two, power_of_two, sqrt, storage_of
 from collage_neuron.numerics.fp32_pairs import Pair, folded, halves, over, root, square_root
-from collage_neuron.numerics.storage import storage_of
 from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
 from collage_neuron.passes.backends.nki.calls import Part, call, kernel_of
 from collage_neuron.passes.backends.nki.chunk_sums import LARGEST, LEAST

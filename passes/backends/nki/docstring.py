@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from collage_neuron.numerics.block_formats import BLOCK
-from collage_neuron.numerics.storage import STORAGE_TYPES
+from collage_neuron.numerics.eft import STORAGE_TYPES
 from collage_neuron.passes.backends.nki import ir
 from collage_neuron.passes.backends.nki.cost import Estimate
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, Generation

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.numerics.eft import inverse_power_of_two, power_of_two, sqrt
+from collage_neuron.numerics.eft import STORAGE_TYPES, inverse_power_of_two, power_of_two, sqrt
 from collage_neuron.numerics.fp32_pairs import square_root
-from collage_neuron.numerics.storage import STORAGE_TYPES
 
 MASK = "uint8"
 """The dtype of a value that is 0 or 1, as required of predicates."""

@@ -20,8 +20,8 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics import eft
+from collage_neuron.numerics.eft import storage_named
 from collage_neuron.numerics.reductions import REDUCTIONS
-from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki import ir, words
 from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, nonnegative, root_of, unguarded
 from collage_neuron.passes.backends.nki.ir import Column, Operand, Program, Tile, Value, View

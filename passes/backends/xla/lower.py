@@ -18,10 +18,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.eft import sqrt
+from collage_neuron.numerics.eft import sqrt, storage_of
 from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER, shape_of, view_of
 from collage_neuron.numerics.reductions import REDUCTIONS, count
-from collage_neuron.numerics.storage import storage_of
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.nodes import gather, lower_node, spread, words_of

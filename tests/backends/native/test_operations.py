@@ -18,6 +18,7 @@ from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.eft import (
     ON_BITS,
     OPERATIONS,
+    STORAGE_TYPES,
     beyond,
     bits_of,
     block_max,
@@ -33,7 +34,6 @@ from collage_neuron.numerics.eft import (
     whole,
     widen,
 )
-from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.rules import ROUNDINGS, RULES
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE

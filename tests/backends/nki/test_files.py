@@ -17,7 +17,7 @@ from kernel_examples import FOLDERS, KERNELS, adamw_update, job
 from kernel_files import FOLDER, HASHES, KEPT
 from nki_runs import Step, differing, run, wild
 
-from collage_neuron.numerics.storage import storage_named
+from collage_neuron.numerics.eft import storage_named
 
 HASHED = {name: digest for digest, name in map(str.split, (FOLDER / HASHES).read_text().splitlines())}
 KERNELS_OF_FOLDERS = [(folder, name) for folder in FOLDERS for name in KERNELS]

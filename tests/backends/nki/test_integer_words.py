@@ -14,8 +14,16 @@ from torch_cases import CASES
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics import eft
-from collage_neuron.numerics.eft import beyond, bf16, inverse_power_of_two, limit_places, places, power_of_two, round_to
-from collage_neuron.numerics.storage import storage_named
+from collage_neuron.numerics.eft import (
+    beyond,
+    bf16,
+    inverse_power_of_two,
+    limit_places,
+    places,
+    power_of_two,
+    round_to,
+    storage_named,
+)
 from collage_neuron.passes.backends.nki import words
 from collage_neuron.passes.backends.nki.ir import Column, Value
 from collage_neuron.passes.backends.nki.legalize import _rounded_number, programs_of
