@@ -12,11 +12,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from collage_neuron.api import compile
 from collage_neuron.numerics.strategies import StrategyLike
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import step_plan
+from collage_neuron.states.inner_optimizers import base_of
 from collage_neuron.trace import dry_run
 
 Params = list[torch.nn.Parameter]

@@ -17,18 +17,18 @@ if not (Path(__file__).parent / "passes").is_dir():
 from collage_neuron._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from collage_neuron.public import *  # noqa: F403  # for type checkers alone, which know each name by it
-    from collage_neuron.public import __all__ as __all__
+    from collage_neuron.api import *  # noqa: F403  # for type checkers alone, which know each name by it
+    from collage_neuron.api import __all__ as __all__
 else:  # when a name is first read, since all of them need torch, which `--version` and `--help` do not wait for
 
     def __getattr__(name: str) -> object:
         """Imports the submodule of that name, or else finds it among the public names."""
         if PathFinder.find_spec(f"{__name__}.{name}", __path__):  # noqa: F405  # every module has it
             return import_module(f"{__name__}.{name}")
-        public = import_module(f"{__name__}.public")
+        public = import_module(f"{__name__}.api")
         if name != "__all__" and name not in public.__all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals().setdefault(name, getattr(public, name))
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *import_module(f"{__name__}.public").__all__})
+        return sorted({*globals(), *import_module(f"{__name__}.api").__all__})

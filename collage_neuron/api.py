@@ -1,4 +1,7 @@
-"""`compile`, the entry point of the package: the one line that a user changes."""
+"""`compile`, the one line that a user changes, and the other public names.
+
+`collage_neuron/__init__.py` imports this file when the first of them is read.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,56 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import checkpoint
+from collage_neuron.accumulation import accumulate_in_fp32
+from collage_neuron.averaging import AveragedModel
 from collage_neuron.conversion.budget import check_budget, overridden
-from collage_neuron.conversion.buffers import Choice, check_buffers, check_choice, chosen, kept
+from collage_neuron.conversion.buffers import Choice, RoundedBuffers, check_buffers, check_choice, chosen, kept
 from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.loaded_weights import watch_models_of
 from collage_neuron.conversion.model_casting import cast_beside, check_model, check_together, compile_model
-from collage_neuron.errors import warn_user
+from collage_neuron.errors import (
+    ClampedDivisor,
+    ComputedOnHost,
+    Fp32Products,
+    RoundedAverage,
+    RoundedWeights,
+    RunsAsWritten,
+    StepInterrupted,
+    StrategyChanged,
+    TranslationError,
+    UnsafeEnvironment,
+    UnsupportedModel,
+    UnsupportedUpdate,
+    warn_user,
+)
+from collage_neuron.exact import exact_value, set_exact_value
+from collage_neuron.explanation import bytes_per_parameter, explain
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
-from collage_neuron.numerics.strategies import StrategyLike, default_strategy
-from collage_neuron.optimizer.compiled import Compiled, base_of, compiled_class
+from collage_neuron.monitoring.metrics import Effect, Measures, Record
+from collage_neuron.monitoring.monitor import Monitor, monitor
+from collage_neuron.monitoring.writers import JsonLog, Live, MLflow, TensorBoard, WandB, Writer
+from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.numerics.strategies import STRATEGIES, Strategy, StrategyLike, default_strategy
+from collage_neuron.optimizer.compiled import Compiled, compiled_class
 from collage_neuron.runtime import wrappers
+from collage_neuron.runtime.nonfinite import skipped_steps
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states.inner_optimizers import base_of
 from collage_neuron.states.shared_memory import check_unshared
+from collage_neuron.states.strategy_checks import ImpreciseState, SmallSteps
+
+__all__ = [
+    "FORMATS", "STRATEGIES", "AveragedModel", "ClampedDivisor", "Compiled", "ComputedOnHost", "Effect", "Format",
+    "Fp32Products", "ImpreciseState", "JsonLog", "Live", "MLflow", "Measures", "Monitor", "Record",
+    "RoundedAverage", "RoundedBuffers", "RoundedWeights", "RunsAsWritten", "SmallSteps",
+    "StepInterrupted", "Strategy", "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment",
+    "UnsupportedModel", "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32", "bytes_per_parameter",
+    "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
+]  # fmt: skip
+
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)

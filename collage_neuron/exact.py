@@ -14,10 +14,9 @@ from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.settings import Settings
 from collage_neuron.states import external_writes, low_words, replaced_params
 from collage_neuron.states.bookkeeping import params_of
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, local, redistributed
 from collage_neuron.states.state_keys import split_params
-from collage_neuron.states.store import Record, read_exact
+from collage_neuron.states.store import Record, read_exact, record_of
 
 
 def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor | float) -> None:

@@ -17,9 +17,8 @@ from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.eager import memory_estimate
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.matmuls.scale_metrics import describe
-from collage_neuron.numerics.matrix_sums import NUMBER
+from collage_neuron.numerics.reductions import NUMBER
 from collage_neuron.optimizer import first_step_report
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.optimizer.first_step_report import line_of
 from collage_neuron.optimizer.pending_models import require_compiled
 from collage_neuron.passes.analysis.state_roles import structure
@@ -32,6 +31,7 @@ from collage_neuron.runtime.fallback_warning import reason_of, why
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.inner_optimizers import base_of
 from collage_neuron.states.strategy_checks import imprecise_states
 from collage_neuron.trace import dry_run
 

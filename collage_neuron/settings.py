@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from collage_neuron.numerics.formats import FORMATS_KEPT
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike, check_strategy, default_strategy
 from collage_neuron.passes.backends.registry import check_name
 
@@ -21,9 +22,6 @@ DRAWN = "collage_drawn"
 
 SKIPPED = "collage_skipped"
 """Key of the number of skipped steps (`nonfinite.skipped_steps`): a device tensor, but a number in checkpoints."""
-
-FORMATS_KEPT = "collage_formats"
-"""Key of the formats of the states of a group, where their keys do not tell them (`states/format_record.py`)."""
 
 UNSUPPORTED = "collage_unsupported"
 """Key of a setting that version 0.3.0 had: groups, checkpoints and pickles may have it, and it is dropped."""

@@ -15,7 +15,7 @@ arithmetic with their results, one fp32 number for each parameter, then the elem
 and stores the new values. Nothing of a parameter's size is kept between stages: what a reduction needs of each element
 is computed twice. Parameters never share a sum.
 
-* The order of additions is defined, in fp64 (`collage_neuron/numerics/tensor_sums.py`), so that the bits of a step do
+* The order of additions is defined, in fp64 (`collage_neuron/numerics/reductions.py`), so that the bits of a step do
   not depend on the backend, the width of vectors, the number of threads or the layout in memory, as
   `tests/optimizers/test_reductions.py::test_backends_give_the_same_bits` and its neighbours show. torch's own sums
   differ from these by their rounding.
@@ -40,7 +40,7 @@ is computed twice. Parameters never share a sum.
   parameter, which `explain` lists and `bytes_per_parameter` counts. It must be fp32, and not of a 0-d parameter;
   `tests/optimizers/test_rows.py` has what is promised and what is rejected.
 * Sums, means and norms over the last dimension (rows) or the last but one (columns) of parameters with two or more
-  dimensions have an order of their own (`collage_neuron/numerics/matrix_sums.py`). Their results are fp32 vectors,
+  dimensions have an order of their own (`collage_neuron/numerics/reductions.py`). Their results are fp32 vectors,
   which may be kept as states, `[n]` or `[n, 1]` and `[m]` or `[1, m]` of a matrix (CAME's second moments): 4 bytes for
   each of their elements, listed as `fp32 by row` or `fp32 by column`. Which dimension of a state runs along which of
   the parameter is found out from how the step combines them, so that square matrices are no special case. `native` runs

@@ -35,8 +35,7 @@ from package_cases import REJECTED as REJECTED_OF
 from torch_cases import CASES, FORMAT_RATIO, REFUSED, Case, parameter, run, weights
 
 import collage_neuron
-from collage_neuron.numerics.matrix_sums import ENDINGS
-from collage_neuron.numerics.tensor_sums import across
+from collage_neuron.numerics.reductions import ENDINGS, across
 from collage_neuron.passes.rewrite.rules import RULES
 
 PAGE = Path(__file__).parent / "development" / "coverage.md"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from collage_neuron.api import compile
+import collage_neuron
 from collage_neuron.passes.backends import torch_neuron
 
 BATCH, BLOCK, WIDTH, STEPS, PRINTED = 8, 32, 32, 200, 10
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
     model, optimizer, loss = make()
-    model, optimizer = compile(model, optimizer)
+    model, optimizer = collage_neuron.compile(model, optimizer)
     losses: list[Tensor] = []
     for step in range(1, options.steps + 1):
         optimizer.zero_grad()

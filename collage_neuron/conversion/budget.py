@@ -22,7 +22,7 @@ from collage_neuron.passes.ir.update import Recording
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.runtime.update_formats import formats_of
 from collage_neuron.settings import Settings
-from collage_neuron.states import reduced_states, word_encoding
+from collage_neuron.states import visible_states, word_encoding
 
 NEGLECTED = 0.05
 """Bytes per element of shared words, for one state, that are not counted; blocks of 128 need 0.03."""
@@ -94,7 +94,7 @@ def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings)
     formats = formats_of(update, settings, torch.bfloat16)
     shared = [_shared(fmt, params) for fmt in formats.values()]  # of each state: below NEGLECTED they do not count
     elements = max(1, sum(p.numel() for p in params))
-    shared += [size / elements for size in reduced_states.bytes_of(update.captured, params).values()]
+    shared += [size / elements for size in visible_states.bytes_of(update.captured, params).values()]
     return word_encoding.bytes_of(formats) + max(map(_gradient, params)) + sum(x for x in shared if x > NEGLECTED)
 
 

@@ -26,7 +26,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from collage_neuron import torch_privates
-from collage_neuron.conversion.loaded_weights import is_rounded
 from collage_neuron.errors import warn_user
 from collage_neuron.states.sharding import local
 
@@ -339,3 +338,14 @@ def _shown(entry: Any) -> str:
     if isinstance(entry, torch.nn.Module):
         return f"<{type(entry).__name__}>"
     return repr(entry) if isinstance(entry, str) else str(getattr(entry, "__name__", entry))
+
+
+def is_rounded(t: object) -> bool:
+    """Returns True if `t` is a tensor, and bf16 cannot hold a value of this process's part of it."""
+    if not isinstance(t, torch.Tensor) or t.is_meta or not t.is_floating_point():
+        return False
+    if t.dtype == torch.bfloat16 or t.dtype.itemsize < 2:  # bf16 holds all of them
+        return False
+    values = local(t.detach())
+    rounded = values.to(torch.bfloat16).to(values.dtype)
+    return bool(((rounded != values) & ~values.isnan()).any())

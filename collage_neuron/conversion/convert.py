@@ -19,7 +19,7 @@ from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming, wa
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step_report, group_settings
-from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
+from collage_neuron.optimizer.compiled import Compiled, become_compiled, change_settings, compiled_class
 from collage_neuron.optimizer.group_settings import describe_change
 from collage_neuron.optimizer.pending_models import (
     assigned_since,
@@ -44,20 +44,15 @@ from collage_neuron.states import (
     external_writes,
     inner_optimizers,
     low_words,
-    reduced_states,
-    replaced_params,
+    param_checks,
     strategy_checks,
+    visible_states,
 )
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
-from collage_neuron.states.format_record import drop_placeholders, record_of
-from collage_neuron.states.state_keys import is_component, split_params
-from collage_neuron.states.store import (
-    ensure_stored,
-    is_host_scalar,
-    read_exact,
-    settle,
-    store,
-)
+from collage_neuron.states.format_record import drop_placeholders
+from collage_neuron.states.inner_optimizers import base_of
+from collage_neuron.states.state_keys import is_component, is_host_scalar, split_params
+from collage_neuron.states.store import ensure_stored, read_exact, record_of, settle, store
 from collage_neuron.trace import dry_run
 
 FP32 = FORMATS["fp32"]
@@ -120,7 +115,7 @@ def _compile(
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)
-    reduced_states.widen_counts(optimizer)
+    visible_states.widen_counts(optimizer)
     for group, own, plan in zip(optimizer.param_groups, chosen, plans, strict=True):
         _write_settings(group, own, plan)
         for p, formats in _formats_of(optimizer, group, own, plan):
@@ -128,7 +123,7 @@ def _compile(
     params = params_of(optimizer)
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
-    replaced_params.remember(optimizer)
+    param_checks.remember(optimizer)
     group_settings.note_groups(optimizer)
     bookkeeping(optimizer).as_written = ""
     bookkeeping(optimizer).told -= {first_step_report.SAID, group_settings.BYTES}

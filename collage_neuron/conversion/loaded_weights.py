@@ -23,12 +23,12 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.conversion.buffers import is_rounded
 from collage_neuron.errors import RoundedWeights
 from collage_neuron.optimizer.pending_models import models
 from collage_neuron.states import external_writes, low_words
 from collage_neuron.states.bookkeeping import compiled_optimizers, params_of
 from collage_neuron.states.live_objects import outermost, smallest
-from collage_neuron.states.sharding import local
 
 
 def watch(model: torch.nn.Module) -> None:
@@ -93,14 +93,3 @@ def _tell_if_alone(
     """The hook of the modules inside: names in the state dict have no prefix if the module is loaded alone."""
     if not prefix:
         _tell(module, state_dict, prefix, about)
-
-
-def is_rounded(t: object) -> bool:
-    """Returns True if `t` is a tensor, and bf16 cannot hold a value of this process's part of it."""
-    if not isinstance(t, torch.Tensor) or t.is_meta or not t.is_floating_point():
-        return False
-    if t.dtype == torch.bfloat16 or t.dtype.itemsize < 2:  # bf16 holds all of them
-        return False
-    values = local(t.detach())
-    rounded = values.to(torch.bfloat16).to(values.dtype)
-    return bool(((rounded != values) & ~values.isnan()).any())

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_neuron import torch_privates
-from collage_neuron.conversion.buffers import kept, surround
-from collage_neuron.conversion.loaded_weights import is_rounded, watch
+from collage_neuron.conversion.buffers import is_rounded, kept, surround
+from collage_neuron.conversion.loaded_weights import watch
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.strategies import param_format
 from collage_neuron.optimizer.pending_models import (

@@ -20,10 +20,9 @@ from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import is_sharded, is_sharded_like, like, local
 from collage_neuron.states.state_keys import is_component, is_value, values_in
-from collage_neuron.states.store import is_stored
+from collage_neuron.states.store import is_stored, record_of
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation, Value

@@ -12,9 +12,9 @@ from collage_neuron.eager.rollback import OURS, tensors_in
 from collage_neuron.settings import Settings
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.states.state_keys import names_in, values_in
+from collage_neuron.states.store import record_of
 
 
 def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]:

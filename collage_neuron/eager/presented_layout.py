@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.state_keys import names_in, values_in
-from collage_neuron.states.store import is_idle, kept_format
+from collage_neuron.states.store import is_idle, kept_format, record_of
 
 
 class Named(NamedTuple):

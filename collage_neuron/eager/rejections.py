@@ -16,7 +16,7 @@ from collage_neuron.eager.codec import check_codec, converter
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
-from collage_neuron.runtime.process_agreement import why_not_summed
+from collage_neuron.runtime.wrappers import why_not_summed
 from collage_neuron.settings import Settings
 from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import params_of

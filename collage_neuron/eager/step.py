@@ -30,7 +30,7 @@ from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.step_call import Call, Measured, Once
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, inner_optimizers, replaced_params, step_inventory
+from collage_neuron.states import external_writes, inner_optimizers, param_checks, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.states.store import States
@@ -131,8 +131,8 @@ def take(
         check_settings(group, i)
         params = [p for p in group["params"] if p.grad is not None]
         check_stepped(params, _places(group, i), step_inventory.of(optimizer))
-        replaced_params.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
-    replaced_params.check_words(optimizer)
+        param_checks.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
+    param_checks.check_words(optimizer)
     external_writes.drop_stale(optimizer)
     mask = finite()
     # `bool` waits for the device; a trace that may begin before it is known asks later (`decide`).
@@ -155,7 +155,7 @@ def take(
     if trace is None or trace.given_up:
         bookkeeping(optimizer).as_written = str(refusal) if trace is None else trace.given_up
     bookkeeping(optimizer).seen = step_inventory.of(optimizer) or step_inventory.look(optimizer)
-    replaced_params.forget(optimizer)
+    param_checks.forget(optimizer)
     external_writes.remember_step(optimizer)
     return Taken(measured, returned)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from collage_neuron.matmuls.scales import binades, size_of, worst
-from collage_neuron.passes.fp8_scaling.rewrite import rewrite
+from collage_neuron.passes.fp8_scaling.plan import rewrite
 
 if TYPE_CHECKING:
     from collage_neuron.matmuls.capture import Captured

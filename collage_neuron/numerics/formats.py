@@ -43,6 +43,10 @@ MASTER = "_master"
 """The suffix of a word that is the fp32 value itself, so that it is read without its format."""
 
 
+FORMATS_KEPT = "collage_formats"
+"""Key of the formats of the states of a group, where their keys do not tell them (`states/format_record.py`)."""
+
+
 @dataclass(frozen=True)
 class Component:
     """One stored tensor of a format: its key is the state's name plus `suffix`; parameter-shaped."""

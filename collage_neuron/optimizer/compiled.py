@@ -31,6 +31,7 @@ from collage_neuron.states import (
     strategy_checks,
 )
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping, in_own_method
+from collage_neuron.states.inner_optimizers import base_of
 from collage_neuron.states.store import States, is_idle
 
 
@@ -259,12 +260,6 @@ def _implied(base: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, An
     if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         return {}
     return {k: v for k, v in settings.items() if k not in accepted}
-
-
-def base_of(cls: type) -> type[Optimizer]:
-    """The user's optimizer class from which a compiled class was made."""
-    assert isinstance(cls, CompiledMeta)
-    return cls._collage_base
 
 
 def settings_of(cls: type) -> Settings:

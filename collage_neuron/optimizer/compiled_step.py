@@ -32,14 +32,16 @@ from collage_neuron.states import (
     coarse_writes,
     external_writes,
     low_words,
-    reduced_states,
+    param_checks,
     replaced_params,
     step_inventory,
     strategy_checks,
+    visible_states,
 )
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import dry_run, replay_validation, replayed_steps
+from collage_neuron.trace.code_inspection import Asked
 from collage_neuron.trace.recorded_classes import is_traced
 from collage_neuron.trace.scalar_program import settings_of
 from collage_neuron.trace.step_kinds import StepKind, Traces
@@ -84,7 +86,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
         load_checks.join_again(optimizer)
     ours.seen = step_inventory.look(optimizer)
     if not step_inventory.once(optimizer, "settled", partial(_is_settled, optimizer)):
-        reduced_states.widen_counts(optimizer)
+        visible_states.widen_counts(optimizer)
         replaced_params.settle_moved(optimizer)
         ours.seen = step_inventory.look(optimizer)
     try:
@@ -98,7 +100,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
 
 def _is_settled(optimizer: Optimizer) -> bool:
     """Returns False if states are to be put right before a step."""
-    return not (reduced_states.narrow_counts(optimizer) or replaced_params.moved(optimizer))
+    return not (visible_states.narrow_counts(optimizer) or replaced_params.moved(optimizer))
 
 
 def may_be_recorded(base: type[Optimizer], optimizer: Optimizer, call: Call) -> bool:
@@ -133,7 +135,7 @@ def _tracing(
     """What keeps the operations of the next step waiting, or None and why they cannot."""
     if not is_traced(base, optimizer):
         return None, "its steps are recorded"
-    ours.traces = ours.traces or Traces()
+    ours.traces = ours.traces or Traces(Asked())
     settle_gradients(optimizer)
     if why := call.problem or why_not(base, optimizer, ours.traces.asked):
         return None, f"{base.__name__} cannot be compiled: {why}"
@@ -154,7 +156,7 @@ def _take_traced(
     """Takes a step that has been traced; with a mask, it is not known yet whether it is skipped."""
     ours = bookkeeping(optimizer)
     for job in jobs:
-        reduced_states.learn(ours, job.recording.captured)
+        visible_states.learn(ours, job.recording.captured)
     _check_named(optimizer, jobs)
     _warn_of_formats(base, optimizer, jobs)
     written: Written = []
@@ -199,7 +201,7 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    reduced_states.check_counts(optimizer)
+    visible_states.check_counts(optimizer)
     compares = due or ours.compares or validate.is_next_due(optimizer)
     again = None if compares else steady_plan.again(ours, optimizer.param_groups)
     jobs = _planned(base, optimizer, due) if again is None else again.jobs
@@ -213,7 +215,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
         taken = jobs if finite is None else nonfinite.not_skipped(optimizer, jobs, finite)
         measured = take(optimizer, taken, finite, written)
         if again is None:
-            replaced_params.forget(optimizer)
+            param_checks.forget(optimizer)
         external_writes.remember_step(optimizer)
     except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
         _note_interruption(optimizer, error, written)

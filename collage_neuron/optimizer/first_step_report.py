@@ -21,7 +21,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for, param_format
 from collage_neuron.passes.backends.registry import passed_over
 from collage_neuron.settings import Settings
-from collage_neuron.states import reduced_states, word_encoding
+from collage_neuron.states import visible_states, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.state_keys import name_of, split_params
 from collage_neuron.torch_privates import is_flattened
@@ -170,7 +170,7 @@ def sizes_of(optimizer: Optimizer, job: Job) -> dict[str, int]:
     sizes = {
         name: sum(_size(p, optimizer.state.get(p, {}), name, fmt) for p in job.params) for name, fmt in formats.items()
     }
-    sizes |= reduced_states.bytes_of(job.recording.captured, job.params)
+    sizes |= visible_states.bytes_of(job.recording.captured, job.params)
     return sizes | _others(optimizer, job, sizes) | {"grad": _gradients(job)}
 
 
@@ -190,7 +190,7 @@ def bytes_with_masters(job: Job) -> int:
     """Bytes that the parameters of a job would need with fp32 masters and fp32 states, their gradients included."""
     captured = job.recording.captured
     formats = formats_for("fp32", captured.states, NO_ROLES, job.params[0].dtype)
-    numbers = sum(reduced_states.bytes_of(captured, job.params).values())
+    numbers = sum(visible_states.bytes_of(captured, job.params).values())
     return _gradients(job) + numbers + sum(_size(p, {}, name, fmt) for p in job.params for name, fmt in formats.items())
 
 

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import StrategyChanged, warn_user
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import formats_of_shape
+from collage_neuron.numerics.underflow import digits
 from collage_neuron.states import strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
-from collage_neuron.states.store import is_host_scalar, read_fp32
+from collage_neuron.states.state_keys import is_host_scalar
+from collage_neuron.states.store import read_fp32, record_of
 from collage_neuron.states.word_encoding import bytes_of, decode, settled
 
 if TYPE_CHECKING:

@@ -16,11 +16,10 @@ from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Recording, Update
 from collage_neuron.runtime.process_agreement import across
 from collage_neuron.settings import DRAWN
-from collage_neuron.states import reduced_states, step_inventory
+from collage_neuron.states import step_inventory, visible_states
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import first_element, gradients, is_sharded, locals_of, writable_gradient
-from collage_neuron.states.store import ensure_stored
+from collage_neuron.states.store import ensure_stored, record_of
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Job
@@ -48,7 +47,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     vector = _vector(update, job.recording, drawing)
     if job.kept is None or step_inventory.of(optimizer) is None:  # else the states are there, as in that step
         _ensure_all_stored(optimizer, job)
-        reduced_states.ensure(optimizer, job.params, job.recording.captured)
+        visible_states.ensure(optimizer, job.params, job.recording.captured)
     seen, states = step_inventory.of(optimizer), step_inventory.states_of(optimizer, job.params)
     grads = list(map(writable_gradient, job.params)) if "grad" in update.outputs else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
@@ -63,7 +62,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
         _check_apart(writes, update)
     # If they draw, there are too many launches to look for one.
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
-    small = reduced_states.states_of(states, job.recording.captured)
+    small = visible_states.states_of(states, job.recording.captured)
     between = across if update.between and any(map(is_sharded, job.params)) else None
     return Launch(update, vector, reads, writes, finite, kept, in_place=seen is not None, small=small, across=between)
 

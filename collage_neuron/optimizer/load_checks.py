@@ -11,18 +11,19 @@ from torch.optim import Optimizer
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import external_writes, format_record, reduced_states
+from collage_neuron.states import external_writes, format_record, visible_states
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
 from collage_neuron.states.sharding import check_placements, is_sharded, local
 from collage_neuron.states.state_keys import (
     is_component,
+    is_host_scalar,
     name_of,
     split_params,
     split_words,
     suffixes,
     words_of,
 )
-from collage_neuron.states.store import is_host_scalar, is_idle, may_be_word, read_exact
+from collage_neuron.states.store import is_idle, may_be_word, read_exact
 
 Saved = Mapping[str, Any]
 
@@ -134,7 +135,7 @@ def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping, kno
     for key, value in state.items():
         is_late = is_of_shape and name_of(key, state) not in known
         unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape
-        if unlike and not is_late and not reduced_states.may_be_state(name_of(key, state), value, p, ours):
+        if unlike and not is_late and not visible_states.may_be_state(name_of(key, state), value, p, ours):
             raise refused(
                 f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
                 "checkpoint of another model, or are the parameters in another order?"

@@ -20,10 +20,9 @@ from collage_neuron.optimizer.load_checks import begin_anew, refused, settle_set
 from collage_neuron.settings import OURS
 from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import params_of
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import names_in, split_params, words_of
-from collage_neuron.states.store import drop_words, ensure_stored
+from collage_neuron.states.store import drop_words, ensure_stored, record_of
 from collage_neuron.torch_privates import each_tensor
 
 KEY = "collage_neuron"

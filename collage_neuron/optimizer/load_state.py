@@ -32,12 +32,12 @@ from collage_neuron.runtime import update_formats
 from collage_neuron.runtime.fallback_warning import note
 from collage_neuron.runtime.step_plan import Records
 from collage_neuron.settings import Settings
-from collage_neuron.states import external_writes, format_record, low_words, reduced_states
+from collage_neuron.states import external_writes, format_record, low_words, visible_states
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of, numbered, params_of
-from collage_neuron.states.format_record import drop_placeholders, record_of
+from collage_neuron.states.format_record import drop_placeholders
 from collage_neuron.states.sharding import like
-from collage_neuron.states.state_keys import is_component, split_params, split_words, words_of
-from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle
+from collage_neuron.states.state_keys import is_component, is_host_scalar, split_params, split_words, words_of
+from collage_neuron.states.store import ensure_stored, is_idle, record_of, settle
 from collage_neuron.states.visible_states import buckets
 from collage_neuron.trace import dry_run
 
@@ -69,7 +69,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
             _put_back_as_saved(optimizer, seen[0], plain)
         else:
             _put_back(optimizer, seen[0])
-        reduced_states.widen_counts(optimizer)
+        visible_states.widen_counts(optimizer)
         kept, read = _keep_low_words(optimizer, before[0], plain)
         format_record.load(optimizer, kept | read)
         split = split_words(optimizer.state)
@@ -229,7 +229,7 @@ def _known_states(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> 
         return None if ours.as_written else names
     ours.as_written = ""
     for _, recording in () if known is None else known.of_groups(optimizer):
-        reduced_states.learn(ours, recording.captured)
+        visible_states.learn(ours, recording.captured)
         names |= set(recording.captured.states)
     try:
         for group in optimizer.param_groups:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics import tensor_sums
+from collage_neuron.numerics.reductions import gathered
 from collage_neuron.runtime import wrappers
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_distributed, is_sharded
@@ -51,17 +51,7 @@ class Between:
 
 def across(x: Tensor, how: str, name: str) -> Tensor:
     """1-D fp32 numbers of which each process of the group called `name` has as many, made those of all."""
-    return tensor_sums.gathered(Between(torch_privates.process_group(name)).gathered(x), how)
-
-
-def why_not_summed(p: Any) -> str | None:
-    """Why the parts of a DTensor cannot be added up, as a clause; None if they can."""
-    if any(not (x.is_shard() or x.is_replicate()) for x in p.placements):
-        return f"its placements are {tuple(p.placements)}, and only Shard and Replicate are known"
-    if p.device.type != "cpu" or p.device_mesh.device_type != "cpu":
-        where = f"on {p.device}, in a mesh of type {p.device_mesh.device_type!r}"
-        return f"it is {where}, and sums of shards are tried on CPUs only"
-    return None
+    return gathered(Between(torch_privates.process_group(name)).gathered(x), how)
 
 
 def mesh_of(p: Any, replicas: bool = True) -> tuple[Between, ...]:

@@ -27,7 +27,7 @@ from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.update_formats import as_stored, formats_of, named, rewritten_for, signs_of
 from collage_neuron.settings import Settings
-from collage_neuron.states import replaced_params, step_inventory
+from collage_neuron.states import param_checks, step_inventory
 from collage_neuron.states.sharding import is_split
 from collage_neuron.states.visible_states import buckets
 
@@ -99,7 +99,7 @@ def plan(
     check_settings(group, index)
     params = list(compress(group["params"], map(partial(is_not, None), map(attrgetter("grad"), group["params"]))))
     check_stepped(params, _places(index, params), step_inventory.of(optimizer))
-    replaced_params.check_same(optimizer, params, _places(index, params))
+    param_checks.check_same(optimizer, params, _places(index, params))
     return [
         plan_update(base, optimizer, group, part, records, measured)
         for bucket in buckets(optimizer, params)

@@ -22,8 +22,7 @@ from collage_neuron.passes.analysis.state_roles import pattern, roles_of, struct
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states import step_inventory, strategy_checks
-from collage_neuron.states.format_record import record_of
-from collage_neuron.states.store import is_stored, kept_format
+from collage_neuron.states.store import is_stored, kept_format, record_of
 
 
 @dataclass(frozen=True)

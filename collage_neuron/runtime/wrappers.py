@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -19,10 +19,12 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import is_distributed, is_sharded
+
+if TYPE_CHECKING:
+    from collage_neuron.states.step_inventory import Seen
 
 Names = Mapping[torch.Tensor, str]
 """Names of parameters for messages."""
@@ -130,7 +132,7 @@ def is_part(p: Any) -> bool:
     return torch_privates.is_flattened(p) or bool(getattr(p, "tensor_model_parallel", False))
 
 
-def shape_of_part(optimizer: Optimizer, seen: step_inventory.Seen | None = None) -> list[int] | None:
+def shape_of_part(optimizer: Optimizer, seen: Seen | None = None) -> list[int] | None:
     """The shape of a parameter that is such a part, or of torch_xla's ZeRO-1; None if all are whole, or DTensors."""
     params = params_of(optimizer)
     found = next(filter(is_part, params), None)
@@ -140,6 +142,16 @@ def shape_of_part(optimizer: Optimizer, seen: step_inventory.Seen | None = None)
         of_zero = ask() if seen is None else seen.structure.once("zero of xla", lambda: bool(ask()))
         found = params[0] if of_zero else None
     return None if found is None else list(found.shape)
+
+
+def why_not_summed(p: Any) -> str | None:
+    """Why the parts of a DTensor cannot be added up, as a clause; None if they can."""
+    if any(not (x.is_shard() or x.is_replicate()) for x in p.placements):
+        return f"its placements are {tuple(p.placements)}, and only Shard and Replicate are known"
+    if p.device.type != "cpu" or p.device_mesh.device_type != "cpu":
+        where = f"on {p.device}, in a mesh of type {p.device_mesh.device_type!r}"
+        return f"it is {where}, and sums of shards are tried on CPUs only"
+    return None
 
 
 SUMS = "its step adds up elements of a parameter (a norm, a mean), or sees it in another shape (view)"

@@ -240,9 +240,9 @@ class Bookkeeping:
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
     """Until the first step, the parameters of each group when the optimizer was compiled (`replaced_params`)."""
     small: set[str] = field(default_factory=set)
-    """Names of the states of one number that the step was seen to compute from tensors (`reduced_states`)."""
+    """Names of the states of one number that the step was seen to compute from tensors (`visible_states`)."""
     seen_as: set[str] = field(default_factory=set)
-    """Names of the states that the step was seen to keep in the shape of a view of the parameter (`reduced_states`)."""
+    """Names of the states that the step was seen to keep in the shape of a view of the parameter (`visible_states`)."""
     fp32: set[torch.Tensor] = field(default_factory=set)
     """Parameters that `compile` left in fp32 (`buffers`)."""
     groups: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)

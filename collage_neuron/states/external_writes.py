@@ -46,12 +46,11 @@ from collage_neuron.states.bookkeeping import (
     mark_of,
     params_of,
 )
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.live_objects import groups_of
 from collage_neuron.states.sharding import is_distributed, is_sharded, like, local, some_bits, version
 from collage_neuron.states.state_keys import names_in, words_of
 from collage_neuron.states.state_writes import kept_format_of
-from collage_neuron.states.store import is_idle, is_stored, read_fp32, store
+from collage_neuron.states.store import is_idle, is_stored, read_fp32, record_of, store
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str = "") -> None:

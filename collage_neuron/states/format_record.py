@@ -22,21 +22,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.numerics import formats
-from collage_neuron.numerics.formats import BUILT_IN, FORMATS
-from collage_neuron.settings import FORMATS_KEPT
+from collage_neuron.numerics.formats import BUILT_IN, FORMATS, FORMATS_KEPT
 from collage_neuron.states.bookkeeping import bookkeeping, numbered
 from collage_neuron.states.state_keys import is_shared_word, names_in
-from collage_neuron.states.store import Record, State, format_by_keys, read_fp32
-
-
-def record_of(optimizer: Optimizer, p: torch.Tensor) -> Record:
-    """The record of the parameter `p`, which callers write to: format names by state name, and by `param`."""
-    recorded = bookkeeping(optimizer).formats
-    record = recorded.get(p)
-    if record is None:
-        record = recorded[p] = _saved(optimizer).get(p, {})
-    return record
+from collage_neuron.states.store import (
+    Record,
+    State,
+    columns_of_record,
+    damaged_record,
+    format_by_keys,
+    read_fp32,
+    record_of,
+    recorded_in_groups,
+)
 
 
 def save(optimizer: Optimizer) -> None:
@@ -60,7 +58,7 @@ def load(optimizer: Optimizer, kept: Iterable[torch.Tensor] = ()) -> None:
     """
     before = bookkeeping(optimizer).formats
     own = {p: before[p]["param"] for p in kept if "param" in before.get(p, {})}
-    put_back(optimizer, _saved(optimizer))
+    put_back(optimizer, recorded_in_groups(optimizer))
     for p, fmt in own.items():
         record_of(optimizer, p)["param"] = fmt
 
@@ -71,9 +69,9 @@ def check_saved(group: Mapping[str, Any], index: int) -> list[dict[str, str]]:
     Raises:
         ValueError: a format is not registered, or the record is damaged.
     """
-    columns = _columns(group, index)
+    columns = columns_of_record(group, index)
     if any(len(column) != len(group["params"]) for column in columns.values()):
-        raise _damaged(group, index)
+        raise damaged_record(group, index)
     # Beside parameters in a format that is recorded, the others had none, or a single word.
     columns |= {"param": [fmt or "bf16" for fmt in columns["param"]]} if "param" in columns else {}
     return [{name: x for name, c in columns.items() if (x := c[i])} for i in range(len(group["params"]))]
@@ -112,50 +110,6 @@ def _is_known_by_keys(state: Mapping[str, Any], name: str, fmt: str) -> bool:
     if known is not None and known.is_coded:
         return True
     return known is not None and known is BUILT_IN.get(fmt) and known.decode is format_by_keys(state, name).decode
-
-
-def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:
-    """The record of each parameter as the groups have it.
-
-    It is one string per group: checkpoints that store each leaf under its own key would split a mapping, and then
-    require the same keys in every template.
-    """
-    records: dict[torch.Tensor, dict[str, str]] = {}
-    for i, group in enumerate(optimizer.param_groups):
-        columns = _columns(group, i) if FORMATS_KEPT in group else {}  # of many groups mostly none has one
-        for name, column in columns.items():
-            for p, fmt in zip(group["params"], column, strict=False):
-                if fmt is not None:
-                    records.setdefault(p, {})[name] = fmt
-    return records
-
-
-def _columns(group: Mapping[str, Any], index: int) -> dict[str, list[str | None]]:
-    """The record of a group: by state the names of the formats, one for each parameter.
-
-    Raises:
-        ValueError: it is something else, as in a damaged checkpoint, or a format is not registered.
-    """
-    try:
-        written = json.loads(group.get(FORMATS_KEPT, "{}"))
-    except (TypeError, ValueError):
-        written = None
-    if not isinstance(written, dict):
-        raise _damaged(group, index)
-    columns: dict[str, Any] = {k: [x] * len(group["params"]) if isinstance(x, str) else x for k, x in written.items()}
-    if not all(isinstance(x, list) and all(fmt is None or isinstance(fmt, str) for fmt in x) for x in columns.values()):
-        raise _damaged(group, index)
-    for name in sorted({fmt for column in columns.values() for fmt in column if fmt is not None}):
-        formats.require_known(name, f"param_groups[{index}] has states that were")
-    return columns
-
-
-def _damaged(group: Mapping[str, Any], index: int) -> ValueError:
-    return ValueError(
-        f"param_groups[{index}][{FORMATS_KEPT!r}] is {group[FORMATS_KEPT]!r}, and not the record of formats that "
-        "state_dict() writes (a JSON object: the name of a format by state, or a list of them, one for each "
-        "parameter): it is damaged"
-    )
 
 
 # --- states of blocks -------------------------------------------------------------------------------------------------

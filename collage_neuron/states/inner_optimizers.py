@@ -308,3 +308,9 @@ def own_class(cls: type) -> type:
     """A class of objects that have groups and states of their own: torch's where these are asked of an inner one."""
     properties = (getattr(cls, name, None) for name in ("param_groups", "state"))
     return Optimizer if any(hasattr(x, "__set__") for x in properties) else cls
+
+
+def base_of(cls: Any) -> type[Optimizer]:
+    """The user's optimizer class from which a compiled class was made."""
+    base: type[Optimizer] = cls._collage_base
+    return base

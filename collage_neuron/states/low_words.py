@@ -40,10 +40,9 @@ from collage_neuron.states.bookkeeping import (
     noted_words,
     params_of,
 )
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import split_words, words_of
-from collage_neuron.states.store import Record, is_idle, is_stored, read_exact, store_beside
+from collage_neuron.states.store import Record, is_idle, is_stored, read_exact, record_of, store_beside
 
 
 def low_words_of(optimizer: Optimizer, p: torch.Tensor) -> LowWords:

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
+from collage_neuron.torch_privates.distributed import layouts, offset_of_shard, part, parts
+from collage_neuron.torch_privates.tensors import guard
+from collage_neuron.torch_privates.tensors import version as own_version
+from collage_neuron.torch_privates.xla import is_split_over_devices, mark_sharding_like
 
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that are what they hold. Of another type, a tensor may be a wrapper, or spread."""
@@ -62,20 +65,20 @@ def is_distributed() -> bool:
 
 def local(t: torch.Tensor) -> torch.Tensor:
     """The local part of `t`, with the same memory: the shard of a DTensor, else `t` itself."""
-    part: torch.Tensor = torch_privates.part(t)
-    return part
+    shard: torch.Tensor = part(t)
+    return shard
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The local parts of `tensors`: these themselves if none is sharded."""
-    return tensors if ORDINARY.issuperset(map(type, tensors)) else torch_privates.parts(tensors)
+    return tensors if ORDINARY.issuperset(map(type, tensors)) else parts(tensors)
 
 
 def version(t: torch.Tensor) -> int:
     """The version counter of `t`, which every write in place moves on."""
-    own = torch_privates.version(t)
+    own = own_version(t)
     # An operation on a DTensor moves on its own counter, and one on the part that is in it, as our steps, that of it.
-    return own if type(t) in ORDINARY or (part := local(t)) is t else own + torch_privates.version(part)
+    return own if type(t) in ORDINARY or (shard := local(t)) is t else own + own_version(shard)
 
 
 def some_bits(t: torch.Tensor) -> bytes:
@@ -98,10 +101,10 @@ def some_bits(t: torch.Tensor) -> bytes:
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The version counters of `tensors`."""
-    own, parts = map(torch_privates.version, tensors), locals_of(tensors)
-    if parts is tensors:
+    own, shards = map(own_version, tensors), locals_of(tensors)
+    if shards is tensors:
         return list(own)
-    return [v if x is t else v + torch_privates.version(x) for v, t, x in zip(own, tensors, parts, strict=True)]
+    return [v if x is t else v + own_version(x) for v, t, x in zip(own, tensors, shards, strict=True)]
 
 
 class Guard:
@@ -110,27 +113,27 @@ class Guard:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sharded = [type(t) not in ORDINARY for t in tensors]
         sharded = list(compress(tensors, self._sharded))
-        self._layouts = torch_privates.layouts(sharded)
-        self._is_alike = torch_privates.guard([*tensors, *torch_privates.parts(sharded)])
+        self._layouts = layouts(sharded)
+        self._is_alike = guard([*tensors, *parts(sharded)])
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         """That of `tensors`; None if one is neither an ordinary tensor nor a DTensor with one in it."""
         if ORDINARY.issuperset(map(type, tensors)):
-            return torch_privates.guard(tensors)  # without a call of Python's
+            return guard(tensors)  # without a call of Python's
         return cls(tensors) if ORDINARY.issuperset(map(type, locals_of(tensors))) else None
 
     def __call__(self, *tensors: torch.Tensor) -> bool:
         sharded = list(compress(tensors, self._sharded))
-        is_same = torch_privates.layouts(sharded) == self._layouts  # mostly the same objects
-        return is_same and self._is_alike(*tensors, *torch_privates.parts(sharded))
+        is_same = layouts(sharded) == self._layouts  # mostly the same objects
+        return is_same and self._is_alike(*tensors, *parts(sharded))
 
 
 def first_element(p: Any) -> int:
     """The row-major index in the whole of `p` of the first element of this process's part."""
     if not is_sharded(p):
         return 0
-    offset = torch_privates.offset_of_shard(p)
+    offset = offset_of_shard(p)
     return sum(i * math.prod(p.shape[d + 1 :]) for d, i in enumerate(offset))
 
 
@@ -160,12 +163,12 @@ def beside(shared: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 def _mark(t: torch.Tensor, p: Any) -> None:
     if _is_spmd():
-        torch_privates.mark_sharding_like(t, p)
+        mark_sharding_like(t, p)
 
 
 def is_split(p: torch.Tensor) -> bool:
     """Returns True if SPMD (`mark_sharding`) has given each device a part of `p`."""
-    return p.device.type == "xla" and _is_spmd() and torch_privates.is_split_over_devices(p)
+    return p.device.type == "xla" and _is_spmd() and is_split_over_devices(p)
 
 
 def _is_spmd() -> bool:
@@ -209,12 +212,12 @@ def gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     grads: list[torch.Tensor] = list(map(attrgetter("grad"), params))
     if ORDINARY.issuperset(map(type, grads)):
         return grads
-    return torch_privates.parts(grads) if are_sharded_alike(grads, params) else list(map(gradient, params))
+    return parts(grads) if are_sharded_alike(grads, params) else list(map(gradient, params))
 
 
 def are_sharded_alike(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Returns True if tensors have the shapes, dtypes and placements of others, as FSDP2's gradients have."""
-    return torch_privates.layouts(some) == torch_privates.layouts(others)
+    return layouts(some) == layouts(others)
 
 
 def set_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:

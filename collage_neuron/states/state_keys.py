@@ -114,6 +114,17 @@ def _classified(keys: tuple[Any, ...], endings: frozenset[str], shared: frozense
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
+def is_host_scalar(value: object, p: torch.Tensor) -> bool:
+    """Returns True if a state is a number, or a 0-d tensor that counts (`step`), and not a tensor shaped like `p`.
+
+    For a 0-d parameter, all states are 0-d. Those of its shape are in bf16, and numbers never are (`settle`); a state
+    that a format keeps in fp32 counts as a number until a step is recorded (`trace.recorded`).
+    """
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.dim() == 0 and (p.dim() != 0 or value.dtype != torch.bfloat16)
+
+
 def is_value(x: object, p: torch.Tensor) -> bool:
     """Returns True for a state that a step as written stores in a format: fp32 or bf16, in the parameter's shape.
 

@@ -19,10 +19,9 @@ from collage_neuron.numerics.eft import round_to, widen
 from collage_neuron.numerics.formats import MASTER, Format, format_named
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.sharding import local, version
 from collage_neuron.states.state_keys import names_in
-from collage_neuron.states.store import Record, kept_format
+from collage_neuron.states.store import Record, kept_format, record_of
 
 Noted = tuple[torch.Tensor, int]
 """The first word of a state, and its version when its low words were found to be its own."""

@@ -9,6 +9,7 @@ value of such a state instead of its words (`format_record`).
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -17,9 +18,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import FORMATS, Format, require_known
+from collage_neuron.numerics.formats import FORMATS, FORMATS_KEPT, Format, require_known
 from collage_neuron.states import word_encoding
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import beside, like, local, rewrite_data
 from collage_neuron.states.state_keys import is_component, suffixes
 
@@ -74,6 +77,66 @@ def factory_of(states: Mapping[Any, Any]) -> Any:
     return states.theirs if isinstance(states, States) else getattr(states, "default_factory", None)
 
 
+# --- the record of formats --------------------------------------------------------------------------------------------
+
+
+def record_of(optimizer: Optimizer, p: torch.Tensor) -> Record:
+    """The record of the parameter `p`, which callers write to: format names by state name, and by `param`."""
+    recorded = bookkeeping(optimizer).formats
+    record = recorded.get(p)
+    if record is None:
+        record = recorded[p] = recorded_in_groups(optimizer).get(p, {})
+    return record
+
+
+def recorded_in_groups(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:
+    """The record of each parameter as the groups have it.
+
+    It is one string per group: checkpoints that store each leaf under its own key would split a mapping, and then
+    require the same keys in every template.
+    """
+    records: dict[torch.Tensor, dict[str, str]] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        columns = columns_of_record(group, i) if FORMATS_KEPT in group else {}  # of many groups mostly none has one
+        for name, column in columns.items():
+            for p, fmt in zip(group["params"], column, strict=False):
+                if fmt is not None:
+                    records.setdefault(p, {})[name] = fmt
+    return records
+
+
+def columns_of_record(group: Mapping[str, Any], index: int) -> dict[str, list[str | None]]:
+    """The record of a group: by state the names of the formats, one for each parameter.
+
+    Raises:
+        ValueError: it is something else, as in a damaged checkpoint, or a format is not registered.
+    """
+    try:
+        written = json.loads(group.get(FORMATS_KEPT, "{}"))
+    except (TypeError, ValueError):
+        written = None
+    if not isinstance(written, dict):
+        raise damaged_record(group, index)
+    columns: dict[str, Any] = {k: [x] * len(group["params"]) if isinstance(x, str) else x for k, x in written.items()}
+    if not all(isinstance(x, list) and all(fmt is None or isinstance(fmt, str) for fmt in x) for x in columns.values()):
+        raise damaged_record(group, index)
+    for name in sorted({fmt for column in columns.values() for fmt in column if fmt is not None}):
+        require_known(name, f"param_groups[{index}] has states that were")
+    return columns
+
+
+def damaged_record(group: Mapping[str, Any], index: int) -> ValueError:
+    """The error for a record that is none."""
+    return ValueError(
+        f"param_groups[{index}][{FORMATS_KEPT!r}] is {group[FORMATS_KEPT]!r}, and not the record of formats that "
+        "state_dict() writes (a JSON object: the name of a format by state, or a list of them, one for each "
+        "parameter): it is damaged"
+    )
+
+
+# --- values and words -------------------------------------------------------------------------------------------------
+
+
 def may_be_word(key: str, value: torch.Tensor, is_known: bool) -> bool:
     """Returns True if a state `key` may be a tensor like `value`: no code of a format, unless its name says so.
 
@@ -89,17 +152,6 @@ def may_be_word(key: str, value: torch.Tensor, is_known: bool) -> bool:
 def is_idle(state: Mapping[str, Any]) -> bool:
     """Returns True for a parameter before its first step: its state is empty, or has only its low word."""
     return all(is_component(key, state) for key in state)
-
-
-def is_host_scalar(value: object, p: torch.Tensor) -> bool:
-    """Returns True if a state is a number, or a 0-d tensor that counts (`step`), and not a tensor shaped like `p`.
-
-    For a 0-d parameter, all states are 0-d. Those of its shape are in bf16, and numbers never are (`settle`); a state
-    that a format keeps in fp32 counts as a number until a step is recorded (`trace.recorded`).
-    """
-    if not isinstance(value, torch.Tensor):
-        return True
-    return value.dim() == 0 and (p.dim() != 0 or value.dtype != torch.bfloat16)
 
 
 def settle(p: torch.Tensor, state: State) -> None:

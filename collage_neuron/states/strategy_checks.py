@@ -32,9 +32,8 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format, format_named
-from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, StrategyLike, bytes_with_adam, param_format
-from collage_neuron.numerics.underflow import LOST, Pace, Scale, cheapest, is_short, lost
+from collage_neuron.numerics.underflow import LOST, Pace, Scale, cheapest, digits, is_short, lost
 from collage_neuron.passes.analysis.state_roles import decays, structure
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import Settings

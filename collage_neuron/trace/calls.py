@@ -11,10 +11,15 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.functionalize.graph_builder import functional_overload
-from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Place
+from collage_neuron.passes.functionalize.recorded_ops import (
+    ALL_REDUCE,
+    WAIT,
+    Place,
+    functional_overload,
+    is_constant_op,
+    result_without_data,
+)
 from collage_neuron.torch_privates import schema
-from collage_neuron.trace.meta_results import is_constant_op, result_without_data
 from collage_neuron.trace.placeholders import waits
 
 NUMBER = None

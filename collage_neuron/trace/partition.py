@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.passes.functionalize.graph_builder import functional_overload
-from collage_neuron.passes.functionalize.one_shape import refs_in
-from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, Slot
-from collage_neuron.trace import adopted_tensors
+from collage_neuron.passes.functionalize.graph_builder import refs_in
+from collage_neuron.passes.functionalize.recorded_ops import Op, Recorder, Ref, Slot, functional_overload
+from collage_neuron.torch_privates.operations import is_operation
 from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of, written_by
 from collage_neuron.trace.foreach import is_foreach, unrolled
-from collage_neuron.trace.placeholders import set_data
 
 aten = torch.ops.aten
 
@@ -150,7 +148,7 @@ class Partition:
                 op = Op(call.func, tuple(map(_constant, call.args)), (), (ref,), call.line)
                 self._loose[ref.storage] = {next(self._order): op}
                 self._note([call.first], i)
-            elif call.func not in (set_data, adopted_tensors.state):  # what a tensor is afterwards is its place
+            elif is_operation(call.func):  # and not `t.data = x`: what a tensor is afterwards is its place
                 for part in _parts(call, list(range(at, at + count))):
                     self._add_part(*part, i)
             at += count

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from collage_neuron import torch_privates
+from collage_neuron.torch_privates.tensors import exchange, without_memory
 
 WAITS = (
     "the value of this tensor waits for the end of optimizer.step() (collage_neuron): another thread cannot read it, "
@@ -161,7 +161,7 @@ def placeholder(
     shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, offset: int = 0
 ) -> torch.Tensor:
     """A new placeholder."""
-    return torch_privates.without_memory(WaitingTensor, shape, stride, dtype, device, offset)
+    return without_memory(WaitingTensor, shape, stride, dtype, device, offset)
 
 
 _CLASSES: dict[type, Any] = {torch.Tensor: WaitingTensor, torch.nn.Parameter: WaitingParameter}
@@ -216,7 +216,7 @@ def give(t: torch.Tensor, value: torch.Tensor) -> None:
     grad = t.grad  # it belongs to what is inside an object, which is exchanged, and not to the object
     vars(t).pop(_VALUE, None)
     has_value(t)
-    torch_privates.exchange(t, value)
+    exchange(t, value)
     wait(value)
     if grad is not None:
         t.grad = getattr(grad, _VALUE, grad)
@@ -230,7 +230,7 @@ def put_off(t: torch.Tensor, other: torch.Tensor) -> None:
     grad = t.grad
     delattr(other, _VALUE)
     has_value(other)
-    torch_privates.exchange(t, other)
+    exchange(t, other)
     wait(t)
     setattr(t, _VALUE, other)
     t.grad = grad

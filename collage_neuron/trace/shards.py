@@ -13,9 +13,8 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.tensor_sums import across
-from collage_neuron.runtime.process_agreement import why_not_summed
-from collage_neuron.runtime.wrappers import SUMS, of_part
+from collage_neuron.numerics.reductions import across
+from collage_neuron.runtime.wrappers import SUMS, of_part, why_not_summed
 from collage_neuron.states.sharding import ORDINARY, is_sharded, is_sharded_like
 from collage_neuron.trace.calls import Uncompiled
 

@@ -24,14 +24,14 @@ from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.state_keys import is_component
 from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
-from collage_neuron.trace.code_inspection import Asked
-from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.materialize import Cones
 from collage_neuron.trace.partition import Partition, Read
 from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
+    from collage_neuron.trace.code_inspection import Asked
+    from collage_neuron.trace.deferred_calls import DeferredCalls
 
 MOST = 4
 """Kinds of steps that are known; after as many steps that could not be launched, an optimizer's run as written."""
@@ -359,6 +359,8 @@ def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:
 class Traces:
     """What lasts between the traced steps of an optimizer."""
 
+    asked: Asked
+    """Whether functions ask for exact types."""
     kinds: list[StepKind] = field(default_factory=list)
     """The last one first."""
     new: int = 0
@@ -367,8 +369,6 @@ class Traces:
     """Steps that could not be launched."""
     why: str = ""
     """Why the last of them could not."""
-    asked: Asked = field(default_factory=Asked)
-    """Whether functions ask for exact types."""
     placeholders: Placeholders = field(default_factory=Placeholders)
     temporaries: list[torch.Tensor] = field(default_factory=list)
     """The placeholders that the calls of the last step have made, if the next one can have them."""

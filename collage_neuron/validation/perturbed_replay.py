@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.rounding import rounding
+from collage_neuron.numerics.underflow import rounding
 from collage_neuron.passes.functionalize.recorded_ops import writes_first_argument
 from collage_neuron.torch_privates import DispatchMode, schema, storage_id
 from collage_neuron.validation.sample import Expected, Sample

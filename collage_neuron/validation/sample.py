@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import Format, format_named
+from collage_neuron.numerics.formats import FORMATS_KEPT, Format, format_named
 from collage_neuron.passes.ir.update import Recording
-from collage_neuron.settings import FORMATS_KEPT, SKIPPED
-from collage_neuron.states import reduced_states, word_encoding
+from collage_neuron.settings import SKIPPED
+from collage_neuron.states import visible_states, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.format_record import record_of
 from collage_neuron.states.inner_optimizers import own_class
 from collage_neuron.states.sharding import ORDINARY, is_sharded, local, set_gradient
 from collage_neuron.states.state_keys import is_component, is_shared_word, names_in
-from collage_neuron.states.store import ensure_stored, kept_format
+from collage_neuron.states.store import ensure_stored, kept_format, record_of
 from collage_neuron.states.visible_states import ParamShaped, Shaped, visible
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def sample_of(
     record.update(record_of(optimizer, job.params[0]))
     for name, fmt in job.update.formats.items():
         ensure_stored(q, other.state[q], name, fmt, record, captured.fresh.get(name, 0.0), captured.shapes.get(name))
-    reduced_states.ensure(other, [q], captured)
+    visible_states.ensure(other, [q], captured)
     assert q.grad is not None
     own = replace(job, group=group, params=[q], recording=planned.recording)
     return Sample(other, own, q.grad.to("cpu", copy=True), planned, is_drawn)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import TranslationError
 from collage_neuron.numerics.eft import block_max
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.rounding import SMALL, leading, rounding
+from collage_neuron.numerics.underflow import SMALL, leading, rounding
 from collage_neuron.runtime import nonfinite
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping

@@ -21,8 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from collage_neuron.passes.analysis.value_algebra import NEVER_NEGATIVE, ONE, Product, Sum
-from collage_neuron.passes.analysis.value_numbering import Values, is_slot
+from collage_neuron.passes.analysis.value_numbering import NEVER_NEGATIVE, ONE, Product, Sum, Values, is_slot
 
 
 class Gain(NamedTuple):

@@ -25,8 +25,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 
 from collage_neuron.passes.analysis.gains import Gains
-from collage_neuron.passes.analysis.value_algebra import Product, Sum
-from collage_neuron.passes.analysis.value_numbering import Values, is_slot
+from collage_neuron.passes.analysis.value_numbering import Product, Sum, Values, is_slot
 
 
 def first_moments(new: Mapping[str, Sum], among: Collection[str], gains: Gains) -> frozenset[str]:

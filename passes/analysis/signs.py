@@ -14,8 +14,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 
-from collage_neuron.passes.analysis.value_algebra import NEVER_NEGATIVE, ONE, Product, Sum
-from collage_neuron.passes.analysis.value_numbering import Values
+from collage_neuron.passes.analysis.value_numbering import NEVER_NEGATIVE, ONE, Product, Sum, Values
 
 
 def nonnegative(values: Values, new: Mapping[str, Sum]) -> frozenset[str]:

@@ -17,20 +17,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 
-from collage_neuron.numerics.strategies import Role
 from collage_neuron.passes.analysis.gains import Gains
 from collage_neuron.passes.analysis.parameter_path import spine
 from collage_neuron.passes.analysis.rounding_errors import first_moments, is_long, sensitive, sums_in
 from collage_neuron.passes.analysis.signs import magnitudes, nonnegative
-from collage_neuron.passes.analysis.value_algebra import ONE, Product, Sum
-from collage_neuron.passes.analysis.value_numbering import Values
+from collage_neuron.passes.analysis.value_numbering import ONE, Product, Sum, Values
 from collage_neuron.passes.ir.stage import ancestors, returned
 from collage_neuron.passes.ir.update import Captured, Recording
+
+if TYPE_CHECKING:
+    from collage_neuron.numerics.strategies import Role
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ AUTO = "; use backend='auto'"
 
 
 Across = Callable[[Tensor, str, str], Tensor]
-"""Makes numbers of this process, a 1-D fp32 tensor, those of all processes of a group, given how (`tensor_sums.ACROSS`)
+"""Makes numbers of this process, a 1-D fp32 tensor, those of all processes of a group, given how (`reductions.ACROSS`)
 and the group's name. All of these processes have to call it, in the same order."""
 
 

@@ -18,8 +18,17 @@ from torch import Tensor
 from collage_neuron.errors import ComputedOnHost, warn_user
 from collage_neuron.numerics.block_formats import BLOCK, first_of_each, spread
 from collage_neuron.numerics.formats import BY_ELEMENT
-from collage_neuron.numerics.matrix_sums import DOWN, ENDINGS, down_columns, view_of
-from collage_neuron.numerics.tensor_sums import RUN, RUNS, groups_of, run_sums, terms_of
+from collage_neuron.numerics.reductions import (
+    DOWN,
+    ENDINGS,
+    RUN,
+    RUNS,
+    down_columns,
+    groups_of,
+    run_sums,
+    terms_of,
+    view_of,
+)
 from collage_neuron.passes.backends import protocol, staged
 from collage_neuron.passes.backends.protocol import ByParameter, Found, Launch, Lowered, Measure
 from collage_neuron.passes.backends.torch_neuron import narrows
@@ -88,7 +97,7 @@ def operands_of(stage: Stage) -> Callable[..., Sequence[Tensor]]:
 
 
 class GroupSums:
-    """Sums groups of runs of a reduction's operands (`numerics.tensor_sums`), piece by piece on the CPU."""
+    """Sums groups of runs of a reduction's operands (`numerics.reductions`), piece by piece on the CPU."""
 
     def __init__(self, part: Update) -> None:
         (stage,) = part.stages

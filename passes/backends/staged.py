@@ -7,8 +7,8 @@ Given (a second moment of rows, as Adafactor has it)::
     stage 2, elementwise:  param, grad, number0 -> param
 
 a backend adds up the elements of stage 0, and runs stage 2. What is between is done here, alike for all. A number of a
-whole tensor (`numerics.tensor_sums`) has one dimension, of parameters, and follows the scalar vector of its parameter.
-If rows or columns are reduced (`numerics.matrix_sums`), parameters have one shape: values of rows are [matrices, rows,
+whole tensor (`numerics.reductions`) has one dimension, of parameters, and follows the scalar vector of its parameter.
+If rows or columns are reduced (`numerics.reductions`), parameters have one shape: values of rows are [matrices, rows,
 1], those of columns [matrices, 1, columns], so that they broadcast; several parameters are a dimension before these.
 States without a value for each element are read before the first stage, and stored when the last one has been run.
 """
@@ -21,9 +21,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics import matrix_sums, tensor_sums
-from collage_neuron.numerics.matrix_sums import COLUMN, ELEMENT, ENDINGS, NUMBER, shape_of, terms_in, view_of
-from collage_neuron.numerics.tensor_sums import OF_TENSOR, Reduction, folded_over
+from collage_neuron.numerics.reductions import (
+    COLUMN,
+    ELEMENT,
+    ENDINGS,
+    NUMBER,
+    OF_TENSOR,
+    Reduction,
+    finish_each,
+    finished,
+    folded_over,
+    shape_of,
+    terms_in,
+    view_of,
+)
 from collage_neuron.passes.backends.protocol import Across, Found, Launch
 from collage_neuron.passes.ir.stage import BETWEEN, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
@@ -197,11 +208,11 @@ def _finished(launch: Launch, groups: Sequence[Sequence[Tensor]], device: torch.
     of_elements = [i for i, key in enumerate(launch.update.inputs) if key not in launch.update.blocks]
     sizes = [components[of_elements[0]].numel() for components in launch.reads]
     reductions = reductions_of(launch.update.stages[0])
-    found = [tensor_sums.finished(r, of, sizes) for r, of in zip(reductions, zip(*groups, strict=True), strict=True)]
+    found = [finish_each(r, of, sizes) for r, of in zip(reductions, zip(*groups, strict=True), strict=True)]
     return [torch.tensor(x, dtype=torch.float64, device="cpu").to(torch.float32).to(device) for x in found]
 
 
 def _finished_runs(result: Reduced, runs: Tensor, view: tuple[int, int, int]) -> Tensor:
     sums = folded_over(runs, -2 if result.by_columns else -1)
     terms = terms_in(view, ELEMENT, result.extent)
-    return matrix_sums.finished(ENDINGS[result.operation], sums, result.extent, terms)
+    return finished(ENDINGS[result.operation], sums, result.extent, terms)

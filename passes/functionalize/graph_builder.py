@@ -1,17 +1,47 @@
-"""Turns a recording, where operations write in place, into a functional graph, where each value is one node."""
+"""Turns a recording, where operations write in place, into a functional graph, where each value is one node.
+
+First tensors of the parameter's elements are seen in one shape (`in_one_shape`): `grad.view(heads, n)`, and states of
+that shape (Adam-mini).
+
+Given (a parameter of shape [6, 10])::
+
+    view = aten.view.default(grad, [4, 15])
+    mul = aten.mul.Tensor(view, view)
+    mean = aten.mean.dim(mul, [1])                       # of shape [4]
+    ...
+    view_1 = aten.view.default(mul_1, [6, 10])
+    add_ = aten.add_.Tensor(param, view_1)
+
+Result: the same, in which the parameter, its gradient and whatever has one value for each of their elements have the
+shape [4, 15], so that these views are no operations.
+
+A contiguous view of all elements has them in the same order. So it does not matter in which shape an operation on each
+element sees them, as long as all its operands have this order. What depends on the shape (sums over dimensions,
+operands that are broadcast) must have the shape that is chosen.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.tensor_sums import across
-from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Op, Recorder, Ref, Slot, is_reduction
+from collage_neuron.numerics.reductions import across
+from collage_neuron.passes.functionalize.recorded_ops import (
+    ALL_REDUCE,
+    WAIT,
+    Op,
+    Recorder,
+    Ref,
+    Slot,
+    functional_overload,
+    is_outer,
+    is_reduction,
+)
 from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
@@ -54,33 +84,6 @@ def number_fills(recorder: Recorder, fresh: set[int]) -> None:
         if at is not None and id(op) not in fresh:
             recorder.ops[i] = op._replace(args=(*op.args[:at], Slot(len(recorder.slots)), *op.args[at + 1 :]))
             recorder.slots.append(float(op.args[at]))
-
-
-def functional_overload(func: Any) -> tuple[Any, int | str | None]:
-    """The functional form of `func`, and the argument to which the original writes (an index, "out", or None)."""
-    written = [i for i, a in enumerate(schema(func).arguments) if a.alias_info is not None and a.alias_info.is_write]
-    if not written:
-        return func, None
-    name = schema(func).name.split("::")[1]
-    if schema(func).arguments[written[0]].name == "out":
-        return _pure_overload(name, func), "out"
-    # ATen's in-place operations are called as the functional ones, with an underscore behind.
-    if len(written) > 1 or not name.endswith("_"):
-        raise UnsupportedUpdate(
-            f"the update calls {func}, which writes to several tensors at once; use plain operations"
-        )
-    return _pure_overload(name[:-1], func), 0
-
-
-def _pure_overload(name: str, func: Any) -> Any:
-    """The overload of `aten.<name>` that takes the arguments of `func` and writes to none of them."""
-    packet = getattr(aten, name, None)
-    wanted = [str(a.type) for a in schema(func).arguments if a.name != "out"]
-    for overload in packet.overloads() if packet else ():
-        pure = getattr(packet, overload)
-        if [str(a.type) for a in schema(pure).arguments] == wanted:  # add_.Tensor and add.Tensor share no object
-            return pure
-    raise UnsupportedUpdate(f"the update calls {func}, which has no form that writes to nothing; use plain operations")
 
 
 def arguments(op: Op) -> dict[str, Any]:
@@ -207,3 +210,112 @@ class Builder:
         if any(isinstance(x, Ref) and x.shape == self.shape for x in op.args):
             return f"turns the parameter's shape {list(self.shape)} into"
         return f"works, beside the parameter of shape {list(self.shape)}, on a tensor of shape"
+
+
+Shape = tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """The tensors and operations of a recorded step."""
+
+    shape: Shape
+    """The parameter's."""
+    inputs: Mapping[str, Ref]
+    """The parameter, its gradient and its states before the step."""
+    now: Mapping[str, Ref]
+    """The same after it."""
+    ops: Sequence[Op]
+    is_seen: bool = False
+    """True if `shape` is that in which all tensors of the parameter's elements are seen (`in_one_shape`)."""
+
+
+def in_one_shape(step: Step) -> Iterator[Step]:
+    """The step with all tensors of its elements in one shape: the parameter's first, then others that occur in it.
+
+    None, if none of its tensors has another shape, or if an operation depends on the shape that it has.
+    """
+    count = math.prod(step.shape)
+    refs = [*step.inputs.values(), *step.now.values(), *(ref for op in step.ops for ref in refs_in(op))]
+    shapes = dict.fromkeys((step.shape, *(ref.shape for ref in refs if _is_whole(ref, count))))
+    for shape in shapes if len(shapes) > 1 and count > 1 else ():
+        view = _Seen(shape, count)
+        if all(map(view.may_be, step.ops)):
+            yield Step(shape, view.refs(step.inputs), view.refs(step.now), [view.op(x) for x in step.ops], True)
+
+
+def without_idle_views(step: Step) -> Step:
+    """The step without views that nothing reads or writes, such as `state["m"][:4, :1]` in `zeros_like`."""
+    needed, used = set(step.now.values()), list[Op]()
+    # From the last operation back: a view is idle if no later one reads it, and no result is it.
+    for op in reversed(step.ops):
+        if not _shows(op) or needed.intersection(x for x in op.outs if x is not None):
+            needed.update(refs_in(op))
+            used.append(op)
+    return step._replace(ops=used[::-1])
+
+
+def _is_whole(ref: Ref, count: int) -> bool:
+    """Returns True if a tensor shows `count` elements from the first on, one after the other."""
+    if math.prod(ref.shape) != count or ref.offset:
+        return False
+    after = 1
+    for n, stride in zip(reversed(ref.shape), reversed(ref.stride), strict=True):
+        # The stride of a dimension of one element says nothing.
+        if n != 1 and stride != after:
+            return False
+        after *= n
+    return True
+
+
+def refs_in(x: Any) -> Iterator[Ref]:
+    """The tensors of an operation: its operands, and its results."""
+    if isinstance(x, Ref):
+        yield x
+    elif isinstance(x, tuple):
+        for y in (x.args, x.kwargs, x.outs) if isinstance(x, Op) else x:
+            yield from refs_in(y)
+
+
+def _shows(op: Op) -> bool:
+    """Returns True for a view: its result shows an operand's memory, and nothing is written."""
+    storages = {x.storage for x in refs_in(op.args)}
+    return any(x is not None and x.storage in storages for x in op.outs) and functional_overload(op.target)[1] is None
+
+
+class _Seen(NamedTuple):
+    """One shape for all tensors that have one value for each of so many elements, in their order."""
+
+    shape: Shape
+    elements: int
+
+    def may_be(self, op: Op) -> bool:
+        """Returns True if an operation gives the same elements in that shape."""
+        refs = list(refs_in(op))
+        if all(x.shape == self.shape or not _is_whole(x, self.elements) for x in refs):
+            return True
+        # A view of all elements has them in their order, in whatever shape.
+        if _shows(op):
+            return all(_is_whole(x, self.elements) for x in refs)
+        # A sum over given dimensions, or a product of matrices, means something else in another shape.
+        if is_outer(op.target) or (is_reduction(op.target) and (dimensions(op) or any(x.shape for x in op.outs if x))):
+            return False
+        values = [x for x in refs if math.prod(x.shape) != 1]  # others are numbers
+        return len({x.shape for x in values}) == 1 and all(_is_whole(x, self.elements) for x in values)
+
+    def op(self, op: Op) -> Op:
+        """The operation on tensors of that shape."""
+        return op._replace(args=self._of(op.args), kwargs=self._of(op.kwargs), outs=self._of(op.outs))
+
+    def refs(self, named: Mapping[str, Ref]) -> dict[str, Ref]:
+        """Tensors of that shape, by name."""
+        return {name: self._of(ref) for name, ref in named.items()}
+
+    def _of(self, x: Any) -> Any:
+        if isinstance(x, Ref):
+            return x._replace(shape=self.shape, stride=_strides(self.shape)) if _is_whole(x, self.elements) else x
+        # Slots are named tuples, and stay as they are.
+        return tuple(map(self._of, x)) if type(x) is tuple else x
+
+
+def _strides(shape: Shape) -> Shape:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,13 +1,19 @@
-"""What a step did to one parameter: a list of operations on its tensors, with its numbers as slots."""
+"""What a step did to one parameter: a list of operations on its tensors, with its numbers as slots.
+
+And what is known of operations: which write, reduce, or return what on tensors without data.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.torch_privates import all_reduce, schema, wait_tensor
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.torch_privates.distributed import all_reduce, wait_tensor
+from collage_neuron.torch_privates.operations import schema
 
 aten = torch.ops.aten
 
@@ -76,6 +82,33 @@ class Recorder:
         return canonical(tuple(roles.items())), tuple(ops)
 
 
+def functional_overload(func: Any) -> tuple[Any, int | str | None]:
+    """The functional form of `func`, and the argument to which the original writes (an index, "out", or None)."""
+    written = [i for i, a in enumerate(schema(func).arguments) if a.alias_info is not None and a.alias_info.is_write]
+    if not written:
+        return func, None
+    name = schema(func).name.split("::")[1]
+    if schema(func).arguments[written[0]].name == "out":
+        return _pure_overload(name, func), "out"
+    # ATen's in-place operations are called as the functional ones, with an underscore behind.
+    if len(written) > 1 or not name.endswith("_"):
+        raise UnsupportedUpdate(
+            f"the update calls {func}, which writes to several tensors at once; use plain operations"
+        )
+    return _pure_overload(name[:-1], func), 0
+
+
+def _pure_overload(name: str, func: Any) -> Any:
+    """The overload of `aten.<name>` that takes the arguments of `func` and writes to none of them."""
+    packet = getattr(aten, name, None)
+    wanted = [str(a.type) for a in schema(func).arguments if a.name != "out"]
+    for overload in packet.overloads() if packet else ():
+        pure = getattr(packet, overload)
+        if [str(a.type) for a in schema(pure).arguments] == wanted:  # add_.Tensor and add.Tensor share no object
+            return pure
+    raise UnsupportedUpdate(f"the update calls {func}, which has no form that writes to nothing; use plain operations")
+
+
 @cache
 def writes_first_argument(func: Any) -> bool:
     """Returns True if `func` is an in-place operation: `add_`, `copy_`, ..."""
@@ -104,3 +137,73 @@ _OUTER = (aten.mm.default, aten.bmm.default)
 def is_outer(func: Any) -> bool:
     """Returns True for a product of matrices, of which that of a column and a row is understood."""
     return func in _OUTER
+
+
+# --- results on tensors without data ----------------------------------------------------------------------------------
+
+
+class _Geometry(NamedTuple):
+    """All that a tensor without data is."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_results: dict[Any, _Geometry] = {}
+
+
+def result_without_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`func(*args, **kwargs)` of meta tensors; their kernels are in Python, and a step is recorded each time."""
+    # The result of an operation on each element, or of a sum, a mean or a norm, has no property but its geometry. That
+    # depends on the geometry of the tensors and on the types of the numbers; of a reduction on the numbers too.
+    if not _makes_one(func):
+        return func(*args, **kwargs)
+    told = _told if torch.Tag.pointwise in func.tags else _told_with_numbers  # of a reduction: over which dimensions
+    key = func, *map(told, args), *((k, told(v)) for k, v in kwargs.items())
+    known = _results.get(key)
+    if known is None:
+        out = func(*args, **kwargs)
+        _results[key] = _Geometry(tuple(out.shape), out.stride(), out.dtype, out.device)
+        return out
+    return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
+
+
+@cache
+def _makes_one(func: Any) -> bool:
+    """Returns True if `func` computes one new tensor, element by element, or reduces one."""
+    s = schema(func)
+    aliased = any(x.alias_info is not None for x in (*s.arguments, *s.returns))
+    is_known = torch.Tag.pointwise in func.tags or is_reduction(func)
+    return is_known and not aliased and [str(r.type) for r in s.returns] == ["Tensor"]
+
+
+def _told(x: Any) -> Any:
+    """What a result depends on: not on the value of a number, which differs from step to step."""
+    if isinstance(x, torch.Tensor):
+        return _Geometry(tuple(x.shape), x.stride(), x.dtype, x.device)
+    if isinstance(x, (int, float, complex)):
+        return type(x)
+    return (list, *map(_told, x)) if isinstance(x, (list, tuple)) else x
+
+
+def _told_with_numbers(x: Any) -> Any:
+    """What a result depends on, the values of numbers included."""
+    if isinstance(x, torch.Tensor):
+        return _told(x)
+    return (list, *map(_told_with_numbers, x)) if isinstance(x, (list, tuple)) else (type(x), x)
+
+
+# An exponent, or the order of a norm, selects the operations that they become.
+_POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_", "aten::linalg_vector_norm"}
+
+
+@cache
+def is_constant_op(func: Any) -> bool:
+    """Returns True if the numbers of `func` are constants of the graph: exponents, sizes, memory formats, fills."""
+    return schema(func).name in _POWERS or not any(
+        str(a.type) in ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
+        and a.name not in ("self", "fill_value")
+        for a in schema(func).arguments
+    )

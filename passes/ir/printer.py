@@ -11,7 +11,7 @@ from typing import Any
 import torch.fx as fx
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.matrix_sums import COLUMN, MATRIX, NUMBER, ROW
+from collage_neuron.numerics.reductions import COLUMN, MATRIX, NUMBER, ROW
 from collage_neuron.passes.ir.stage import BETWEEN, NUMBERS, REDUCTION
 from collage_neuron.passes.ir.update import Update
 

@@ -28,7 +28,7 @@ JOINED = "joined"
 
 KINDS: Mapping[str, str] = {
     ELEMENTWISE: "each element by itself, in explicit-rounding form: every backend keeps every rounding",
-    REDUCTION: "small tensors from many elements, in explicit-rounding form, added as `numerics.tensor_sums` defines",
+    REDUCTION: "small tensors from many elements, in explicit-rounding form, added as `numerics.reductions` defines",
     NUMBERS: "small tensors from small tensors, in explicit-rounding form",
     BETWEEN: "numbers of a part of a parameter from those of all parts, of which other processes have some",
     JOINED: "an elementwise stage with reductions in between: what `cut` makes stages of",

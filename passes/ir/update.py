@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER, extent_of
-from collage_neuron.numerics.tensor_sums import OF_TENSOR
+from collage_neuron.numerics.reductions import ENDINGS, NUMBER, OF_TENSOR, extent_of
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Stage
 
@@ -202,7 +201,7 @@ class Captured:
         return -min(along, default=0) <= len(self.seen_as or shape)
 
     def extent_of(self, name: str) -> str:
-        """The extent of a state of `small` (`numerics.matrix_sums`)."""
+        """The extent of a state of `small` (`numerics.reductions`)."""
         # Extents know matrices, rows and columns: all dimensions before the last two count as that of matrices.
         along = {max(a + 3, 0) for a in self.axes.get(name, ()) if a is not None}
         return extent_of(along | {0} if along else along)

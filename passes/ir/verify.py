@@ -9,9 +9,7 @@ import torch.fx as fx
 
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import ON_BITS, OPERATIONS, block_max, is_rounded, narrow, storage_named
-from collage_neuron.numerics.matrix_sums import ENDINGS
-from collage_neuron.numerics.reductions import REDUCTIONS, count, total
-from collage_neuron.numerics.tensor_sums import OF_TENSOR, across
+from collage_neuron.numerics.reductions import ENDINGS, OF_TENSOR, REDUCTIONS, across, count, total
 from collage_neuron.passes.ir.stage import BETWEEN, JOINED, KINDS, NUMBERS, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 

@@ -11,12 +11,14 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from collage_neuron.numerics.eft import widen
-from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, Increments, Reader, Value, lift
+
+if TYPE_CHECKING:
+    from collage_neuron.numerics.formats import Format
 
 
 class Arithmetic:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from collage_neuron.numerics.eft import Expansion, bf16, grow, half_a_place, scale, widen
-from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, Increments, Reader, lift
 from collage_neuron.passes.rewrite.arithmetic import Accumulator, Arithmetic, times
+
+if TYPE_CHECKING:
+    from collage_neuron.numerics.formats import Format
 
 
 class Bf16Arithmetic(Arithmetic):

@@ -12,7 +12,7 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.numerics.eft import Value
 from collage_neuron.numerics.formats import Format, format_named
-from collage_neuron.numerics.matrix_sums import ELEMENT, NUMBER
+from collage_neuron.numerics.reductions import ELEMENT, NUMBER
 from collage_neuron.passes.analysis.parameter_path import spine
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.update import Captured, Update

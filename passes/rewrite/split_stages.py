@@ -11,8 +11,7 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.matrix_sums import DIMENSIONS, ELEMENT, ENDINGS, NUMBER, joined
-from collage_neuron.numerics.tensor_sums import OF_TENSOR, across
+from collage_neuron.numerics.reductions import DIMENSIONS, ELEMENT, ENDINGS, NUMBER, OF_TENSOR, across, joined
 from collage_neuron.passes.ir.stage import BETWEEN, ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Stage, ancestors, returned
 from collage_neuron.passes.ir.update import Update
 
@@ -83,7 +82,7 @@ class _Place(NamedTuple):
     level: int
     """The number of reductions, of elements or between processes, that have to be done before, one after another."""
     extent: str
-    """That of its values (`numerics.matrix_sums`)."""
+    """That of its values (`numerics.reductions`)."""
 
 
 def places(graph: fx.Graph, of_elements: Iterable[str], small: Mapping[str, str]) -> dict[fx.Node, _Place]:

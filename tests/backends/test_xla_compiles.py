@@ -19,13 +19,13 @@ from planned import plan_update
 import collage_neuron
 from collage_neuron import TranslationError
 from collage_neuron.numerics.eft import round_to
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla.backend import Xla
 from collage_neuron.passes.rewrite.rules import RULES
 from collage_neuron.runtime.rounding_probe import require_sound
+from collage_neuron.states.inner_optimizers import base_of
 from collage_neuron.validation import validate
 
 torch_xla = pytest.importorskip("torch_xla")

@@ -13,8 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.matrix_sums import COLUMN, MATRIX, NUMBER, ROW, mean_to, norm_to, of_elements, sum_to
-from collage_neuron.numerics.tensor_sums import RUN, mean_of, norm_of, sum_of
+from collage_neuron.numerics.reductions import (
+    COLUMN,
+    MATRIX,
+    NUMBER,
+    ROW,
+    RUN,
+    mean_of,
+    mean_to,
+    norm_of,
+    norm_to,
+    of_elements,
+    sum_of,
+    sum_to,
+)
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.lower import user_computation
 from collage_neuron.passes.backends.xla.sums import Adder

@@ -23,8 +23,7 @@ import collage_neuron
 from collage_neuron import STRATEGIES, StrategyChanged, exact_value
 from collage_neuron.numerics.formats import FORMATS, format_named
 from collage_neuron.states import word_encoding
-from collage_neuron.states.format_record import record_of
-from collage_neuron.states.store import ensure_stored, is_stored, read_exact, store
+from collage_neuron.states.store import ensure_stored, is_stored, read_exact, record_of, store
 
 SHAPES = [(0,), (1,), (130,), (3, 130), (2, 0), (0, 7), (2, 3, 257), (5, 128)]
 """Blocks that are whole and cut short, several of a row, rows of one element, and none."""

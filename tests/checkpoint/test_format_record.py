@@ -20,12 +20,10 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import SmallSteps
 from collage_neuron.numerics.eft import Value, widen
-from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.numerics.formats import FORMATS, FORMATS_KEPT
 from collage_neuron.numerics.strategies import STRATEGIES
-from collage_neuron.settings import FORMATS_KEPT
 from collage_neuron.states import format_record
-from collage_neuron.states.format_record import record_of
-from collage_neuron.states.store import kept_format, read_exact
+from collage_neuron.states.store import kept_format, read_exact, record_of
 
 NAME = BF16_INT8.name
 

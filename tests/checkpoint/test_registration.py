@@ -20,10 +20,9 @@ import collage_neuron
 import collage_neuron.optimizer
 from collage_neuron.checkpoint.fp32 import get_fp32_state_dict
 from collage_neuron.numerics.eft import Value, narrow, round_to, widen
-from collage_neuron.numerics.formats import BUILT_IN, FORMATS, Component, Format
-from collage_neuron.numerics.rounding import digits
+from collage_neuron.numerics.formats import BUILT_IN, FORMATS, FORMATS_KEPT, Component, Format
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
-from collage_neuron.settings import FORMATS_KEPT
+from collage_neuron.numerics.underflow import digits
 
 WORD = Component("", "bf16")
 ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")

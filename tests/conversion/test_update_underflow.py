@@ -19,9 +19,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 import collage_neuron
 from collage_neuron import ImpreciseState, SmallSteps
 from collage_neuron.numerics.formats import Format, format_named
-from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
-from collage_neuron.numerics.underflow import LOST, Scale, is_short, lost
+from collage_neuron.numerics.underflow import LOST, Scale, digits, is_short, lost
 
 pytestmark = pytest.mark.filterwarnings("error::collage_neuron.SmallSteps")
 

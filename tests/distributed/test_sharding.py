@@ -16,7 +16,7 @@ from worlds import in_turn, run_world
 
 from collage_neuron import STRATEGIES
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.numerics.rounding import digits
+from collage_neuron.numerics.underflow import digits
 
 # --- real processes on the CPU: a sharded run has the bits of an unsharded one, and sends nothing but high words ------
 

@@ -30,8 +30,7 @@ from torch_cases import CASES, Case, parameter
 
 import collage_neuron
 from collage_neuron.numerics.strategies import has_blocks
-from collage_neuron.states.format_record import record_of
-from collage_neuron.states.store import read_exact
+from collage_neuron.states.store import read_exact, record_of
 
 STEPS = 20
 MAX = torch.finfo(torch.float32).max

@@ -11,8 +11,7 @@ from models import REPRESENTATIVE
 
 import collage_neuron
 from collage_neuron.numerics.strategies import STRATEGIES, Role, Strategy, tells_roles
-from collage_neuron.states.format_record import record_of
-from collage_neuron.states.store import read_exact
+from collage_neuron.states.store import read_exact, record_of
 
 SPLIT = [name for name in STRATEGIES if name.startswith("split")]
 SHAPES = ((300,), (5, 130), (), (3, 4, 70))

@@ -14,19 +14,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.matrix_sums import (
+from collage_neuron.numerics.reductions import (
     COLUMN,
     DOWN,
+    LANES,
     MATRIX,
     NUMBER,
     ROW,
+    RUN,
+    RUNS,
+    mean_of,
     mean_to,
+    norm_of,
     norm_to,
     of_elements,
     shape_of,
+    sum_of,
     sum_to,
 )
-from collage_neuron.numerics.tensor_sums import LANES, RUN, RUNS, mean_of, norm_of, sum_of
 
 SIZES = (1, 7, 127, 128, 129, 1000, RUN * RUNS, RUN * RUNS + 1, 2 * RUN * RUNS + 300)
 """At most four times 64 runs."""

@@ -19,10 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.numerics.rounding import rounding
+from collage_neuron.numerics.underflow import rounding
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.format_record import record_of
-from collage_neuron.states.store import read_fp32
+from collage_neuron.states.store import read_fp32, record_of
 
 SHAPES = ((6, 10), (8, 8), (2, 6, 10), (4, 16), (1, 40), (40, 1))
 """Of the first one, heads begin and end within rows; of the second, rows and heads are of one number."""

@@ -17,10 +17,10 @@ from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.errors import StrategyChanged, TranslationError, UnsupportedUpdate
-from collage_neuron.numerics import matrix_sums
+from collage_neuron.numerics import reductions
 from collage_neuron.passes.backends import staged
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.format_record import record_of
+from collage_neuron.states.store import record_of
 
 pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
 
@@ -90,9 +90,9 @@ def test_a_nan_reaches_its_row_and_its_column() -> None:
 def test_validation_notices_a_wrong_mean(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     optimizer, _ = compiled(backend="reference", shapes=((40, 40),), validate="on")
     run(optimizer, steps - 1)
-    right = matrix_sums.ENDINGS[matrix_sums.mean_to]
+    right = reductions.ENDINGS[reductions.mean_to]
     wrong = right._replace(finish=lambda total, n: total / max(n - 1, 1))
-    monkeypatch.setitem(matrix_sums.ENDINGS, matrix_sums.mean_to, wrong)
+    monkeypatch.setitem(reductions.ENDINGS, reductions.mean_to, wrong)
     with pytest.raises(TranslationError, match="rounding explains"):
         run(optimizer, 1, first=5)
 

@@ -25,7 +25,7 @@ from torch.optim import Adafactor
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
-from collage_neuron.numerics import tensor_sums
+from collage_neuron.numerics import reductions
 
 BACKENDS = ("reference", "native")
 pytestmark = pytest.mark.usefixtures("rejecting")
@@ -151,9 +151,9 @@ def test_bf16_arithmetic_has_no_sums(make: Any) -> None:
 
 def test_validation_notices_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, _ = compiled(StableAdamW, "full", backend="reference", validate="on")
-    right = tensor_sums.OF_TENSOR[tensor_sums.mean_of]
+    right = reductions.OF_TENSOR[reductions.mean_of]
     wrong = right._replace(finish=lambda total, n: 4 * total / max(n, 1))
-    monkeypatch.setitem(tensor_sums.OF_TENSOR, tensor_sums.mean_of, wrong)
+    monkeypatch.setitem(reductions.OF_TENSOR, reductions.mean_of, wrong)
     with pytest.raises(TranslationError, match="rounding explains"):
         run(optimizer, 2)
 

@@ -21,8 +21,7 @@ from xla_runs import Shapes, both, compiled, counted, differing, met, run, torch
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
-from collage_neuron.numerics.matrix_sums import mean_to
-from collage_neuron.numerics.tensor_sums import norm_of
+from collage_neuron.numerics.reductions import mean_to, norm_of
 from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla import sums

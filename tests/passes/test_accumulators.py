@@ -18,9 +18,9 @@ from sampling import part
 from torch import Tensor
 
 import collage_neuron
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.state_roles import roles_of, structure
 from collage_neuron.passes.ir.update import Recording
+from collage_neuron.states.inner_optimizers import base_of
 
 SLOW = {name: (idiom, ("v",), {"v"}) for name, idiom in AVERAGES.items()} | OTHERS
 

@@ -16,7 +16,7 @@ from as_written import Written
 from torch import Tensor
 
 import collage_neuron
-from collage_neuron.states.format_record import record_of
+from collage_neuron.states.store import record_of
 
 State = dict[str, Any]
 LR = 1e-3

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch_cases import CASES
 
 import collage_neuron
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.state_roles import roles_of
 from collage_neuron.runtime.step_plan import Job
+from collage_neuron.states.inner_optimizers import base_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 

@@ -18,8 +18,8 @@ from torch import Tensor
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.state_roles import roles_of
+from collage_neuron.states.inner_optimizers import base_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 

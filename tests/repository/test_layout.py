@@ -32,14 +32,14 @@ RANKS = (
     ("exact", "explanation", "extend", "bookkeeping", "validate"),
     ("checkpoint", "accumulation", "averaging", "monitoring"),
     ("api", "trainers"),
-    ("public", "cli"),
+    ("cli",),
 )
 """From the lowest: files and folders of the package. A module imports from lower ranks, and from its own folder."""
 
 OPEN_TO_PASSES = ("passes", "numerics", "errors", "torch_privates")
 """What the compiler may import: it knows nothing of what users see."""
 
-DEPTH = 16
+DEPTH = 12
 """The longest chain of imports between our own modules, without the folder of NKI, which is imported when needed."""
 
 

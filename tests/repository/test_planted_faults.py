@@ -77,7 +77,7 @@ FAULTS = [
           "matmuls/test_rounding.py::test_to_nearest_even_and_saturating[cpu-e4m3]"),
     Fault("collage_neuron/numerics/eft.py", "x.round().clamp(*self.limits)", "x.round()",
           "numerics/test_storage.py::test_rounding_to_an_integer_is_to_nearest_even_and_saturates[int8]"),
-    Fault("collage_neuron/numerics/tensor_sums.py", "x.narrow(dim, 0, half) + x.narrow(dim, half, half)",
+    Fault("collage_neuron/numerics/reductions.py", "x.narrow(dim, 0, half) + x.narrow(dim, half, half)",
           "x[..., 0::2] + x[..., 1::2]",
           "numerics/test_sums.py::test_sums_of_64_runs_are_folded_with_those_of_the_second_half"),
     Fault(BLOCKS, "torch.where(code > self.most, self.most, code)", "code",

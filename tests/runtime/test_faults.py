@@ -17,12 +17,12 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value, skipped_steps
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.native.backend import BACKEND
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.runtime import nonfinite, step_plan
-from collage_neuron.states.format_record import record_of
+from collage_neuron.states.inner_optimizers import base_of
+from collage_neuron.states.store import record_of
 
 INF, NAN = float("inf"), float("nan")
 

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron.numerics.strategies import StrategyLike
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.state_roles import structure
 from collage_neuron.runtime.step_plan import Job
+from collage_neuron.states.inner_optimizers import base_of
 
 Make = Callable[[list[torch.nn.Parameter]], Optimizer]
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # private
 
 import collage_neuron
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import custom_op
 from collage_neuron.passes.backends.nki.target import TARGET
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.registry import get
+from collage_neuron.states.inner_optimizers import base_of
 
 
 def custom_call(key: str) -> Any:

@@ -22,7 +22,6 @@ from torch_cases import Case, gradients, parameter, weights
 import collage_neuron
 from collage_neuron.numerics.eft import bf16
 from collage_neuron.numerics.strategies import StrategyLike
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import schedule
 from collage_neuron.passes.backends.nki.bodies import count_as
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument
@@ -30,8 +29,8 @@ from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.states.format_record import record_of
-from collage_neuron.states.store import ensure_stored
+from collage_neuron.states.inner_optimizers import base_of
+from collage_neuron.states.store import ensure_stored, record_of
 
 INFINITY = nki_standin.Device(overflow="infinity")
 """A device on which what is beyond bf16 becomes infinite, as on the CPU."""

@@ -36,7 +36,7 @@ TIMEOUT = 300.0
 """Seconds after which a world has failed: one of all calls of a file takes 20 on an idle core."""
 
 PRELOAD = ["worlds", "sharded_runs", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
-PRELOAD += ["collage_neuron.public", "collage_neuron.passes.backends.native.backend", "llvmlite.binding"]
+PRELOAD += ["collage_neuron.api", "collage_neuron.passes.backends.native.backend", "llvmlite.binding"]
 PRELOAD += ["torch._inductor.fx_passes.post_grad"]
 """What the server imports, once for all processes: `collage_neuron` is imported when the first of its names is read,
 backends and llvmlite when they are needed, torch._dynamo when any optimizer is built, torch._inductor by torch_xla."""

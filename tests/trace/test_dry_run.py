@@ -13,7 +13,7 @@ from torch_cases import CASES
 from traced_cases import Stepping, initial, set_gradients
 
 import collage_neuron
-from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.states.inner_optimizers import base_of
 from collage_neuron.trace import dry_run
 from collage_neuron.trace.recorded_classes import TRACE
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.tensor_sums import RUNS, folded_over
+from collage_neuron.numerics.reductions import RUNS, folded_over
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Place, Step, lay_out
 from collage_neuron.passes.backends.native.kernel import Kernels

@@ -33,9 +33,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from collage_neuron.numerics.matrix_sums import ENDINGS
-from collage_neuron.numerics.reductions import REDUCTIONS
-from collage_neuron.numerics.tensor_sums import OF_TENSOR
+from collage_neuron.numerics.reductions import ENDINGS, OF_TENSOR, REDUCTIONS
 from collage_neuron.passes.backends.native.blocks import BlockWriter, size_of_blocks
 from collage_neuron.passes.backends.native.llvm_builder import NAME, RESULT, NotEmitted, Value, loop
 from collage_neuron.passes.backends.native.machine import Machine

@@ -1,4 +1,4 @@
-"""Kernels of sums: over tensors (`numerics.tensor_sums`), and over rows and columns (`numerics.matrix_sums`).
+"""Kernels of sums: over tensors and over rows and columns (`numerics.reductions`).
 
 Of tensors and rows, runs of 128 elements are added in a pass over memory, which stores the sums.
 
@@ -29,8 +29,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from collage_neuron.numerics.matrix_sums import COLUMN, ENDINGS
-from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, RUNS, Reduction, groups_in
+from collage_neuron.numerics.reductions import COLUMN, ENDINGS, LANES, OF_TENSOR, RUN, RUNS, Reduction, groups_in
 from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.kernel import Compiled, FlatWriter, slots_of
 from collage_neuron.passes.backends.native.llvm_builder import DOUBLE, FLOAT, Code, NotEmitted, Value, loop

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.matrix_sums import COLUMN, DOWN, NUMBER, view_of
-from collage_neuron.numerics.tensor_sums import RUN
+from collage_neuron.numerics.reductions import COLUMN, DOWN, NUMBER, RUN, view_of
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Step
 from collage_neuron.passes.backends.native.kernel import Compiled, Kernels, write_kernel

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch.fx as fx
 
-from collage_neuron.numerics.tensor_sums import OF_TENSOR
+from collage_neuron.numerics.reductions import OF_TENSOR
 from collage_neuron.passes.backends.nki.ir import Pieces, Program, Spread, Value
 from collage_neuron.passes.backends.nki.legalize import Builder
 from collage_neuron.passes.backends.nki.tiling import SUMMED

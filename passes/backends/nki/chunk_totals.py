@@ -40,10 +40,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from collage_neuron.numerics import matrix_sums
+from collage_neuron.numerics import reductions
 from collage_neuron.numerics.eft import inverse_power_of_two, power_of_two, sqrt, storage_of
 from collage_neuron.numerics.fp32_pairs import Pair, folded, halves, over, root, square_root
-from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
+from collage_neuron.numerics.reductions import mean_of, norm_of, sum_of
 from collage_neuron.passes.backends.nki.calls import Part, call, kernel_of
 from collage_neuron.passes.backends.nki.chunk_sums import LARGEST, LEAST
 from collage_neuron.passes.backends.nki.docstring import MEASURES
@@ -57,13 +57,13 @@ from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 FINISH: Mapping[Any, Callable[[Pair, int], Pair]] = {
-    **dict.fromkeys((sum_of, matrix_sums.sum_to), lambda total, n: total),
-    **dict.fromkeys((mean_of, matrix_sums.mean_to), over),
-    **dict.fromkeys((norm_of, matrix_sums.norm_to), lambda total, n: root(total)),
+    **dict.fromkeys((sum_of, reductions.sum_to), lambda total, n: total),
+    **dict.fromkeys((mean_of, reductions.mean_to), over),
+    **dict.fromkeys((norm_of, reductions.norm_to), lambda total, n: root(total)),
 }
 """What becomes of a sum, by operation."""
 
-SQUARES = frozenset({norm_of, matrix_sums.norm_to})
+SQUARES = frozenset({norm_of, reductions.norm_to})
 """Operations that add up squares."""
 
 
@@ -115,7 +115,7 @@ class Wanted(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the result: with a dimension for parameters, if there are several."""
-        own, count = matrix_sums.shape_of(self.extent, self.operands[0].shape), len(self.operands)
+        own, count = reductions.shape_of(self.extent, self.operands[0].shape), len(self.operands)
         return (count, *(own or (1, 1, 1))) if count > 1 else own
 
 
@@ -140,11 +140,11 @@ def _part(wanted: Wanted, x: Tensor, machine: Machine) -> Part:
 def rows_of(extent: str, x: Tensor) -> Tensor:
     """What has to be added up of (matrices, rows, columns): each row of a matrix, contiguous, is one result."""
     matrices, rows, columns = x.shape
-    if extent == matrix_sums.ROW:
+    if extent == reductions.ROW:
         return x.reshape(matrices * rows, columns)
-    if extent == matrix_sums.COLUMN:
+    if extent == reductions.COLUMN:
         return x.mT.reshape(matrices * columns, rows).contiguous()
-    return x.reshape(matrices, rows * columns) if extent == matrix_sums.MATRIX else x.reshape(1, x.numel())
+    return x.reshape(matrices, rows * columns) if extent == reductions.MATRIX else x.reshape(1, x.numel())
 
 
 def laid_out(rows: Tensor, tiling: Tiling) -> tuple[Tensor, Cut]:
@@ -164,7 +164,7 @@ def _finished(wanted: Wanted, parts: Sequence[Part], measured: Sequence[dict[str
     if not x.numel():
         return _of_nothing(wanted.operation, x.new_zeros(wanted.shape, dtype=torch.float32), 0)
     totals = torch.cat([known[MEASURES].view(len(known[X]), -1) for known in measured])
-    terms = matrix_sums.terms_in(x.shape, matrix_sums.ELEMENT, wanted.extent)
+    terms = reductions.terms_in(x.shape, reductions.ELEMENT, wanted.extent)
     return sums_of(parts[0].kernel.plan.program, [wanted.operation], totals, terms).reshape(wanted.shape)
 
 
@@ -190,7 +190,7 @@ class _Numbers(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation."""
-        if target in matrix_sums.ENDINGS:
+        if target in reductions.ENDINGS:
             return of_values(target, *args)
         return super().call_function(square_root if target is sqrt else target, args, kwargs)
 
@@ -203,11 +203,11 @@ def computed(stage: Stage, given: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def of_values(operation: Any, x: Tensor, extent: str) -> Tensor:
     """The result of an operation of `ENDINGS` for values of shape (..., matrices, rows, columns)."""
-    gone = [d - 3 for d in range(3) if d not in matrix_sums.DIMENSIONS[extent]]
+    gone = [d - 3 for d in range(3) if d not in reductions.DIMENSIONS[extent]]
     shape = [1 if d - x.dim() in gone else n for d, n in enumerate(x.shape)]
     terms = x.movedim(gone, list(range(-len(gone), 0))).flatten(-len(gone))
     found = _over_last(operation, terms).reshape(shape)
-    return found if matrix_sums.DIMENSIONS[extent] or found.dim() > 3 else found.reshape(())
+    return found if reductions.DIMENSIONS[extent] or found.dim() > 3 else found.reshape(())
 
 
 def _over_last(operation: Any, x: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def _over_last(operation: Any, x: Tensor) -> Tensor:
 
 
 def _of_nothing(operation: Any, zeros: Tensor, count: int) -> Tensor:
-    result: Tensor = matrix_sums.ENDINGS[operation].finish(zeros, count)
+    result: Tensor = reductions.ENDINGS[operation].finish(zeros, count)
     return result
 
 

@@ -19,7 +19,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.eft import widen
 from collage_neuron.numerics.formats import BY_ELEMENT, FORMATS
-from collage_neuron.numerics.matrix_sums import NUMBER
+from collage_neuron.numerics.reductions import NUMBER
 from collage_neuron.passes.backends.nki.chunk_sums import reduction_of
 from collage_neuron.passes.backends.nki.cost import estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.tensor_sums import OF_TENSOR
+from collage_neuron.numerics.reductions import OF_TENSOR
 from collage_neuron.passes.backends import staged
 from collage_neuron.passes.backends.nki.calls import call, end_graph, parts_of
 from collage_neuron.passes.backends.nki.chunk_totals import Wanted, computed, sums_for, sums_of

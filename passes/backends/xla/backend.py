@@ -12,7 +12,7 @@ import torch
 
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
-from collage_neuron.numerics.matrix_sums import ENDINGS
+from collage_neuron.numerics.reductions import ENDINGS
 from collage_neuron.passes.backends.protocol import AUTO, ByParameter, Launch, Measure
 from collage_neuron.passes.backends.xla.compilers import BY_KIND
 from collage_neuron.passes.backends.xla.hlo import Computation
@@ -21,7 +21,7 @@ from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
 
 DOUBLES = frozenset({"CPU"})
-"""The kinds of torch_xla's devices that add fp64 numbers as `numerics.tensor_sums` does. Neuron's have no fp64, and
+"""The kinds of torch_xla's devices that add fp64 numbers as `numerics.reductions` does. Neuron's have no fp64, and
 TPUs make it of two fp32 numbers."""
 
 

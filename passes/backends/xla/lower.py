@@ -2,7 +2,7 @@
 
 A user computation enters torch_xla's lazy graph as one node, so that tracing is cheap, and its hash includes the
 wiring. It has all stages of an update (`ir/stage.py`), one after another. Values have the shape of their extent
-(`numerics.matrix_sums`), and are repeated where they meet others. States without a value for each element are
+(`numerics.reductions`), and are repeated where they meet others. States without a value for each element are
 parameters of it too, and results.
 """
 
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from collage_neuron import torch_privates
 from collage_neuron.numerics.eft import sqrt, storage_of
-from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER, shape_of, view_of
-from collage_neuron.numerics.reductions import REDUCTIONS, count
-from collage_neuron.numerics.tensor_sums import OF_TENSOR
+from collage_neuron.numerics.reductions import ENDINGS, NUMBER, OF_TENSOR, REDUCTIONS, count, shape_of, view_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.nodes import gather, lower_node, spread, words_of
 from collage_neuron.passes.backends.xla.sums import Adder

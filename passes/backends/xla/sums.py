@@ -1,4 +1,4 @@
-"""Reductions over tensors, rows and columns as HLO: the additions of `tensor_sums` and `matrix_sums`, in their order.
+"""Reductions over tensors, rows and columns as HLO: the additions of `numerics.reductions`, in their order.
 
 Each is an `add` of two slices: XLA may do a `reduce` in any order. For a row of three runs of 128 elements, and a sum::
 
@@ -18,18 +18,25 @@ from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from typing import Any
 
-from collage_neuron.numerics.matrix_sums import (
+from collage_neuron.numerics.reductions import (
     COLUMN,
     DIMENSIONS,
     DOWN,
     ELEMENT,
     ENDINGS,
+    LANES,
+    OF_TENSOR,
+    RUN,
+    RUNS,
+    mean_of,
     mean_to,
+    norm_of,
     norm_to,
+    power_from,
+    sum_of,
     sum_to,
     terms_in,
 )
-from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, RUNS, mean_of, norm_of, power_from, sum_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 
 Finish = Callable[[Computation, Instruction, Instruction], Instruction]
@@ -95,7 +102,7 @@ class Adder:
 
     def _left(self, operation: Any, sums: Instruction, extent: str, count: int) -> Instruction:
         """What is left when all but the dimensions of `extent` are added up."""
-        # Columns, rows and then matrices, as in `matrix_sums.finished`: another order has other bits.
+        # Columns, rows and then matrices, as in `reductions.finished`: another order has other bits.
         for d in (2, 1, 0):
             sums = sums if d in DIMENSIONS[extent] else self._folded(sums, d)
         return self._finished(operation, sums if DIMENSIONS[extent] else self.hlo.reshape(sums, ()), count)
@@ -114,7 +121,7 @@ class Adder:
         return self.hlo.on("multiply", terms, terms) if is_square else terms
 
     def _runs(self, x: Instruction, is_square: bool) -> Instruction:
-        """`tensor_sums.run_sums`, along the last dimension of fp32 elements."""
+        """`reductions.run_sums`, along the last dimension of fp32 elements."""
         *others, size = x.array.dims
         count = -(-size // RUN)
         runs = self.hlo.reshape(self._padded(x, len(others), count * RUN), (*others, count, RUN))
@@ -122,7 +129,7 @@ class Adder:
         return self.hlo.reshape(self._folded(lanes, len(others) + 1), (*others, count))
 
     def _down(self, x: Instruction, is_square: bool) -> Instruction:
-        """`matrix_sums.down_columns`, of fp32 elements (matrices, rows, columns)."""
+        """`reductions.down_columns`, of fp32 elements (matrices, rows, columns)."""
         matrices, rows, columns = x.array.dims
         groups = -(-rows // DOWN)
         lines = self.hlo.reshape(self._padded(x, 1, groups * DOWN), (matrices, groups, DOWN * columns))
@@ -136,7 +143,7 @@ class Adder:
         return reduce(partial(self.hlo.on, "add"), parts)
 
     def _folded(self, x: Instruction, dim: int) -> Instruction:
-        """`tensor_sums.folded_over`: the sums over a dimension, which is one element long then."""
+        """`reductions.folded_over`: the sums over a dimension, which is one element long then."""
         size = x.array.dims[dim]
         if not size:
             one = tuple(1 if d == dim else n for d, n in enumerate(x.array.dims))

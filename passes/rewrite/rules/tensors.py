@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.matrix_sums import mean_to, norm_to, sum_to
-from collage_neuron.numerics.tensor_sums import ACROSS, across, mean_of, norm_of, sum_of
+from collage_neuron.numerics.reductions import ACROSS, across, mean_of, mean_to, norm_of, norm_to, sum_of, sum_to
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic

@@ -32,7 +32,6 @@ from worlds import run_script
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import calls, ir
 from collage_neuron.passes.backends.nki.backend import run_step
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
@@ -42,6 +41,7 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.stage import NUMBERS
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.inner_optimizers import base_of
 
 pytestmark = [
     pytest.mark.usefixtures("rejecting", "short_search", "dialect"),

@@ -25,13 +25,13 @@ import collage_neuron
 from collage_neuron import errors
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import StrategyLike
-from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import calls, custom_op, target
 from collage_neuron.passes.backends.nki.backend import run_step
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import choose, get
 from collage_neuron.runtime import rounding_probe
+from collage_neuron.states.inner_optimizers import base_of
 
 pytestmark = pytest.mark.usefixtures("rejecting", "own_folder")
 

@@ -22,18 +22,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from collage_neuron.numerics.eft import widen
 from collage_neuron.numerics.fp32_pairs import folded
-from collage_neuron.numerics.matrix_sums import (
+from collage_neuron.numerics.reductions import (
     COLUMN,
     DIMENSIONS,
     MATRIX,
     NUMBER,
     ROW,
+    mean_of,
     mean_to,
+    norm_of,
     norm_to,
     of_elements,
+    sum_of,
     sum_to,
 )
-from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
 from collage_neuron.passes.backends.nki import calls
 from collage_neuron.passes.backends.nki.chunk_totals import (
     Wanted,
