@@ -40,7 +40,7 @@ OPEN_TO_PASSES = ("passes", "numerics", "errors", "torch_privates")
 """What the compiler may import: it knows nothing of what users see."""
 
 DEPTH = 12
-"""The longest chain of imports between our own modules, without the folder of NKI, which is imported when needed."""
+"""The longest chain of imports between our own modules."""
 
 
 def place(name: str) -> str:

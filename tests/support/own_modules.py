@@ -77,10 +77,9 @@ def _imported(node: ast.stmt, known: dict[str, Path]) -> Iterator[str]:
 
 
 def longest_chain(found: Mapping[str, Module]) -> list[str]:
-    """The longest chain of imports, without the folder of NKI, which is imported when needed."""
-    counted = {name: module for name, module in found.items() if ".backends.nki" not in name}
+    """The longest chain of imports."""
     chains: dict[str, list[str]] = {}
-    for name in TopologicalSorter({n: m.loads & counted.keys() for n, m in counted.items()}).static_order():
-        below = [chains[other] for other in counted[name].loads & counted.keys()]
+    for name in TopologicalSorter({n: m.loads & found.keys() for n, m in found.items()}).static_order():
+        below = [chains[other] for other in found[name].loads & found.keys()]
         chains[name] = [name, *max(below, key=len, default=[])]
     return max(chains.values(), key=len)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from collage_neuron.passes.backends.nki.docstring import number
-from collage_neuron.passes.backends.nki.ir import HALVES, Column, Instruction, Spread, Value, View
+from collage_neuron.passes.backends.nki.ir import HALVES, Column, Instruction, Spread, Value, View, number
 from collage_neuron.passes.backends.nki.tiling import Cut
 
 UpdateTile = Callable[..., str]

@@ -1,22 +1,101 @@
-"""Names the values of a kernel, and writes its docstring: tensors, arithmetic as equations, and cost."""
+"""Names the values of a kernel, and writes its docstring: tensors, arithmetic as equations, and its estimated cost.
+
+Costs are estimated from documented figures: bytes, instructions and cycles, and what bounds the kernel. The unit is one
+column: one element in each of 128 partitions, that is 128 parameters. The estimate assumes that all engines work in
+parallel, which is the purpose of two buffers for each tile. We have measured nothing.
+"""
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.eft import STORAGE_TYPES
-from collage_neuron.passes.backends.nki import ir
-from collage_neuron.passes.backends.nki.cost import Estimate
-from collage_neuron.passes.backends.nki.hardware import PARTITIONS, Generation
-from collage_neuron.passes.backends.nki.ir import HALVES, MASK, MASKS, Column, Instruction, Spread, Value, View
-from collage_neuron.passes.backends.nki.schedule import Plan
+from collage_neuron.passes.backends.nki import hardware, ir
+from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, Generation
+from collage_neuron.passes.backends.nki.ir import (
+    HALVES,
+    MASK,
+    MASKS,
+    Column,
+    Instruction,
+    Spread,
+    Value,
+    View,
+    itemsize,
+    number,
+)
+from collage_neuron.passes.backends.nki.schedule import Plan, shape_of, table_loads
 from collage_neuron.passes.backends.nki.tiling import Tiling, tile_of
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The cost of a kernel on a target; times are in nanoseconds per column."""
+
+    read: int
+    written: int
+    """Bytes per parameter, without the words that blocks share."""
+    instructions: dict[str, int]
+    cycles: dict[str, float]
+    """Cycles per column, by engine."""
+    times: dict[str, float]
+    """By engine, and by port that two engines share; the time of ScalarE includes loading its tables."""
+    table_loads: int
+    """Number of function tables that ScalarE loads per DMA tile."""
+    memory: float
+    """The time of the DMA, at the documented bandwidth."""
+    sbuf: int
+    """Bytes per partition, with two buffers for each tile."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per parameter, read and written."""
+        return self.read + self.written
+
+    @property
+    def bound(self) -> str:
+        """The busiest engine or port."""
+        return max(self.times, key=lambda r: self.times[r]) if self.times else "memory"
+
+    @property
+    def ratio(self) -> float:
+        """Time of the busiest resource over the time of the DMA."""
+        return max(self.times.values(), default=0.0) / self.memory
+
+
+def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
+    """The cost of `plan` on the generation `g`."""
+    moved = (*plan.program.loads, *plan.program.stores.values())
+    read = sum(itemsize(v.dtype) for v in plan.program.loads if not v.block)
+    written = sum(itemsize(v.dtype) for v in plan.program.stores.values() if not v.block)
+    shared = sum(itemsize(v.dtype) for v in moved if v.block) / BLOCK
+    shared += len(plan.program.measures) * itemsize("float32") / tiling.chunk
+    cycles, instructions = dict.fromkeys(ENGINES, 0.0), dict.fromkeys(ENGINES, 0)
+    loads = table_loads(plan.program)
+    times: dict[str, float] = defaultdict(float, {"scalar": loads * hardware.TABLE_LOAD / tiling.columns})
+    for value, instruction in plan.steps:
+        shape, engine = shape_of(value, instruction, plan.in_psum), instruction.engine
+        used = dict(hardware.times_of(instruction.kind, engine, shape, g, tiling.chunk))
+        cycles[engine] += used[engine] * g.clock[engine]
+        instructions[engine] += 1
+        for resource, time in used.items():
+            times[resource] += time
+    return Estimate(
+        read=read,
+        written=written,
+        instructions=instructions,
+        cycles=cycles,
+        times=dict(times),
+        table_loads=loads,
+        memory=PARTITIONS * (read + written + shared) / g.bandwidth,
+        sbuf=tiling.sbuf,
+    )
+
 
 NOUNS = {
     "add": "sum", "subtract": "difference", "multiply": "product", "maximum": "larger", "minimum": "smaller",
@@ -64,14 +143,6 @@ def _is_pair(value: Value) -> bool:
     words = list(value.tiles())
     loads = value.op == "add" and [w.op for w in words] == ["load", "load"]
     return loads and words[1].name.startswith(words[0].name + "_")
-
-
-def number(x: float) -> str:
-    """A number as a literal; powers of two as `2.0**n` unless their decimal is short, bits in hexadecimal."""
-    if isinstance(x, int):
-        return f"0x{x:X}"
-    mantissa, exponent = math.frexp(x)
-    return f"2.0**{exponent - 1}" if mantissa == 0.5 and len(repr(x)) > 6 else repr(float(x)).replace("e+", "e")
 
 
 def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], columns: Mapping[Column, str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from collage_neuron.passes.backends.nki.ir import MASKS, POWERS, Column, Operand, Spread, Tile, Value, View
+from collage_neuron.passes.backends.nki.ir import Column, Operand, Tile, Value
 
 DOMAINS = {"sqrt": (2.0**-116, 2.0**118), "log": (2.0**-64, 2.0**64), "reciprocal": (2.0**-42, 2.0**42)}
 """Where ScalarE's approximations are valid (NKI documentation, table of activation functions)."""
@@ -114,42 +114,3 @@ LEASTS: Mapping[str, Callable[..., Any]] = {
 def is_root(x: Operand) -> bool:
     """Returns True for a square root, unrounded: that of a clamped number lies in the domain of another one."""
     return isinstance(x, Value) and x.op == "sqrt" and x.dtype == "float32"
-
-
-def nonnegative(x: Operand) -> frozenset[int] | None:
-    """The entries of the scalar vector whose non-negativity proves that of x; None if there is no proof."""
-    if isinstance(x, Column):
-        # The host checks entries of the vector: it can conclude something of these and of their reciprocals alone.
-        plain = x.target is None or (x.target is operator.truediv and x.args[0] == 1.0)
-        return x.entries() if plain and not x.is_found else None  # the host does not see what stages find
-    if isinstance(x, View):
-        return None
-    if isinstance(x, Spread):
-        return nonnegative(x.tile)
-    if not isinstance(x, Value):
-        return frozenset() if x >= 0 else None
-    if x.op in ("sqrt", "exp", "abs", "reciprocal", "block_max", *POWERS.values()) or x.op in MASKS:
-        return frozenset()
-    proofs = [nonnegative(a) for a in _unpaired(x)]
-    if x.op == "maximum":
-        return next((p for p in proofs if p is not None), None)
-    if x.op not in ("add", "multiply", "minimum", "clamp", "copy", "own_copy", "fill", "select") or None in proofs:
-        return None
-    return frozenset().union(*(p for p in proofs if p is not None))
-
-
-def _unpaired(x: Value) -> list[Operand]:
-    """The operands of `x`; for a product, its factors without pairs of equal ones: of (g * c) * g only c."""
-    if x.op != "multiply":
-        return list(x.args)
-    left: list[Operand] = []
-    for a in x.args:
-        for factor in _unpaired(a) if isinstance(a, Value) and a.op == "multiply" else [a]:
-            pair = next((i for i, f in enumerate(left) if _same(f, factor)), None)
-            left = [*left, factor] if pair is None else [*left[:pair], *left[pair + 1 :]]
-    return left
-
-
-def _same(x: Operand, y: Operand) -> bool:
-    """Returns True for the same tile, the same number of the step, and the same number (0.0 is not -0.0)."""
-    return x is y or (not isinstance(x, Tile) and repr(x) == repr(y))

@@ -23,8 +23,8 @@ from collage_neuron.numerics import eft
 from collage_neuron.numerics.eft import storage_named
 from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.passes.backends.nki import ir, words
-from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, nonnegative, root_of, unguarded
-from collage_neuron.passes.backends.nki.ir import Column, Operand, Program, Tile, Value, View
+from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, root_of, unguarded
+from collage_neuron.passes.backends.nki.ir import Column, Operand, Program, Tile, Value, View, nonnegative
 from collage_neuron.passes.backends.nki.schedule import in_phases
 from collage_neuron.passes.ir.update import Update
 

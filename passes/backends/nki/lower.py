@@ -21,9 +21,8 @@ from collage_neuron.numerics.eft import widen
 from collage_neuron.numerics.formats import BY_ELEMENT, FORMATS
 from collage_neuron.numerics.reductions import NUMBER
 from collage_neuron.passes.backends.nki.chunk_sums import reduction_of
-from collage_neuron.passes.backends.nki.cost import estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
-from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument, Design
+from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument, Design, estimate
 from collage_neuron.passes.backends.nki.domains import DOMAINS
 from collage_neuron.passes.backends.nki.emit import text_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation

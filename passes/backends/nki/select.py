@@ -13,9 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from collage_neuron.passes.backends.nki import ir
-from collage_neuron.passes.backends.nki.domains import nonnegative
 from collage_neuron.passes.backends.nki.hardware import Generation
-from collage_neuron.passes.backends.nki.ir import Column, Instruction, Operand, Program, Spread, Value, View
+from collage_neuron.passes.backends.nki.ir import (
+    Column,
+    Instruction,
+    Operand,
+    Program,
+    Spread,
+    Value,
+    View,
+    nonnegative,
+)
 
 APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
 """Operations that the device approximates, with an error that is not published."""

@@ -19,12 +19,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.passes.backends.nki.hardware import LEAST_CYCLES, PARTITIONS, PSUM_BANK, Generation
 from collage_neuron.passes.backends.nki.ir import IN_PLACE, Value, itemsize
-from collage_neuron.passes.backends.nki.schedule import Plan
+
+if TYPE_CHECKING:
+    from collage_neuron.passes.backends.nki.schedule import Plan
 
 IN_FLIGHT = 2
 """Buffers of each tile: one is transferred while the other is computed."""
