@@ -31,7 +31,7 @@ RANKS = (
     ("conversion", "matmuls"),
     ("exact", "explanation", "extend", "bookkeeping", "validate"),
     ("checkpoint", "accumulation", "averaging", "monitoring"),
-    ("api", "trainers"),
+    ("api", "trainers", PACKAGE),
     ("cli",),
 )
 """From the lowest: files and folders of the package. A module imports from lower ranks, and from its own folder."""
@@ -49,14 +49,14 @@ def place(name: str) -> str:
 
 @cache
 def part(name: str) -> str:
-    """The part of the package that a module belongs to, as RANKS has it; '' for the package itself."""
+    """The part of the package that a module belongs to, as RANKS has it."""
     known = [p for rank in RANKS for p in rank if place(name) == p or place(name).startswith(f"{p}.")]
     return max(known, key=len, default="")
 
 
 @cache
 def rank(name: str) -> int:
-    if place(name) in (PACKAGE, "__main__"):
+    if place(name) == "__main__":
         return len(RANKS)
     (found,) = [i for i, parts in enumerate(RANKS) if part(name) in parts] or [-1]
     return found
