@@ -46,7 +46,7 @@ from collage_neuron.numerics.strategies import STRATEGIES, Strategy, StrategyLik
 from collage_neuron.optimizer.compiled import Compiled, compiled_class
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.nonfinite import skipped_steps
-from collage_neuron.runtime.preconditions import check_environment
+from collage_neuron.runtime.step_call import check_environment
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.inner_optimizers import base_of

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import torch
 
 from collage_neuron.numerics.formats import FORMATS_KEPT
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike, check_strategy, default_strategy
@@ -96,3 +98,40 @@ def filled(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, A
     if KEYS[0] not in group and both.get(KEYS[0]) == DEFAULT:  # the group's arithmetic may not be that of `defaults`
         both[KEYS[0]] = default_strategy(both[KEYS[1]])
     return both
+
+
+class GroupNumbers:
+    """The settings of a group that a class reads: numbers; and all else, as a key that is equal if only they differ."""
+
+    def __init__(self, group: Mapping[str, Any], names: Collection[str]) -> None:
+        self.numbers: list[float] = []
+        self.key: tuple[Any, ...] | None = None
+        """None if there are settings that are not numbers and texts, or tuples and lists of these."""
+        told: list[Any] = []
+        for name in names:
+            value: Any = group.get(name)
+            if (kind := type(value)) is float:  # those that most are come first
+                self.numbers.append(value)
+                told.append(float)
+            else:
+                told.append(value if kind is bool or value is None else self._told(value))
+        self.key = None if _OTHER in told else tuple(told)
+
+    def _told(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, float) or is_tensor_number(value):  # a number of NumPy's is a float
+            self.numbers.append(value)
+            return kind, getattr(value, "dtype", None)
+        if kind in (tuple, list):
+            parts = tuple(map(self._told, value))
+            return _OTHER if _OTHER in parts else (kind, parts)
+        return (kind, value) if kind in _CONSTANT else _OTHER
+
+
+def is_tensor_number(value: Any) -> bool:
+    """Returns True for a rate or a beta that is a tensor: a number on the host that may be another one in each step."""
+    return type(value) is torch.Tensor and not value.dim() and value.is_cpu and value.is_floating_point()
+
+
+_OTHER = object()  # equals nothing that a setting can be
+_CONSTANT = (type(None), bool, int, str)

@@ -20,8 +20,8 @@ from collage_neuron.conversion.budget import VARIABLE
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose, get, names, passed_over
-from collage_neuron.runtime.preconditions import environment_findings
 from collage_neuron.runtime.rounding_probe import CHECKS, asked, failures
+from collage_neuron.runtime.step_call import environment_findings
 
 Row = tuple[str, str, str]
 """The checked item, the finding, and `ok`, `-` (missing but not needed) or what to do."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial, wraps
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -20,7 +20,8 @@ from collage_neuron.errors import UnsupportedUpdate, warn_user
 from collage_neuron.optimizer import bypass, compiled_step, exact_methods, load_inner, load_state
 from collage_neuron.optimizer.pending_models import adopt_params
 from collage_neuron.runtime import nonfinite, step_call
-from collage_neuron.runtime.preconditions import check_differentiable, check_environment
+from collage_neuron.runtime.preconditions import check_differentiable
+from collage_neuron.runtime.step_call import check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
 from collage_neuron.states import (
     format_record,
@@ -80,6 +81,8 @@ class Compiled(Optimizer):
     in its `bookkeeping`, which copies and pickles carry.
     """
 
+    _collage_base: ClassVar[type[Optimizer]]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Does not tell the user's class of what is made of it: that may list its subclasses, or need arguments."""
         if "_collage_base" not in vars(cls):
@@ -91,7 +94,7 @@ class Compiled(Optimizer):
         given = {key: kwargs.pop(key) for key in KEYS if key in kwargs}
         self._collage_defaults = filled(given, settings_of(type(self)).as_group())
         check_environment()  # once more: a trainer may set up the process after the class was compiled
-        implied = _implied(base_of(type(self)), kwargs)
+        implied = _implied(self._collage_base, kwargs)
         super().__init__(*args, **{k: v for k, v in kwargs.items() if k not in implied})
         self._check_implied(implied)
         self.defaults.update(self._collage_defaults)
@@ -102,7 +105,7 @@ class Compiled(Optimizer):
                 group.update(filled(group, self._collage_defaults))
                 adopt_params(self, group["params"], i)
         bypass.watch(self)
-        load_state.settle_new(base_of(type(self)), self)
+        load_state.settle_new(self._collage_base, self)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates every parameter that has a gradient; returns what the step of the class returns.
@@ -110,7 +113,7 @@ class Compiled(Optimizer):
         That is the closure's loss, if one is given, of torch's own classes: their closure is evaluated once, first.
         Other classes' own code gets all arguments, and evaluates the closure itself.
         """
-        base, context = base_of(type(self)), bookkeeping(self).presented
+        base, context = self._collage_base, bookkeeping(self).presented
         if context is not None and context.is_step:
             return torch_privates.unhooked_step(base)(self, *args, **kwargs)  # the user's own step calls it
         call = step_call.call_of(base, args, kwargs)
@@ -164,7 +167,7 @@ class Compiled(Optimizer):
         nonfinite.read_counts(self)
         with in_own_method(self):
             if inner_optimizers.inner_of(self):
-                base = base_of(type(self))
+                base = self._collage_base
                 return load_inner.save(base, self, partial(exact_methods.presented_lazily, base, self))
             format_record.save(self)
             # Before the user's own hooks, which are to see what is saved.
@@ -181,7 +184,7 @@ class Compiled(Optimizer):
         stores pairs; one of ours brings its own strategy. See docs/checkpoints.md.
         """
         replaced_params.follow(self)
-        base = base_of(type(self))
+        base = self._collage_base
         with in_own_method(self):
             if inner_optimizers.inner_of(self):
                 load_inner.load(base, self, state_dict, partial(exact_methods.presented_lazily, base, self))
@@ -196,7 +199,7 @@ class Compiled(Optimizer):
         state_writes.check_codes(self)  # and has no note of them
         state: Any = super().__getstate__()  # a user's class may return anything
         if isinstance(state, dict) and not inner_optimizers.are_copied(self, state):
-            name = base_of(type(self)).__name__
+            name = self._collage_base.__name__
             raise UnsupportedUpdate(
                 f"{name}.__getstate__() leaves out the optimizer inside, so that a copy or a pickle of a {name} could "
                 "take no step, in plain torch too: make a new one, compile it, and load state_dict() into it"
@@ -225,7 +228,7 @@ class Compiled(Optimizer):
     def _check_implied(self, implied: Mapping[str, Any]) -> None:
         wrong = [k for k, v in implied.items() if k not in self.defaults or self.defaults[k] != v]
         if wrong:
-            name = base_of(type(self)).__name__
+            name = self._collage_base.__name__
             raise TypeError(
                 f"{name} takes no argument {wrong[0]!r}, got {wrong[0]}={implied[wrong[0]]!r}; leave it out"
             )

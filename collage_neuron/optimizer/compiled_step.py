@@ -15,17 +15,12 @@ from collage_neuron import torch_privates
 from collage_neuron.eager import rejections
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import (
-    first_step_report,
-    group_settings,
-    load_checks,
-    steady_plan,
-)
+from collage_neuron.optimizer import first_step_report, group_settings, load_checks
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.runtime import nonfinite, step_call
-from collage_neuron.runtime.preconditions import check_environment, check_once
-from collage_neuron.runtime.step_call import Call, Measured
+from collage_neuron.runtime import nonfinite, step_call, step_plan
+from collage_neuron.runtime.preconditions import check_once
+from collage_neuron.runtime.step_call import Call, Measured, check_environment
 from collage_neuron.runtime.step_plan import Job, job_of, plan
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import (
@@ -201,14 +196,17 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    visible_states.check_counts(optimizer)
-    compares = due or ours.compares or validate.is_next_due(optimizer)
-    again = None if compares else steady_plan.again(ours, optimizer.param_groups)
+    if ours.seen is not None and not ours.seen.structure.are_apart:
+        visible_states.check_counts(ours.seen)
+    again = None if due or ours.compares else step_plan.again(ours, optimizer.param_groups)
     jobs = _planned(base, optimizer, due) if again is None else again.jobs
     external_writes.drop_stale(optimizer)
     if again is None or again.has_other_settings:
         group_settings.warn_of_changes(base, optimizer, jobs)
-    validate.check(base, optimizer, jobs, take, replay_validation.of_recording)
+    if again is None:
+        validate.check(base, optimizer, jobs, take, replay_validation.of_recording)
+    else:  # it is not due, and its updates were validated when they were planned
+        ours.validated.steps += 1
     finite = nonfinite.decision(optimizer) if again is None or again.may_skip else None
     written: Written = []
     try:
@@ -223,7 +221,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     if first_step_report.SAID not in ours.told:
         first_step_report.report(base, optimizer, jobs)
     if again is None and not due and len(taken) == len(jobs):  # states are as the jobs want them
-        steady_plan.note(ours, optimizer.param_groups, settings_of(base), jobs)
+        step_plan.note(ours, optimizer.param_groups, settings_of(base), jobs)
     return measured
 
 
@@ -279,7 +277,7 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
     measured: dict[torch.nn.Parameter, Measured] = {}
     for backend in dict.fromkeys(job.backend for job in jobs):
         own = [job for job in jobs if job.backend is backend]
-        launches = [launch for job in own for launch in launches_of(optimizer, job, _mask(job, finite))]
+        launches = [launch for job in own for launch in launches_of(optimizer, job, finite)]
         tensors = _version_witnesses(backend, launches)
         written.append((tensors, list(map(torch_privates.version, tensors))))
         measures = backend.run(launches) or ()  # a backend that measures nothing may return None
@@ -290,8 +288,9 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
                 "one for each parameter of the updates that measure themselves, and none for others"
             )
         for (job, p), (sums, counts) in zip(measuring, measures, strict=True):
-            mask, names = _mask(job, finite), (job.update.sums, job.update.counts)
-            sums = sums if mask is None else torch.where(mask, sums, math.nan)
+            names = job.update.sums, job.update.counts
+            if finite is not None and job.settings.nonfinite == "skip":
+                sums = torch.where(finite, sums, math.nan)
             measured[p] = Measured(p, names, sums, counts, job.recording.scalars.get("step"))
     # A tensor is hashed in Python: not for each parameter if nothing is measured.
     return [measured[p] for job in jobs for p in job.params if p in measured] if measured else []
@@ -302,7 +301,3 @@ def _version_witnesses(backend: Backend, launches: Sequence[Launch]) -> list[tor
     if backend.counts_first:
         return [row[0] for launch in launches for row in launch.writes[:1] if row]
     return list(chain.from_iterable(chain.from_iterable(each.writes for each in launches)))
-
-
-def _mask(job: Job, finite: torch.Tensor | None) -> torch.Tensor | None:
-    return finite if job.settings.nonfinite == "skip" else None

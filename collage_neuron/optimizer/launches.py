@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def launches_of(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> list[Launch]:
-    """The launches of a job: one, or one per parameter if each draws random bits, or has numbers that need that."""
+    """The launches of a job: one, or one per parameter if each draws random bits, or has numbers that need that.
+
+    With a mask `finite` they change nothing where it is false, if the group skips such steps.
+    """
+    finite = finite if job.settings.nonfinite == "skip" else None
     if not job.update.draws and (job.backend.takes_rows or not job.recording.rows):
         return [launch(optimizer, job, finite)]
     alone = [job.of([i]) for i in range(len(job.params))]
@@ -43,11 +47,11 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
 
     `drawing` are the numbers on which random bits depend (`passes/rewrite/round_and_store.py`).
     """
-    update = job.update
+    update, captured = job.update, job.recording.captured
     vector = _vector(update, job.recording, drawing)
     if job.kept is None or step_inventory.of(optimizer) is None:  # else the states are there, as in that step
         _ensure_all_stored(optimizer, job)
-        visible_states.ensure(optimizer, job.params, job.recording.captured)
+        visible_states.ensure(optimizer, job.params, captured)
     seen, states = step_inventory.of(optimizer), step_inventory.states_of(optimizer, job.params)
     grads = list(map(writable_gradient, job.params)) if "grad" in update.outputs else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
@@ -62,7 +66,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
         _check_apart(writes, update)
     # If they draw, there are too many launches to look for one.
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
-    small = visible_states.states_of(states, job.recording.captured)
+    small = visible_states.states_of(states, captured) if captured.small else ()
     between = across if update.between and any(map(is_sharded, job.params)) else None
     return Launch(update, vector, reads, writes, finite, kept, in_place=seen is not None, small=small, across=between)
 
@@ -183,7 +187,7 @@ def _write_alike(states: list[dict[str, Any]], scalars: Mapping[str, Any]) -> bo
         return False
     for name, value in scalars.items():
         if isinstance(value, torch.Tensor):
-            torch_privates.copy_to_all([state[name] for state in states], value)
+            torch_privates.copy_all([state[name] for state in states], [value] * len(states))
         else:
             for state in states:
                 state[name] = value

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
+import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.states.bookkeeping import params_of
 
 
@@ -231,3 +234,71 @@ class CollectorPaused:
     def __exit__(self, *_: object) -> None:
         if not gc.get_threshold()[0]:  # else somebody has set it meanwhile, or another thread has ended its own pause
             gc.set_threshold(*self._before)
+
+
+# --- what a process may have set: no step runs with it ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check; `problem` is None if there is none."""
+
+    name: str
+    value: str
+    problem: str | None
+
+
+def _switch(variable: str, problem: str, environ: Mapping[str, str]) -> Finding:
+    value = environ.get(variable, "")
+    on = value.strip().lower() not in ("", "0", "false", "no", "off")  # of numbers, torch_xla takes all but 0 as true
+    return Finding(variable, value or "unset", problem if on else None)
+
+
+def auto_cast(flags: str) -> str:
+    """The value of neuronx-cc's --auto-cast in NEURON_CC_FLAGS; the last one counts, and `none` is the default."""
+    try:
+        words = shlex.split(flags.replace("=", " "))
+    except ValueError:  # a quotation mark without another one, which is the compiler's to reject
+        words = flags.replace("=", " ").split()
+    return next((words[i + 1] for i in range(len(words) - 2, -1, -1) if words[i] == "--auto-cast"), "none")
+
+
+def environment_findings() -> Sequence[Finding]:
+    """The settings of the process that affect roundings, one finding per setting."""
+    return _findings(tuple(map(os.environ.get, _VARIABLES)))
+
+
+_VARIABLES = ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "NEURON_CC_FLAGS")
+
+
+@lru_cache  # every step asks, and the settings seldom change
+def _findings(values: tuple[str | None, ...]) -> tuple[Finding, ...]:
+    environ = {name: value for name, value in zip(_VARIABLES, values, strict=True) if value is not None}
+    bf16 = "turns every fp32 value into bf16, the optimizer's included; unset it and use model.to(torch.bfloat16)"
+    cast = auto_cast(environ.get("NEURON_CC_FLAGS", ""))
+    return (
+        _switch(
+            "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+            "makes every rounding of the process stochastic, which destroys error-free transforms; set it to 0 before "
+            "the first graph is loaded (Neuron documentation: neuron-features/rounding-modes)",
+            environ,
+        ),
+        _switch("XLA_USE_BF16", bf16, environ),
+        _switch("XLA_DOWNCAST_BF16", bf16, environ),
+        Finding(
+            "NEURON_CC_FLAGS --auto-cast",
+            cast,
+            "casts the optimizer's fp32 values to a narrower format; use --auto-cast=none" if cast == "all" else None,
+        ),
+    )
+
+
+def check_environment() -> None:
+    """Raises UnsafeEnvironment for the first finding with a problem."""
+    if problem := _problem(tuple(map(os.environ.get, _VARIABLES))):
+        raise UnsafeEnvironment(problem)
+
+
+@lru_cache
+def _problem(values: tuple[str | None, ...]) -> str | None:
+    return next((f"{f.name} ({f.value}) {f.problem}" for f in _findings(values) if f.problem), None)

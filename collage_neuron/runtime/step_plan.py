@@ -1,35 +1,47 @@
-"""Plans a step: the jobs of every group. Anything that cannot run is rejected here, before anything changes."""
+"""Plans a step: the jobs of every group. Anything that cannot run is rejected here, before anything changes.
+
+Most steps find what the last one found. A plan depends on parameters and states (`step_inventory.Structure`, which
+holds it), on which parameters have gradients and of what kind these are, and on settings, strategies and backends. All
+of that is compared in a few calls, whatever the number of parameters; what is left are numbers (`again`). If anything
+else has changed, the step is planned as the first one is (`plan`), with all checks.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate, naming
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import (
+    STRATEGIES,
     formats_of_shape,
     has_blocks,
 )
 from collage_neuron.passes.backends.protocol import Backend, check_supported
-from collage_neuron.passes.backends.registry import choose
-from collage_neuron.passes.ir.update import Captured, Recording, Update
+from collage_neuron.passes.backends.registry import REGISTERED, choose
+from collage_neuron.passes.ir.scalars import ScalarProgram, read_numbers
+from collage_neuron.passes.ir.update import NEAR, Captured, Recording, Update
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime.preconditions import check_settings, check_stepped
+from collage_neuron.runtime.preconditions import LARGEST, check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.update_formats import as_stored, formats_of, named, rewritten_for, signs_of
-from collage_neuron.settings import Settings
+from collage_neuron.settings import KEYS, GroupNumbers, Settings
 from collage_neuron.states import param_checks, step_inventory
-from collage_neuron.states.sharding import is_split
-from collage_neuron.states.visible_states import buckets
+from collage_neuron.states.bookkeeping import Bookkeeping
+from collage_neuron.states.sharding import are_sharded_alike, is_split, locals_of
+from collage_neuron.states.step_inventory import Seen, are_same
+from collage_neuron.states.visible_states import buckets, kind_in
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ class Job:
     watched: frozenset[str]
     """The values that a measured step measures: the parameter, and the states that may stall."""
     kept: dict[Any, Any] | None = None
-    """`Launch.kept`, of a job of an earlier step with tensors that are like those of now (`steady_plan`)."""
+    """`Launch.kept`, of a job of an earlier step with tensors that are like those of now (`again`)."""
 
     def of(self, places: Sequence[int]) -> Job:
         """The job of some of its parameters, by their places among them."""
@@ -238,3 +250,157 @@ def _check_as_seen(params: list[torch.nn.Parameter], captured: Captured) -> None
                 f"{seen}mark_sharding (SPMD) has split it over devices, which says nothing of how states of that shape "
                 "are split; leave it whole, or use an optimizer that sees parameters as they are"
             )
+
+
+# --- the plan of an earlier step with the numbers of this one ---------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """A job, and what has to be so that it is one in a later step."""
+
+    job: Job
+    group: int
+    """The place of its group."""
+    counts: tuple[str, ...]
+    """The names of the numbers in its states, which all parameters of the job share."""
+    decisive: ScalarProgram
+    """The numbers on which the form of its update depends (`Update.decisive`)."""
+    far: list[bool]
+    """Of each of them, True if the update has the form for one that is not near 1."""
+    signs: object
+    """Of the numbers, what formats depend on (`update_formats.signs_of`)."""
+
+    def again(self, group: dict[str, Any], numbers: Sequence[Any], seen: Seen) -> Job | None:
+        """The job with the numbers of its group in this step; None if they are such that it is another one."""
+        states = seen.state_of(self.job.params)
+        columns = [[state[name] for state in states] for name in self.counts]
+        if any(len(column) > 1 and len({*read_numbers(column)}) > 1 for column in columns):
+            return None
+        recording: Recording | None = self.job.recording.followed.again([*numbers, *(x[0] for x in columns)])
+        if recording is None or not all(map(LARGEST.__ge__, map(abs, recording.slots))):  # nor NaN
+            return None
+        if [abs(x) < NEAR for x in self.decisive.run(recording.slots)] != self.far:
+            return None
+        if self.signs is not None and signs_of(seen, recording, self.job.settings) is not self.signs:
+            return None
+        return self.job.again(group, recording)
+
+
+@dataclass
+class _Plan:
+    """The jobs of a step, and all that they depend on but for the structure of the step."""
+
+    parts: list[_Part]
+    names: Sequence[str]
+    """The settings that the class reads."""
+    settings: list[Any]
+    """What settings of each group are not numbers."""
+    guard: Callable[..., bool]
+    """Of the gradients."""
+    meanings: list[Any]
+    narrow: object
+    """The set of the parameters that are in bf16 (`replaced_params`)."""
+    may_skip: bool
+    """True if a group skips steps whose gradients are not finite."""
+    last: list[Any] = field(default_factory=list)
+    """The groups' settings, the objects, in the last step that had this plan; nothing if one is a list, which may
+    have other elements now."""
+    numbers: list[list[Any]] = field(default_factory=list)
+    """The numbers among them."""
+
+    def read(self, groups: Sequence[dict[str, Any]]) -> tuple[bool, list[list[Any]] | None]:
+        """True if a setting may have changed; and the numbers of each group, None if other settings have changed."""
+        now = list(chain.from_iterable((type(group), *group, *group.values()) for group in groups))
+        if are_same(now, self.last):
+            return False, self.numbers
+        settings = [GroupNumbers(group, self.names) for group in groups]
+        if list(map(_told, groups, settings)) != self.settings:
+            return True, None
+        are_lists = any(type(group.get(name)) is list for group in groups for name in self.names)
+        self.last, self.numbers = [] if are_lists else now, [each.numbers for each in settings]
+        return True, self.numbers
+
+
+class Planned(NamedTuple):
+    """The next step, as an earlier one was planned."""
+
+    jobs: list[Job]
+    may_skip: bool
+    """True if a group skips steps whose gradients are not finite."""
+    has_other_settings: bool
+    """True if a setting may be another one than in the last step that was planned so."""
+
+
+def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> Planned | None:
+    """The next step, if its jobs are those of an earlier one with other numbers; None if that is not known."""
+    seen: Seen | None = book.seen
+    if seen is None:
+        return None
+    have, grads = _gradients(seen)
+    known: _Plan | None = seen.structure.table("plans").get(have)
+    if known is None or known.narrow is not book.narrow or known.meanings != _meanings():
+        return None
+    has_changed, numbers = known.read(groups)
+    if numbers is None or grads is None or not known.guard(*grads):
+        return None
+    jobs: list[Job] = []
+    for part in known.parts:
+        job = part.again(groups[part.group], numbers[part.group], seen)
+        if job is None:
+            return None
+        jobs.append(job)
+    return Planned(jobs, known.may_skip, has_changed)
+
+
+def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], names: Sequence[str], jobs: Sequence[Job]) -> None:
+    """Called after a step that was planned: its plan is that of later steps that are like it, if they may be.
+
+    `names` are the settings that the class reads.
+    """
+    seen: Seen | None = book.seen
+    settings = [GroupNumbers(group, names) for group in groups]
+    told = list(map(_told, groups, settings))
+    if seen is None or None in told or not all(map(_may_be_again, jobs)):
+        return
+    have, grads = _gradients(seen)
+    if grads is None or sum(len(job.params) for job in jobs) != sum(have):
+        return
+    parts = [_part(seen, groups, job) for job in jobs]
+    may_skip = any(Settings.of(group).nonfinite == "skip" for group in groups)
+    made = _Plan(parts, names, told, torch_privates.guard(grads), _meanings(), book.narrow, may_skip)
+    seen.structure.keep(seen.structure.table("plans"), have, made)
+
+
+def _meanings() -> list[Any]:
+    """What names in settings mean: the strategies, and the backends that other code has registered."""
+    return [*STRATEGIES.items(), *REGISTERED.values()]
+
+
+def _gradients(seen: Seen) -> tuple[tuple[bool, ...], Sequence[Tensor] | None]:
+    """Which of the parameters have gradients, and the parts of these; None if one is sharded in another way."""
+    grads = list(map(attrgetter("grad"), seen.params))
+    have = tuple(map(is_not, grads, repeat(None)))
+    there = list(compress(grads, have))
+    parts = locals_of(there)
+    return have, parts if parts is there or are_sharded_alike(there, [*compress(seen.params, have)]) else None
+
+
+def _told(group: Mapping[str, Any], settings: GroupNumbers) -> Any:
+    """What equals that of another step if settings differ in numbers only; None if they may be read in other ways."""
+    is_plain = type(group) is dict and settings.key is not None and isinstance(group.get(KEYS[0], ""), str)
+    return (settings.key, *map(group.get, KEYS)) if is_plain else None
+
+
+def _may_be_again(job: Job) -> bool:
+    """Returns True for a job of which nothing but numbers can change while its tensors are alike."""
+    captured = job.recording.captured
+    changes_others = captured.clears_gradient or captured.small or "grad" in job.update.outputs
+    return job.recording.followed is not None and captured.seen_as is None and not changes_others
+
+
+def _part(seen: Seen, groups: Sequence[Any], job: Job) -> _Part:
+    p, group = job.params[0], next(i for i, group in enumerate(groups) if group is job.group)
+    counts = kind_in(seen, p, *seen.state_of([p])).tensors
+    signs = signs_of(seen, job.recording, job.settings)
+    decisive, far = job.update.decisive, [x in job.update.far for x in job.update.decisive]
+    return _Part(replace(job, kept={}), group, counts, ScalarProgram([("fp32", x) for x in decisive]), far, signs)

@@ -293,7 +293,6 @@ class Bookkeeping:
     """How much of the steps of each group arrived, an `arrived.Arrived`, where it is measured."""
     watcher: Any = None
     """The monitor, a `compiled_step.Watcher`. A copy of the optimizer has none."""
-
     pins: dict[torch.Tensor, Pin] = field(default_factory=dict)
     """The fp32 memory of parameters and states, by their objects, that something still refers to (`eager`)."""
     as_made: dict[torch.Tensor, set[str]] = field(default_factory=dict)
@@ -315,8 +314,9 @@ class Bookkeeping:
 
     @property
     def compares(self) -> bool:
-        """True before steps 1, 2, 4, 8, ..., in which the code of a recorded step runs, and has to give the same."""
-        return self.steps & (self.steps + 1) == 0
+        """True before steps 1, 2, 4, 8, ..., in which a recorded step's code runs too, and before validated ones."""
+        validated = self.validated
+        return not self.steps & (self.steps + 1) or validated is None or validated.steps + 1 >= validated.due
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since.

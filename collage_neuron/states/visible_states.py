@@ -19,7 +19,6 @@ import math
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate, warn_user
 from collage_neuron.numerics import formats
+from collage_neuron.passes.ir.scalars import read_numbers
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
@@ -150,18 +150,17 @@ def narrow_counts(optimizer: Optimizer) -> list[Place]:
     return [(x, k) for x in states for k, v in x.items() if isinstance(v, Tensor) and not v.dim() and v.dtype in ENDS]
 
 
-def check_counts(optimizer: Optimizer) -> None:
+def check_counts(in_step: Seen) -> None:
     """Raises ValueError if two states of an optimizer of torch hold one 0-d tensor: each step would count twice."""
-    if (in_step := step_inventory.of(optimizer)) is None or in_step.structure.are_apart:
-        return
     values = chain.from_iterable(map(dict.values, in_step.states))
     counts = [id(x) for x in values if isinstance(x, torch.Tensor) and not x.dim()]
     if len(counts) == len(set(counts)):
         return
     name = next(k for state in in_step.states for k, x in state.items() if id(x) in counts and counts.count(id(x)) > 1)
     raise ValueError(
-        f"two states hold one tensor as {name!r}, and {type(optimizer).__name__} would advance it once for each of "
-        f"them in every step; nothing was updated: give each state its own (state[{name!r}] = state[{name!r}].clone())"
+        f"two states hold one tensor as {name!r}, and {type(in_step.optimizer).__name__} would advance it once for "
+        f"each of them in every step; nothing was updated: give each state its own (state[{name!r}] = "
+        f"state[{name!r}].clone())"
     )
 
 
@@ -258,7 +257,7 @@ class _Alike(NamedTuple):
         """The parameters by the numbers in their `states`: mostly the one list of all."""
         if len(states) == 1:
             return [self.params]
-        columns = [_read([state[name] for state in states]) for name in self.kind.tensors]
+        columns = [read_numbers([state[name] for state in states]) for name in self.kind.tensors]
         columns += [[number(state[name]) for state in states] for name in self.kind.others]
         if all(len(set(column)) == 1 for column in columns):
             return [self.params]
@@ -266,19 +265,6 @@ class _Alike(NamedTuple):
         for p, *numbers in zip(self.params, *columns, strict=True):
             parts.setdefault(tuple(numbers), []).append(p)
         return list(parts.values())
-
-
-def are_equal(numbers: list[torch.Tensor]) -> bool:
-    """Returns True if 0-d tensors, of which there is one at least, have one value."""
-    return len(numbers) == 1 or len(set(_read(numbers))) == 1
-
-
-def _read(tensors: list[torch.Tensor]) -> list[Any]:
-    """The values of 0-d tensors: on a device in one call if they are of one type, since each call waits for it."""
-    if not all(map(attrgetter("is_cpu"), tensors)) and len({(t.dtype, t.device) for t in tensors}) == 1:
-        numbers: list[Any] = torch.stack(tensors).tolist()
-        return numbers
-    return list(map(torch.Tensor.item, tensors))
 
 
 class _Kinds:

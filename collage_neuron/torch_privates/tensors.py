@@ -19,9 +19,8 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """The identity of a tensor's memory, its `untyped_storage()`. `data_ptr()` is 0 on the meta device, of recordings."""
 
 
-def copy_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
-    """Copies one value to many tensors: a public call for each (`copy_`) costs ten times as much."""
-    torch._foreach_copy_(tensors, [value] * len(tensors))
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copies to each tensor the value in its place: a public call for each (`copy_`) costs ten times as much."""
 
 
 def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

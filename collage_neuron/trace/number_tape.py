@@ -11,13 +11,15 @@ A number on the tape is a `Traced`, and code computes with it as with a float. C
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.ir.update import Recording
 from collage_neuron.trace import symbolic_floats
 
 
@@ -161,6 +163,35 @@ class Program(NamedTuple):
         except (ArithmeticError, TypeError, ValueError):
             return None
         return values
+
+
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """A recording, and how its numbers are computed."""
+
+    recording: Recording
+    program: Program
+    slots: tuple[int, ...]
+    """The places of the recording's slots among the program's numbers."""
+    numbers: tuple[int, ...]
+    """The same of the numbers of its calls."""
+    scalars: Mapping[str, int]
+    """The same of the numbers in the state after the step."""
+
+    def again(self, numbers: Sequence[Any]) -> Recording | None:
+        """The recording of a step with other numbers (settings, then states); None if that may be another one."""
+        values = self.program.again(numbers)
+        if values is None:
+            return None
+        slots = [values[i] for i in self.slots]
+        if not all(type(x) is not bool and isinstance(x, (int, float)) for x in slots):
+            return None
+        of_calls = slots if self.numbers == self.slots else [values[i] for i in self.numbers]
+        scalars = {k: values[i] for k, i in self.scalars.items()}
+        recording, own = self.recording, list(map(float, slots))
+        # `dataclasses.replace` takes three times as long, and this is called in each step.
+        same = recording.by_shape, recording.following, recording.kind
+        return Recording(recording.captured, own, scalars, *same, of_calls, self)
 
 
 class Node(symbolic_floats.Node):

@@ -7,8 +7,7 @@ numbers on a tape (`tape`), and what it computed is played again from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -19,66 +18,13 @@ from torch.overrides import TorchFunctionMode
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.ir.update import Recording
+from collage_neuron.settings import is_tensor_number
 from collage_neuron.states.visible_states import visible
 from collage_neuron.trace.calls import Uncompiled, Written
 from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.meta_copy import alone, state_of
-from collage_neuron.trace.number_tape import Program, Tape
+from collage_neuron.trace.number_tape import Followed, Tape
 from collage_neuron.trace.placeholders import waits
-
-
-@dataclass(frozen=True, eq=False)
-class Followed:
-    """A recording, and how its numbers are computed."""
-
-    recording: Recording
-    program: Program
-    slots: tuple[int, ...]
-    """The places of the recording's slots among the program's numbers."""
-    numbers: tuple[int, ...]
-    """The same of the numbers of its calls."""
-    scalars: Mapping[str, int]
-    """The same of the numbers in the state after the step."""
-
-    def again(self, numbers: Sequence[Any]) -> Recording | None:
-        """The recording of a step with other numbers (settings, then states); None if that may be another one."""
-        values = self.program.again(numbers)
-        if values is None:
-            return None
-        slots = [values[i] for i in self.slots]
-        if not all(type(x) is not bool and isinstance(x, (int, float)) for x in slots):
-            return None
-        of_calls = slots if self.numbers == self.slots else [values[i] for i in self.numbers]
-        scalars = {k: values[i] for k, i in self.scalars.items()}
-        return self.recording.again(list(map(float, slots)), scalars, of_calls, self)
-
-
-class GroupNumbers:
-    """The settings of a group that a class reads: numbers; and all else, as a key that is equal if only they differ."""
-
-    def __init__(self, group: Mapping[str, Any], names: Collection[str]) -> None:
-        self.numbers: list[float] = []
-        self.key: tuple[Any, ...] | None = None
-        """None if there are settings that are not numbers and texts, or tuples and lists of these."""
-        told: list[Any] = []
-        for name in names:
-            value: Any = group.get(name)
-            if (kind := type(value)) is float:  # those that most are come first
-                self.numbers.append(value)
-                told.append(float)
-            else:
-                told.append(value if kind is bool or value is None else self._told(value))
-        self.key = None if _OTHER in told else tuple(told)
-
-    def _told(self, value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, float) or _is_tensor_number(value):  # a number of NumPy's is a float
-            self.numbers.append(value)
-            return kind, getattr(value, "dtype", None)
-        if kind in (tuple, list):
-            parts = tuple(map(self._told, value))
-            return _OTHER if _OTHER in parts else (kind, parts)
-        return (kind, value) if kind in _CONSTANT else _OTHER
 
 
 def _settings_of(base: Any) -> tuple[str, ...]:
@@ -87,15 +33,6 @@ def _settings_of(base: Any) -> tuple[str, ...]:
 
 
 settings_of: Callable[[Any], tuple[str, ...]] = cache(_settings_of)
-
-
-def _is_tensor_number(value: Any) -> bool:
-    """Returns True for a rate or a beta that is a tensor: a number on the host that may be another one in each step."""
-    return type(value) is torch.Tensor and not value.dim() and value.is_cpu and value.is_floating_point()
-
-
-_OTHER = object()  # equals nothing that a setting can be
-_CONSTANT = (type(None), bool, int, str)
 
 
 def follow(
@@ -146,7 +83,7 @@ def _told(recording: Recording) -> str:  # as text: equal for equal doubles, NaN
 
 
 def _given(tape: Tape, value: Any) -> Any:
-    if isinstance(value, float) or _is_tensor_number(value):
+    if isinstance(value, float) or is_tensor_number(value):
         return tape.give(value)
     return type(value)(_given(tape, x) for x in value) if type(value) in (tuple, list) else value
 

@@ -169,6 +169,8 @@ class History:
     """The history of validation of an optimizer."""
 
     steps: int = 0
+    due: int = 1
+    """The next step that is to be validated."""
     known: set[Any] = field(default_factory=set)
     """Recorded updates that were validated, with their backends; a copy validates its own."""
     compared: int = 0
@@ -214,6 +216,8 @@ def check(
             validate_job(base, optimizer, job, take, again(job), steps)
         known.update(map(_launched_by, jobs))
     history.steps = steps
+    if steps >= history.due:
+        history.due = steps + 1 if is_due(steps + 1) else 1 << steps.bit_length()
 
 
 _launched_by = attrgetter("update", "backend")
@@ -222,11 +226,6 @@ _launched_by = attrgetter("update", "backend")
 def is_due(steps: int) -> bool:
     """Returns True at steps 1, 2, 4, 8, ..."""
     return steps & (steps - 1) == 0
-
-
-def is_next_due(optimizer: Optimizer) -> bool:
-    """Returns True if the next step is to be validated."""
-    return is_due(history_of(optimizer).steps + 1)
 
 
 def _key(job: Job) -> Any:

@@ -12,7 +12,10 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
+
+import torch
 
 from collage_neuron.passes.ir.values import Fp32, Reader, Value
 
@@ -183,3 +186,11 @@ class ScalarProgram:
 
     def __str__(self) -> str:
         return "\n".join(f"c{i} = {form}({scalar})" for i, (form, scalar) in enumerate(self.entries))
+
+
+def read_numbers(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The values of 0-d tensors: on a device in one call if they are of one type, since each call waits for it."""
+    if not all(map(attrgetter("is_cpu"), tensors)) and len({(t.dtype, t.device) for t in tensors}) == 1:
+        numbers: list[Any] = torch.stack([*tensors]).tolist()
+        return numbers
+    return list(map(torch.Tensor.item, tensors))

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collage_neuron.numerics.formats import Format
 
 
+NEAR = 0.5
+"""From which magnitude on a factor counts as near 1."""
+
+
 # Equal by identity: backends keep what they compile by the object, and `pipeline.rewrite` makes one of equal updates.
 @dataclass(frozen=True, eq=False)
 class Update:
@@ -58,7 +62,7 @@ class Update:
 
     def far_in(self, slots: Sequence[float]) -> frozenset[Scalar]:
         """The factors that are nearer to 0 than to 1, given the slots of a step: `far` has to be these."""
-        return frozenset(s for s in self.decisive if abs(s.value(slots)) < 0.5)
+        return frozenset(s for s in self.decisive if abs(s.value(slots)) < NEAR)
 
     @classmethod
     def elementwise(
@@ -227,11 +231,6 @@ class Recording:
     """What computes the numbers of later steps that are like it (`trace.scalar_program.Followed`), if that is known."""
     rows: Sequence[list[float]] = ()
     """The slots of each parameter of a job, in its order, where they have numbers of their own."""
-
-    def again(self, slots: list[float], scalars: dict[str, Any], numbers: Sequence[float], followed: Any) -> Recording:
-        """That of a step with other numbers."""
-        # `dataclasses.replace` takes three times as long, and this is called in each step.
-        return Recording(self.captured, slots, scalars, self.by_shape, self.following, self.kind, numbers, followed)
 
     def of(self, places: Sequence[int]) -> Recording:
         """That of some parameters of a job, by their places there."""

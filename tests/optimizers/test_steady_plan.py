@@ -13,8 +13,9 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
 
 import collage_neuron
-from collage_neuron.optimizer import compiled_step, steady_plan
+from collage_neuron.optimizer import compiled_step
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.runtime import step_plan
 from collage_neuron.states import step_inventory
 
 MAKES: dict[str, Callable[..., Any]] = {
@@ -226,7 +227,7 @@ def test_native_steps_are_those_of_the_reference_that_are_planned_anew(
 ) -> None:
     step = partial(trained, MAKES[name], CHANGES[change], strategy=strategy, validate="off")
     found = step(backend="native")
-    monkeypatch.setattr(steady_plan, "again", lambda *_: None)
+    monkeypatch.setattr(step_plan, "again", lambda *_: None)
     monkeypatch.setattr(step_inventory, "look", lambda *_: None)
     expected = step(backend="reference")
     assert len(found) == len(expected)

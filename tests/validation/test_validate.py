@@ -17,6 +17,8 @@ from wrong_rules import BUGS, RIGHT, Spelled, error_of
 
 import collage_neuron
 from collage_neuron import TranslationError
+from collage_neuron.optimizer import compiled_step
+from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.rewrite.arithmetic import times
@@ -249,7 +251,7 @@ def test_steps_that_are_skipped_are_validated_as_such(every_step: None, monkeypa
         p.grad[..., 0] = torch.nan
     optimizer.step()
     assert collage_neuron.skipped_steps(optimizer) == 1
-    monkeypatch.setattr("collage_neuron.optimizer.compiled_step._mask", lambda job, finite: None)
+    monkeypatch.setattr(compiled_step, "launches_of", lambda optimizer, job, finite: launches_of(optimizer, job, None))
     with pytest.raises(TranslationError, match="in a step that is skipped"):
         optimizer.step()
 

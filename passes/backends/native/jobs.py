@@ -8,8 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, groupby, repeat
-from operator import add, is_, mul
+from itertools import accumulate, chain, groupby, pairwise, repeat
+from operator import add, attrgetter, is_, mul
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class Group:
 
     def __init__(self, update: Update, bound: Bound, launches: Taken, only: Place | None = None) -> None:
         """The parameters of `launches`; these are parts of others if the place of the `only` parameter is given."""
-        self.update, self.bound, self._launches, self._only = update, bound, launches, only
+        self.update, self.bound, self.launches, self._only = update, bound, launches, only
         self.reads = [*chain.from_iterable(x.reads for _, x in launches)]
         self.writes = [*chain.from_iterable(x.writes for _, x in launches)]
 
@@ -84,16 +84,16 @@ class Group:
         """The parameters."""
         if self._only is not None:
             return [self._only]
-        return [(number, i) for number, launch in self._launches for i in range(len(launch.reads))]
+        return [(number, i) for number, launch in self.launches for i in range(len(launch.reads))]
 
     @property
     def scalars(self) -> list[int]:
         """For each parameter the address of its scalar vector."""
-        return [*chain.from_iterable(_vectors(launch) for _, launch in self._launches)]
+        return [*chain.from_iterable(_vectors(launch) for _, launch in self.launches)]
 
     def alone(self) -> Iterator[Group]:
         """Each parameter as a group."""
-        for number, launch in self._launches:
+        for number, launch in self.launches:
             for i in range(len(launch.reads)):
                 yield Group(self.update, self.bound, [(number, launch.part([i]))], (number, i))
 
@@ -109,7 +109,7 @@ class Group:
     def slots(self) -> tuple[bool, list[Tensor]]:
         """The tensors of one parameter after the other in the order of slots; and True if words lie apart."""
         reads = list(chain.from_iterable(self.reads))
-        in_place = all(launch.in_place for _, launch in self._launches)
+        in_place = all(launch.in_place for _, launch in self.launches)
         apart = not in_place and self.is_apart(reads, list(chain.from_iterable(self.writes)))
         if not apart and not self.bound.only_written:
             return False, reads
@@ -259,6 +259,8 @@ class Laid:
     """A step as it was laid out, for later ones whose tensors differ in nothing but values and addresses."""
 
     numbers: list[int]
+    firsts: list[int]
+    """The place of the first launch of each group, and behind the last one."""
     others: list[object]
     """`Launch.kept` of the launches after the first, in which this is kept."""
     apart: list[bool]
@@ -269,12 +271,14 @@ class Laid:
     step: Step
     """Without tensors."""
 
-    def again(self, taken: Taken, groups: Sequence[Group]) -> Step | None:
+    def again(self, taken: Taken) -> Step | None:
         """The step for these launches; None if they are of other tensors, or share memory now."""
-        if [i for i, _ in taken] != self.numbers or not all(
-            map(is_, self.others, (launch.kept for _, launch in taken[1:]))
-        ):
+        numbers, launches = zip(*taken, strict=True)
+        if [*numbers] != self.numbers or not all(map(is_, self.others, map(attrgetter("kept"), launches[1:]))):
             return None
+        # Those of one group have one update, as they had: what is kept is of this update.
+        parts = [taken[first:end] for first, end in pairwise(self.firsts)]
+        groups = [Group(of[0][1].update, bound, of) for bound, of in zip(self.step.bounds, parts, strict=True)]
         slots = [group.slots() for group in groups]
         if [apart for apart, _ in slots] != self.apart:
             return None
@@ -310,13 +314,13 @@ def lay_out(launches: Sequence[Launch], kernels: Kernels) -> Step | None:
     plainly in memory.
     """
     taken = [(i, x) for i, x in enumerate(launches) if x.reads and (x.finite is None or bool(x.finite))]
-    alike = (list(own) for _, own in groupby(taken, lambda x: id(x[1].update)))
-    groups = [Group((update := own[0][1].update), kernels.of(update), own) for own in alike]
     kept = taken[0][1].kept if taken else None
     laid: Laid | None = None if kept is None else kept.get(kernels)
-    again = None if laid is None else laid.again(taken, groups)
+    again = None if laid is None else laid.again(taken)
     if again is not None:
         return again
+    alike = (list(own) for _, own in groupby(taken, lambda x: id(x[1].update)))
+    groups = [Group((update := own[0][1].update), kernels.of(update), own) for own in alike]
     step = Step()
     if not all(step.add(group) for group in groups) or step.shares_memory():
         return None
@@ -331,4 +335,5 @@ def _laid(taken: Taken, groups: Sequence[Group], step: Step) -> Laid:
     apart = [group.slots()[0] for group in groups]
     lengths = [end - begin for begin, end in zip(step.begins, step.ends, strict=True)]
     without = replace(step, changed=[])
-    return Laid([i for i, _ in taken], others, apart, list(step.begins), lengths, without)
+    firsts = [*accumulate((len(group.launches) for group in groups), initial=0)]
+    return Laid([i for i, _ in taken], firsts, others, apart, list(step.begins), lengths, without)
