@@ -304,7 +304,7 @@ class Bookkeeping:
     """The memory of fp32 values, an `eager.memory.Pool`; a copy of the optimizer has its own."""
 
     traces: Any = None
-    """What lasts between traced steps, a `trace.kinds.Traces`; a copy of the optimizer has its own."""
+    """What lasts between traced steps, a `step_kinds.Traces`; a copy of the optimizer has its own."""
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`low_words`)."""
     seen: Any = None

@@ -15,6 +15,7 @@ from itertools import chain
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, device, dtype
 from torch.optim import Optimizer
 
@@ -169,3 +170,10 @@ _AUTOGRAD = ("torch.autograd", "torch.func", "torch._functorch")
 
 # How code asks for an exact type: not by the attribute `type`, which is a device's.
 _OF_TYPES = {("LOAD_GLOBAL", "type"), ("LOAD_NAME", "type"), ("LOAD_ATTR", "__class__")}
+
+
+@cache
+def attributes_of_torch() -> frozenset[str]:
+    """Attributes that every optimizer has: its groups and state, hooks, defaults."""
+    # Not at import: the first optimizer of a process makes torch import its compiler, for two seconds.
+    return frozenset(vars(torch.optim.SGD([{"params": []}])))

@@ -26,9 +26,9 @@ from collage_neuron.states.store import factory_of, is_idle
 from collage_neuron.states.visible_states import ParamShaped, visible
 from collage_neuron.trace import adopted_tensors, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
+from collage_neuron.trace.code_inspection import attributes_of_torch
 from collage_neuron.trace.deferred_calls import SHARED, DeferredCalls
 from collage_neuron.trace.placeholders import has_value, wait, waits
-from collage_neuron.trace.recorded_classes import attributes_of_torch
 from collage_neuron.trace.sandbox import Copies, Guard, without_value
 from collage_neuron.trace.source_location import raised_at
 from collage_neuron.trace.step_kinds import Before, Left, StepKind, check_states, planned_of, with_states

@@ -4,22 +4,20 @@ Given: `step_size = lr / (1 - beta1**step_t.item())`, with lr, beta1 and the cou
 Result: `item(i2)`, `pow(i1, v0)`, `rsub(v1, 1)`, `truediv(i0, v2)`, which runs again on the next step's numbers
 
 A number on the tape is a `Traced`, and code computes with it as with a float. Comparisons are noted with their results:
-`again` returns None if one has another result now. Code that takes the number where the tape cannot follow it
+`played_again` returns None if one has another result now. Code that takes the number where the tape cannot follow it
 (`float(x)`, `math.sqrt(x)`, `f"{x}"`, a hash) makes the tape `lost`, so that nobody plays it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.ir.update import Recording
 from collage_neuron.trace import symbolic_floats
 
 
@@ -141,57 +139,6 @@ class Program(NamedTuple):
     tensors: list[int]
     """The places of constants that are tensors."""
     played: tuple[_Played, ...]
-
-    def again(self, inputs: Sequence[Any]) -> list[Any] | None:
-        """All numbers, by their places, for other inputs; tensors among these are not written.
-
-        None if a comparison has another result, or a computation fails: then the code has to run itself.
-        """
-        # Operations in place write what they are given: each time it is played they have tensors of their own.
-        values = [*self.constants]
-        for place in self.tensors:
-            values[place] = values[place].clone()
-        for place, x in zip(self.inputs, inputs, strict=True):
-            values[place] = x.clone() if isinstance(x, torch.Tensor) else x
-        get = values.__getitem__
-        try:
-            for function, args, into, told in self.played:
-                value = function(*map(get, args))
-                if told is not None and bool(value) is not told:
-                    return None
-                values[into] = value
-        except (ArithmeticError, TypeError, ValueError):
-            return None
-        return values
-
-
-@dataclass(frozen=True, eq=False)
-class Followed:
-    """A recording, and how its numbers are computed."""
-
-    recording: Recording
-    program: Program
-    slots: tuple[int, ...]
-    """The places of the recording's slots among the program's numbers."""
-    numbers: tuple[int, ...]
-    """The same of the numbers of its calls."""
-    scalars: Mapping[str, int]
-    """The same of the numbers in the state after the step."""
-
-    def again(self, numbers: Sequence[Any]) -> Recording | None:
-        """The recording of a step with other numbers (settings, then states); None if that may be another one."""
-        values = self.program.again(numbers)
-        if values is None:
-            return None
-        slots = [values[i] for i in self.slots]
-        if not all(type(x) is not bool and isinstance(x, (int, float)) for x in slots):
-            return None
-        of_calls = slots if self.numbers == self.slots else [values[i] for i in self.numbers]
-        scalars = {k: values[i] for k, i in self.scalars.items()}
-        recording, own = self.recording, list(map(float, slots))
-        # `dataclasses.replace` takes three times as long, and this is called in each step.
-        same = recording.by_shape, recording.following, recording.kind
-        return Recording(recording.captured, own, scalars, *same, of_calls, self)
 
 
 class Node(symbolic_floats.Node):

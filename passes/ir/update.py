@@ -225,10 +225,10 @@ class Recording:
     following: Recording | None = None
     """The step after, if this one makes a state of the gradient and does not show what becomes of it."""
     kind: Any = None
-    """The calls of the step that was recorded (`trace.kinds.Kind`), and their numbers, with which it is validated."""
+    """The calls of the step that was recorded (`trace.step_kinds.StepKind`); with their numbers it is validated."""
     numbers: Sequence[float] = ()
     followed: Any = None
-    """What computes the numbers of later steps that are like it (`trace.scalar_program.Followed`), if that is known."""
+    """What computes the numbers of later steps like it (`trace.recorded_classes.Followed`), if that is known."""
     rows: Sequence[list[float]] = ()
     """The slots of each parameter of a job, in its order, where they have numbers of their own."""
 

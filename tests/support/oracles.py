@@ -21,7 +21,7 @@ from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.passes.backends import reference
 from collage_neuron.runtime import step_plan
 from collage_neuron.settings import GroupNumbers
-from collage_neuron.trace.scalar_program import follow, settings_of
+from collage_neuron.trace.recorded_classes import follow, settings_of
 
 STEPS = 2000
 ELEMENTS = 4096 if WHOLE else 512

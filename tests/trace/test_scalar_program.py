@@ -13,10 +13,10 @@ import torch
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
-from collage_neuron.trace import number_tape as tapes
 from collage_neuron.trace import recorded_step as recording
 from collage_neuron.trace import replayed_steps
 from collage_neuron.trace.number_tape import Tape
+from collage_neuron.trace.recorded_classes import played_again
 
 FOLLOWED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
@@ -146,8 +146,8 @@ def test_a_wrong_number_is_noticed_when_the_code_runs_again(monkeypatch: pytest.
     _, optimizer = _made(torch.optim.AdamW)
     for _ in range(5):
         optimizer.step()
-    again = tapes.Program.again
-    monkeypatch.setattr(tapes.Program, "again", lambda self, inputs: again(self, [0.5 * inputs[0], *inputs[1:]]))
+    wrong = lambda program, inputs: played_again(program, [0.5 * inputs[0], *inputs[1:]])  # noqa: E731
+    monkeypatch.setattr("collage_neuron.trace.recorded_classes.played_again", wrong)
     optimizer.step()
     optimizer.step()
     with pytest.raises(TranslationError, match="has other numbers than were computed"):
@@ -172,8 +172,8 @@ def test_a_comparison_and_a_failure_end_the_play() -> None:
     x = tape.give(2.0)
     assert x > 1
     assert isinstance(1 / x, float)
-    assert tape.played().again([3.0]) is not None
-    assert tape.played().again([0.5]) is None
+    assert played_again(tape.played(), [3.0]) is not None
+    assert played_again(tape.played(), [0.5]) is None
     other = Tape()
     1 / other.give(2.0)
-    assert other.played().again([0.0]) is None
+    assert played_again(other.played(), [0.0]) is None
