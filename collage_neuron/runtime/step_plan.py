@@ -299,7 +299,7 @@ class _Plan:
     """Of the gradients."""
     meanings: list[Any]
     narrow: object
-    """The set of the parameters that are in bf16 (`replaced_params`)."""
+    """The set of the parameters that are in bf16 (`param_checks`)."""
     may_skip: bool
     """True if a group skips steps whose gradients are not finite."""
     last: list[Any] = field(default_factory=list)
@@ -395,6 +395,8 @@ def _may_be_again(job: Job) -> bool:
     """Returns True for a job of which nothing but numbers can change while its tensors are alike."""
     captured = job.recording.captured
     changes_others = captured.clears_gradient or captured.small or "grad" in job.update.outputs
+    if not job.update.far.issubset(job.update.decisive):
+        return False
     return job.recording.followed is not None and captured.seen_as is None and not changes_others
 
 

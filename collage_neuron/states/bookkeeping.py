@@ -248,7 +248,7 @@ class Bookkeeping:
     groups: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)
     """Strategy and learning rate of each group in the last step; True if that rate was looked at (`group_settings`)."""
     narrow: set[torch.Tensor] = field(default_factory=set)
-    """Parameters that were bf16 when the optimizer was compiled or stepped (`replaced_params`)."""
+    """Parameters that were bf16 when the optimizer was compiled or stepped (`param_checks`)."""
     steps: int = 0
     """Steps taken since the optimizer was made (`coarse_writes`)."""
     writes: list[int] = field(default_factory=list)

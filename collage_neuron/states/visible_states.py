@@ -164,6 +164,9 @@ def check_counts(in_step: Seen) -> None:
     )
 
 
+# --- a state as the optimizer's own code knows it ---------------------------------------------------------------------
+
+
 class ParamShaped:
     """Represents a parameter-shaped state, whose values a recording does not need."""
 
@@ -183,7 +186,7 @@ class Shaped(ParamShaped):
 def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> dict[str, Any]:
     """The state as the optimizer's own code knows it: without our further words, and with tensors without values.
 
-    `small` are the names of states of one number that is computed from tensors (`visible_states`).
+    `small` are the names of states of one number that is computed from tensors (`Bookkeeping.small`).
     """
     numbers = numbers_in(state, p, small)
     return {k: state[k] if k in numbers else _without_value(state[k], p) for k in names_in(state).own}

@@ -190,7 +190,7 @@ class Followed:
 def played_again(program: Program, inputs: Sequence[Any]) -> list[Any] | None:
     """All numbers, by their places, for other inputs; tensors among these are not written.
 
-    None if a comparison has another result, or a computation fails: then the code has to run itprogram.
+    None if a comparison has another result, or a computation fails: then the code has to run itself.
     """
     # Operations in place write what they are given: each time it is played they have tensors of their own.
     values = [*program.constants]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -289,7 +289,7 @@ class _Rewriter:
     """Of operands in `powers`, by name."""
     scales: Node
     wanted: Sequence[str]
-    unsteady: Set[str]
+    unsteady: AbstractSet[str]
     measured: dict[str, Node] = field(default_factory=dict)
     cast: dict[Node, tuple[Node, Node]] = field(default_factory=dict)
     found: dict[str, tuple[Node, Node]] = field(default_factory=dict)
@@ -334,7 +334,7 @@ class _Rewriter:
         self.graph.erase_node(node)
 
 
-def rewrite(module: GraphModule, measured: Sequence[str] = (), unsteady: Set[str] = frozenset()) -> Rewritten:
+def rewrite(module: GraphModule, measured: Sequence[str] = (), unsteady: AbstractSet[str] = frozenset()) -> Rewritten:
     """A copy of a graph with its marked matmuls rewritten.
 
     With names of operands in `measured`, a last output has what `measure` gives of each. Those in `unsteady` take their

@@ -212,6 +212,9 @@ class Builder:
         return f"works, beside the parameter of shape {list(self.shape)}, on a tensor of shape"
 
 
+# --- one shape for all tensors of the elements ------------------------------------------------------------------------
+
+
 Shape = tuple[int, ...]
 
 
