@@ -120,6 +120,8 @@ def rows() -> Iterator[tuple[str, object]]:
         passed = steady_step(backend)
         yield f"files that a steady AdamW step passes, {backend}", len({file for file, _ in passed.functions})
         yield f"functions that it passes, {backend}", len(passed.functions)
+        named = [name for _, name in passed.functions if not name.endswith(">")]
+        yield f"of these, no comprehension and no lambda, {backend}", len(named)
         yield f"calls between files, {backend}", passed.calls.total()
         apart = sum(n for (a, b), n in passed.calls.items() if a.split("/")[0] != b.split("/")[0])
         yield f"calls between collage_neuron/ and passes/, {backend}", apart

@@ -271,6 +271,9 @@ def _unique(name: str, taken: Any) -> str:
     return next(tried for tried in chain([name], (f"{name}#{n}" for n in count(2))) if tried not in taken)
 
 
+# --- the graph as the plan has it -------------------------------------------------------------------------------------
+
+
 @dataclass
 class Rewritten:
     """A graph with matmuls in 8 bits."""

@@ -260,6 +260,9 @@ def states_in(builder: MatrixBuilder, after: dict[str, Ref]) -> Iterator[tuple[s
 _captures: dict[Any, Captured] = {}
 
 
+# --- the graph of a recording -----------------------------------------------------------------------------------------
+
+
 def captured_of(recorder: Recorder, before: dict[str, Ref], now: dict[str, Ref]) -> Captured:
     """The update of a parameter whose tensors are `before` and `now`, after the step; each graph is built once."""
     after = {name: ref for name, ref in now.items() if name not in ("param", "grad")}
