@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -264,9 +265,12 @@ def take(
     The tensors that the backends write are added to `written`, before they are written.
     """
     measured = _run(optimizer, jobs, finite, [] if written is None else written)
+    drawing: dict[int, dict[str, Any]] = {}
     for job in jobs:
         finish(optimizer, job)
-    for group in {id(job.group): job.group for job in jobs if job.update.draws}.values():
+        if job.update.draws:
+            drawing[id(job.group)] = job.group
+    for group in drawing.values():
         group[DRAWN] = group.get(DRAWN, 0) + 1  # the next step draws other random bits
     return measured
 
@@ -274,7 +278,7 @@ def take(
 def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, written: Written) -> list[Measured]:
     """Passes all jobs of each backend to it as one step."""
     measured: dict[torch.nn.Parameter, Measured] = {}
-    for backend in dict.fromkeys(job.backend for job in jobs):
+    for backend in dict.fromkeys(map(attrgetter("backend"), jobs)):
         own = [job for job in jobs if job.backend is backend]
         launches = [launch for job in own for launch in launches_of(optimizer, job, finite)]
         tensors = _version_witnesses(backend, launches)

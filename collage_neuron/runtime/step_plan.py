@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -273,7 +273,7 @@ class _Part(NamedTuple):
     def again(self, group: dict[str, Any], numbers: Sequence[Any], seen: Seen) -> Job | None:
         """The job with the numbers of its group in this step; None if they are such that it is another one."""
         states = seen.state_of(self.job.params)
-        columns = [[state[name] for state in states] for name in self.counts]
+        columns = [[*map(itemgetter(name), states)] for name in self.counts]
         if any(len(column) > 1 and len({*read_numbers(column)}) > 1 for column in columns):
             return None
         recording: Recording | None = self.job.recording.followed.again([*numbers, *(x[0] for x in columns)])

@@ -176,11 +176,12 @@ class Followed:
         values = played_again(self.program, numbers)
         if values is None:
             return None
-        slots = [values[i] for i in self.slots]
+        get = values.__getitem__
+        slots = [*map(get, self.slots)]
         if not all(type(x) is not bool and isinstance(x, (int, float)) for x in slots):
             return None
-        of_calls = slots if self.numbers == self.slots else [values[i] for i in self.numbers]
-        scalars = {k: values[i] for k, i in self.scalars.items()}
+        of_calls = slots if self.numbers == self.slots else [*map(get, self.numbers)]
+        scalars = dict(zip(self.scalars, map(get, self.scalars.values()), strict=True))
         recording, own = self.recording, list(map(float, slots))
         # `dataclasses.replace` takes three times as long, and this is called in each step.
         same = recording.by_shape, recording.following, recording.kind

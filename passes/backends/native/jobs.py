@@ -75,25 +75,28 @@ class Group:
 
     def __init__(self, update: Update, bound: Bound, launches: Taken, only: Place | None = None) -> None:
         """The parameters of `launches`; these are parts of others if the place of the `only` parameter is given."""
-        self.update, self.bound, self.launches, self._only = update, bound, launches, only
-        self.reads = [*chain.from_iterable(x.reads for _, x in launches)]
-        self.writes = [*chain.from_iterable(x.writes for _, x in launches)]
+        self.update, self.bound, self._only = update, bound, only
+        # As elsewhere here `map` over what is not written in Python: a step does all this anew.
+        self._numbers, self.launches = zip(*launches, strict=True)
+        self.reads = [*chain.from_iterable(map(attrgetter("reads"), self.launches))]
+        self.writes = [*chain.from_iterable(map(attrgetter("writes"), self.launches))]
 
     @property
     def places(self) -> list[Place]:
         """The parameters."""
         if self._only is not None:
             return [self._only]
-        return [(number, i) for number, launch in self.launches for i in range(len(launch.reads))]
+        pairs = zip(self._numbers, self.launches, strict=True)
+        return [(number, i) for number, launch in pairs for i in range(len(launch.reads))]
 
     @property
     def scalars(self) -> list[int]:
         """For each parameter the address of its scalar vector."""
-        return [*chain.from_iterable(_vectors(launch) for _, launch in self.launches)]
+        return [*chain.from_iterable(map(_vectors, self.launches))]
 
     def alone(self) -> Iterator[Group]:
         """Each parameter as a group."""
-        for number, launch in self.launches:
+        for number, launch in zip(self._numbers, self.launches, strict=True):
             for i in range(len(launch.reads)):
                 yield Group(self.update, self.bound, [(number, launch.part([i]))], (number, i))
 
@@ -109,7 +112,7 @@ class Group:
     def slots(self) -> tuple[bool, list[Tensor]]:
         """The tensors of one parameter after the other in the order of slots; and True if words lie apart."""
         reads = list(chain.from_iterable(self.reads))
-        in_place = all(launch.in_place for _, launch in self.launches)
+        in_place = all(map(attrgetter("in_place"), self.launches))
         apart = not in_place and self.is_apart(reads, list(chain.from_iterable(self.writes)))
         if not apart and not self.bound.only_written:
             return False, reads
@@ -286,7 +289,9 @@ class Laid:
         if addresses != self.addresses and not self._move(addresses):
             return None
         # The vectors of numbers are new in each step; all else of a job is as it was.
-        self.step.jobs[JOB.index("scalars") :: len(JOB)] = array("q", chain.from_iterable(g.scalars for g in groups))
+        self.step.jobs[JOB.index("scalars") :: len(JOB)] = array(
+            "q", chain.from_iterable(map(attrgetter("scalars"), groups))
+        )
         self.step.changed = [row for group in groups for row in group.writes]
         return self.step
 
