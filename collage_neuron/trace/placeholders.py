@@ -7,9 +7,11 @@ can be reached, but not read before it is there: it is computed, or there is a R
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -206,6 +208,14 @@ def waits(x: object) -> bool:
 def stands_for(x: object) -> bool:
     """Returns True for what stands for a tensor that has its value."""
     return isinstance(x, WAITING) and hasattr(x, _VALUE)
+
+
+_requires_grad = attrgetter("requires_grad")
+
+
+def are_marked(tensors: Sequence[torch.Tensor]) -> bool:
+    """Returns True if code has left something on a placeholder: the next step must not find it."""
+    return any(any(map(asked, tensors)) for asked in (vars, _requires_grad, weakref.getweakrefcount))
 
 
 # --- what has its value -----------------------------------------------------------------------------------------------

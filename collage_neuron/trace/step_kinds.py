@@ -25,13 +25,13 @@ from collage_neuron.states.state_keys import is_component
 from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.code_inspection import Asked
-from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.materialize import Cones
 from collage_neuron.trace.partition import Partition, Read
 from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
+    from collage_neuron.trace.deferred_calls import DeferredCalls
 
 MOST = 4
 """Kinds of steps that are known; after as many steps that could not be launched, an optimizer's run as written."""
@@ -224,7 +224,7 @@ def planned_of(
     changing = list(_changing(lanes, named, left, tensors))
     # Values are read when all that they are for is known: over shards, processes have to read the same.
     new = dict.fromkeys(x for _, _, positions in changing for x in positions if isinstance(x, Read))
-    mode.add_values(new)
+    mode.reads.add_numbers(new)
     reads = dict(zip(new, range(first, len(mode.numbers)), strict=True))
     for i, recorder, positions in changing:
         own, now, group, dtype = named[i], afterwards[i], before.groups[i], before.stored[i]
