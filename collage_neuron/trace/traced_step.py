@@ -157,7 +157,7 @@ class TracedStep:
         may_read_ahead = on_host and self.of_part is None and not presentation.has_shards
         sources = Sources(
             self._copy_of,
-            presentation.copy_into if may_read_ahead else None,
+            self._copy_into if may_read_ahead else None,
             self._reading if presentation.has_shards else nullcontext,
             self.decide,
         )
@@ -216,10 +216,13 @@ class TracedStep:
     def _copy_of(self, x: torch.Tensor) -> torch.Tensor:
         presentation, objects = self._began.presentation, self._began.references.objects
         if not self.has_parts:
-            return presentation.copy_of(x)
+            return presentation.copies().of(x)
         if self.of_part is not None or not self._reads:
             return shards.no_copy(x)
-        return presentation.copy_of(next(t for t in objects if torch_privates.part(t) is x))
+        return presentation.copies().of(next(t for t in objects if torch_privates.part(t) is x))
+
+    def _copy_into(self, owners: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        self._began.presentation.copies().fill(owners, into)
 
     @contextmanager
     def _reading(self, reads: Sequence[tuple[int, int]]) -> Iterator[None]:
