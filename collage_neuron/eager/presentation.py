@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import Conversions, Lookup
-from collage_neuron.eager.gradients import Gradients, MakesPlaceholders, joined
+from collage_neuron.eager.gradients import Gradients, joined
 from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
 from collage_neuron.eager.presented_layout import Outline, outlines
 from collage_neuron.eager.presented_values import SMALL, Alike, Copies, Value, by_conversion, part_of
@@ -30,6 +30,9 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import is_sharded, local, version
+
+if TYPE_CHECKING:
+    from collage_neuron.trace.step_kinds import Placeholders
 
 NOBODY: Any = None
 
@@ -65,7 +68,7 @@ class Presentation:
     """True if the optimizer holds memory of shards."""
     has_two_names: bool = False
     """True if an object is two states, or a state and a gradient: what a step gives to one of them the other keeps."""
-    _waiting: MakesPlaceholders | None = None
+    _waiting: Placeholders | None = None
     _copies: Copies = field(default_factory=Copies)
     _pairs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What is exchanged to present values that wait, in this step or in the last one."""
@@ -103,7 +106,7 @@ class Presentation:
 
     # --- before the step ------------------------------------------------------------------------------------------
 
-    def plan(self, seen: step_inventory.Seen | None, waiting: MakesPlaceholders | None = None) -> set[int]:
+    def plan(self, seen: step_inventory.Seen | None, waiting: Placeholders | None = None) -> set[int]:
         """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words.
 
         The step has `seen` the states, if they are usual. With `waiting`, the fp32 tensors are its placeholders, which

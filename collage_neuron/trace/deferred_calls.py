@@ -49,7 +49,6 @@ from collage_neuron.trace.materialize import Cones
 from collage_neuron.trace.placeholders import (
     IN_PROGRESS,
     STEP,
-    Step,
     give,
     placeholder,
     put_off,
@@ -87,13 +86,15 @@ class DeferredCalls:
         self.is_filled = False
         self.why = ""
         """Why values were computed."""
-        self.outer: Step | None = None
+        self.outer: DeferredCalls | None = None
+        """The step in which this one runs, if that waits too."""
         self.given: dict[int, torch.Tensor] = {}
+        """What stands for placeholders that have values, by the ids of these."""
         self.failed: BaseException | None = None
         """What was raised when values were computed: code may have caught it."""
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What gets its value at the end: the operation that writes it is under way."""
-        self._token: Token[Step | None]
+        self._token: Token[DeferredCalls | None]
         self._course = CallSequence([cones.calls for cones in earlier], steady)
         self.numbers = self._course.numbers
         self.places = TensorPlaces(values, same or {}, spare, inside, self._course)
@@ -108,6 +109,7 @@ class DeferredCalls:
         self._begun = 0
         """The calls by which states wait from the beginning."""
         self.modes = 0
+        """How many modes of ours see its operations."""
         self._making: AbstractContextManager[object] = nullcontext()
         if values and not values[0].is_cpu:  # on the host a mode costs time: it is on where a step may make some
             self.see_made()

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from collage_neuron import torch_privates
+
+if TYPE_CHECKING:
+    from collage_neuron.trace.deferred_calls import DeferredCalls
 
 WAITS = (
     "the value of this tensor waits for the end of optimizer.step() (collage_neuron): another thread cannot read it, "
@@ -24,48 +27,11 @@ WAITS = (
 )
 
 
-class Step(Protocol):
-    """A step whose operations wait."""
-
-    outer: Step | None
-    """The step in which it runs, if that waits too."""
-    is_filled: bool
-    """True once its values are there."""
-    given: dict[int, torch.Tensor]
-    """What stands for placeholders that have values, by the ids of these."""
-    modes: int
-    """How many modes of ours see its operations."""
-
-    def again(self, by: int, asked: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """What a steady step returns that calls what the last one did: an operation (0), or a method (1); else None."""
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Runs an operation, or notes it."""
-
-    def method(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a method of a placeholder."""
-
-    def looked_at(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor that goes on waiting; None if it cannot be computed alone."""
-
-    def original(self, returned: torch.Tensor) -> torch.Tensor | None:
-        """The tensor that waits for which torch has returned another object; None if that is of another step."""
-
-    def is_asked_for(self, x: torch.Tensor, error: BaseException) -> None:
-        """Notes that `error` is raised, since another thread asks for a value that waits: its work is missing."""
-
-    def fill(self, why: str) -> None:
-        """Computes all that waits."""
-
-    def set_data(self, t: torch.Tensor, value: torch.Tensor) -> bool:
-        """Notes `t.data = value`; False if it has to be done."""
-
-
-STEP: ContextVar[Step | None] = ContextVar("STEP", default=None)
+STEP: ContextVar[DeferredCalls | None] = ContextVar("STEP", default=None)
 """The step of this thread whose operations wait, the innermost one."""
 
 
-IN_PROGRESS: list[Step] = []
+IN_PROGRESS: list[DeferredCalls] = []
 """The steps of all threads whose operations wait."""
 
 
