@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import filterfalse
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -21,6 +21,9 @@ from collage_neuron.eager.memory import Pool, are_alone, bits, is_alone, memory_
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.sharding import ORDINARY, gradient, is_sharded, local, writable_gradient
 from collage_neuron.states.shared_memory import first_shared, share
+
+if TYPE_CHECKING:
+    from collage_neuron.trace.step_kinds import Placeholders
 
 Left = dict[int, torch.Tensor | None]
 """For each parameter the fp32 gradient that a step left."""
@@ -37,25 +40,6 @@ class Gradient:
     """What is `p.grad` between steps."""
     wide: torch.Tensor
     """What is `p.grad` during one."""
-
-
-class MakesPlaceholders(Protocol):
-    """What makes placeholders (`trace`)."""
-
-    def value(self, owner: torch.Tensor) -> torch.Tensor:
-        """One for a parameter or a state."""
-
-    def gradients(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """One for the gradient of each parameter, in two objects: the same list if all are as in the last step."""
-
-    def present(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Called when some have been exchanged with what is inside objects, which come first."""
-
-    def withdraw(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Called before they are exchanged back."""
-
-    def give(self, t: torch.Tensor, value: torch.Tensor) -> None:
-        """Gives one its value: afterwards `value` has nothing of its own."""
 
 
 @dataclass(eq=False)
@@ -90,7 +74,7 @@ class Gradients:
         params: Iterable[Any],
         held: Sequence[torch.Tensor],
         owners: Sequence[torch.Tensor],
-        waiting: MakesPlaceholders | None = None,
+        waiting: Placeholders | None = None,
     ) -> None:
         """Makes the fp32 tensors; `owners` are parameters and states, `held` others of the optimizer.
 
@@ -129,7 +113,7 @@ class Gradients:
         self.pairs += [(grad, wide.detach()) for _, grad, wide in alone.values()]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 
-    def _plan_waiting(self, given: Sequence[Any], grads: Sequence[Any], waiting: MakesPlaceholders) -> None:
+    def _plan_waiting(self, given: Sequence[Any], grads: Sequence[Any], waiting: Placeholders) -> None:
         self._in_buffers = ()
         made = waiting.gradients(given)
         self.are_as_before, self._made = made is self._made, made
@@ -165,7 +149,7 @@ class Gradients:
         done = {id(own) for own, _ in self.pairs}
         return [g for g in self.of.values() if id(g.owner) in done]
 
-    def compute(self, waiting: MakesPlaceholders) -> None:
+    def compute(self, waiting: Placeholders) -> None:
         """Gives gradients that wait memory and their values, while they are presented."""
         self._made = []
         inside = {id(owner): other for owner, other in self.pairs}
@@ -226,7 +210,7 @@ class Gradients:
         self._buffers += [(x.detach(), w.detach()) for x, w in parts.values()]
         return parts
 
-    def enter(self, waiting: MakesPlaceholders | None) -> None:
+    def enter(self, waiting: Placeholders | None) -> None:
         """Exchanges what is inside the objects; one that something in C++ refers to weakly stays as it is."""
         self.pairs = self._exchanged()
         if waiting is not None:
@@ -254,7 +238,7 @@ class Gradients:
                 done.append((own, other))
         return done
 
-    def leave(self, waiting: MakesPlaceholders | None = None) -> None:
+    def leave(self, waiting: Placeholders | None = None) -> None:
         """Exchanges it back."""
         if waiting is not None:
             waiting.withdraw(self.pairs)

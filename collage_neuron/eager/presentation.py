@@ -9,114 +9,32 @@ does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.codec import Conversions, Lookup, decoding, encoding, role
-from collage_neuron.eager.gradients import Gradients, MakesPlaceholders, joined
-from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool, without_graph
+from collage_neuron.eager.codec import Conversions, Lookup
+from collage_neuron.eager.gradients import Gradients, joined
+from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
 from collage_neuron.eager.presented_layout import Outline, outlines
+from collage_neuron.eager.presented_values import SMALL, Alike, Copies, Value, by_conversion, part_of
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import Format
-from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.runtime import process_agreement
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import is_sharded, local, version
 
+if TYPE_CHECKING:
+    from collage_neuron.trace.step_kinds import Placeholders
+
 NOBODY: Any = None
-
-SMALL = 4096
-"""Values of up to so many elements are copied together."""
-
-
-@dataclass(eq=False)
-class Value:
-    """A parameter or a state in words, and the fp32 tensor that it presents."""
-
-    p: torch.Tensor
-    name: str
-    owner: torch.Tensor
-    """The object: the parameter, or what is in its state."""
-    fmt: Format
-    further: list[torch.Tensor]
-    """All words but the first one."""
-    shell: torch.Tensor
-    """The fp32 tensor; while it is presented, the first word."""
-    keys: tuple[str, ...]
-    """Those of the further words."""
-
-    def words(self, is_presented: bool = False) -> list[torch.Tensor]:
-        """All words, which are used without gradients."""
-        first = without_graph(self.shell) if is_presented else self.owner
-        return [local(first), *map(local, self.further)]
-
-
-class Alike(NamedTuple):
-    """Values of one format on one device, which are converted together; none is empty."""
-
-    backend: Backend
-    format: Format
-    role: str
-    has_shards: bool
-    values: list[Value]
-    kept: tuple[dict[Any, Any], dict[Any, Any]]
-    """What backends have found out about their tensors, as long as these are laid out as in the last step."""
-
-    def tensors(self) -> tuple[Sequence[Sequence[torch.Tensor]], Sequence[Sequence[torch.Tensor]]]:
-        """The words, and what they present."""
-        if self.has_shards:
-            return [v.words() for v in self.values], [[local(v.shell)] for v in self.values]
-        return [(v.owner, *v.further) for v in self.values], [(v.shell,) for v in self.values]
-
-    def decode(self, filling: Conversions, is_as_before: bool) -> None:
-        """Fills what they present."""
-        words, shells = self.tensors()
-        update, kept = decoding(self.format, self.role), self.kept[0] if is_as_before else None
-        filling.add(self.backend, update, (), words, shells, kept)
-
-    def encode(self, storing: Conversions, params: Container[int]) -> None:
-        """Stores what those of `params`, by their ids, present, as laid out in each step; not if the format draws."""
-        own = self._replace(values=[v for v in self.values if id(v.p) in params])
-        if own.values and self.format.draw is None:
-            (words, shells), kept = own.tensors(), self.kept[1] if len(own.values) == len(self.values) else None
-            storing.add(self.backend, encoding(self.format, self.role), (), shells, words, kept)
-
-
-Decoded = Callable[[Iterable[Value]], dict[int, torch.Tensor]]
-"""Makes copies of values, by the ids of their objects."""
-
-
-class Copies:
-    """Copies of values that wait.
-
-    Small ones are copied together, all parameters or all states, when the first of them is asked for: code that asks
-    for one asks for more.
-    """
-
-    def __init__(self, values: Iterable[Value]) -> None:
-        self._values = {id(v.owner): v for v in values}
-        self._made: dict[int, torch.Tensor] = {}
-        """Those that nobody has taken yet, by the ids of the values' objects."""
-        self._roles: set[str] = set()
-        """Those of the values of which all small ones were copied."""
-
-    def take(self, owner: torch.Tensor, decoded: Decoded) -> torch.Tensor:
-        """The copy of the value that an object has, another one each time; `decoded` makes copies of values."""
-        value = self._values[id(owner)]
-        if role(value.name) not in self._roles and owner.numel() <= SMALL:
-            self._roles.add(role(value.name))
-            alike = (v for v in self._values.values() if role(v.name) == role(value.name))
-            self._made |= decoded(v for v in alike if v.owner.numel() <= SMALL)
-        return self._made.pop(id(owner)) if id(owner) in self._made else decoded([value])[id(owner)]
 
 
 @dataclass(eq=False)
@@ -150,13 +68,10 @@ class Presentation:
     """True if the optimizer holds memory of shards."""
     has_two_names: bool = False
     """True if an object is two states, or a state and a gradient: what a step gives to one of them the other keeps."""
-    _waiting: MakesPlaceholders | None = None
-    _copies: Copies | None = None
-    _asked: tuple[list[Value], list[Alike]] = field(default_factory=lambda: ([], []))
-    """The values of which copies were made together last, and which of them are alike."""
+    _waiting: Placeholders | None = None
+    _copies: Copies = field(default_factory=Copies)
     _pairs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What is exchanged to present values that wait, in this step or in the last one."""
-    _sources: dict[int, torch.Tensor] = field(default_factory=dict)
     is_as_before: bool = False
     """True if the step has found the objects of the last one."""
     _found: list[int] = field(default_factory=list)
@@ -191,14 +106,15 @@ class Presentation:
 
     # --- before the step ------------------------------------------------------------------------------------------
 
-    def plan(self, seen: step_inventory.Seen | None, waiting: MakesPlaceholders | None = None) -> set[int]:
+    def plan(self, seen: step_inventory.Seen | None, waiting: Placeholders | None = None) -> set[int]:
         """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words.
 
         The step has `seen` the states, if they are usual. With `waiting`, the fp32 tensors are its placeholders, which
         are filled when somebody asks for that (`compute`).
         """
         self.values, self._aliases, self._waiting, self.is_as_before = [], [], waiting, False
-        self.has_two_names, self._copies, self._pairs = False, None, []
+        self.has_two_names, self._pairs = False, []
+        self._copies.end()
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params(), seen), strict=True))
         alike: dict[tuple[Any, ...], list[int]] = {}
@@ -215,7 +131,7 @@ class Presentation:
             pins = bookkeeping(self.optimizer).pins
             found = [(v, pins.get(v.owner)) for v in self.values] if pins else []
             pinned = {id(v): (v, pin) for v, pin in found if pin is not None and pin.shell is v.shell}
-            self.alike = self._found_alike(v for v in self.values if id(v) not in pinned)
+            self.alike = by_conversion((v for v in self.values if id(v) not in pinned), self.groups, self.has_shards)
             self.fill()
             for v, pin in pinned.values():
                 self._refill(v, pin)
@@ -246,15 +162,6 @@ class Presentation:
             shell = pool(self.optimizer).shell(owner)
         self._shells[id(owner)] = shell
         return shell
-
-    def _found_alike(self, values: Iterable[Value]) -> list[Alike]:
-        lookup, found = Lookup(), dict[Any, Alike]()
-        for v in values:
-            if local(v.owner).numel():
-                backend, of = lookup.of(self.groups[id(v.p)][1], v.p)[1], role(v.name)
-                key = id(backend), id(v.fmt), of, v.owner.device
-                found.setdefault(key, Alike(backend, v.fmt, of, self.has_shards, [], ({}, {}))).values.append(v)
-        return list(found.values())
 
     def fill(self, is_as_before: bool = False) -> None:
         """Fills the fp32 tensors, but for those of which something had the memory before.
@@ -311,7 +218,7 @@ class Presentation:
             value = memories.get(memory_of(x))
             if value is not None:
                 # What waits cannot have aliases (`can_wait`): it is planned again.
-                self._aliases.append((x, x if self._waiting is not None else _part(value, x)))
+                self._aliases.append((x, x if self._waiting is not None else part_of(value, x)))
 
     def _has_parts(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Returns True if one of `tensors` lies in the memory of a shard."""
@@ -348,7 +255,7 @@ class Presentation:
     def compute(self) -> None:
         """Gives the values that wait memory, and computes them, while they are presented."""
         assert self._waiting is not None
-        self._copies, self._sources = None, {}
+        self._copies.end()
         memory = pool(self.optimizer)
         made = [memory.fill(v.owner, v.shell) for v in self.values]
         self._decode_each(self.values, made, memory.laid_out)
@@ -361,44 +268,12 @@ class Presentation:
                 self._waiting.give(v.owner, into.requires_grad_(v.owner.requires_grad))
         self._waiting = None
 
-    def copy_of(self, owner: torch.Tensor) -> torch.Tensor:
-        """A copy of the value that an object has which waits, or its part: of a parameter, a state or a gradient.
-
-        It is called without gradients.
-        """
-        if self._copies is None:
-            self._copies, self._sources = Copies(self.values), self.gradients.sources()
-        if (source := self._sources.get(id(owner))) is not None:
-            return local(source).to(torch.float32, copy=True)
-        return self._copies.take(owner, self._decoded)
-
-    def copy_into(self, owners: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """The same of several objects, none of which is a DTensor, into fp32 tensors."""
-        asked, sources = dict(zip(map(id, owners), into, strict=True)), self.gradients.sources()
-        grads = [(asked.pop(key), grad) for key, grad in sources.items() if key in asked]
-        torch_privates.copy_each([x for x, _ in grads], [grad for _, grad in grads])
-        self._decode(asked, {id(v.owner): v for v in self.values})
-
-    def _decoded(self, values: Iterable[Value]) -> dict[int, torch.Tensor]:
-        asked = {id(v.owner): v for v in values}
-        part = torch_privates.part
-        found = {key: torch.empty_like(part(v.shell), dtype=torch.float32) for key, v in asked.items()}
-        self._decode(found, asked)
-        return found
-
-    def _decode(self, into: Mapping[int, torch.Tensor], values: Mapping[int, Value]) -> None:
-        # Copies of values that wait, whose objects have placeholders inside: the first word is in the shell.
-        asked, filling = [values[key] for key in into], Conversions(pool(self.optimizer).laid_out)
-        part, (before, alike), lookup = torch_privates.part, self._asked, Lookup()
-        if not step_inventory.are_same(before, asked):
-            self._asked = asked, alike = asked, self._found_alike(asked)
-        for each in alike:
-            backend = lookup.of(self.groups[id(each.values[0].p)][1], each.values[0].p)[1]
-            words, given = [(v.shell, *v.further) for v in each.values], [(into[id(v.owner)],) for v in each.values]
-            if self.has_shards:
-                words = [(*map(part, own),) for own in words]
-            filling.add(backend, decoding(each.format, each.role), (), words, given)
-        filling.run()
+    def copies(self) -> Copies:
+        """Copies of the values that wait, of parameters, states and gradients; it is called without gradients."""
+        if not self._copies.has_begun:
+            laid = pool(self.optimizer).laid_out
+            self._copies.begin(self.values, self.gradients.sources(), self.groups, laid)
+        return self._copies
 
     def can_wait(self) -> bool:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""
@@ -440,7 +315,7 @@ class Presentation:
             self.owners.clear()
             self._words, self._found, self._pairs = {}, [], []
         self._shells.clear()
-        self._copies, self._sources = None, {}
+        self._copies.end()
         self.gradients.let_go()
         self.optimizer = self.gradients.optimizer = NOBODY  # which has it: memory would wait for the collector
 
@@ -456,7 +331,8 @@ class Presentation:
     def again(self, optimizer: Optimizer, seen: step_inventory.Seen) -> set[int]:
         """What `plan` does, for a step that has `seen` the same structure."""
         self.optimizer = self.gradients.optimizer = optimizer
-        self._aliases, self._copies = [], None
+        self._aliases = []
+        self._copies.end()
         if not step_inventory.are_same(self._of_optimizer, optimizer.param_groups):
             self.groups = self._found_groups()
         ids = seen.ids
@@ -552,25 +428,8 @@ class Presentation:
         """Lets go of all tensors."""
         for each in (self.values, self.alike, self._shells, self._aliases, self.outlines, self.owners, self._words):
             each.clear()
-        self._asked = [], []
-        self._copies, self._sources, self._pairs = None, {}, []
+        self._copies, self._pairs = Copies(), []
         self.gradients = Gradients(self.optimizer)
 
 
 _requires_grad, _grad = attrgetter("requires_grad"), attrgetter("grad")
-
-
-def _part(value: Value, x: torch.Tensor) -> torch.Tensor:
-    """The part of the fp32 tensor that lies where `x` lies in the first word."""
-    shell, owner = local(value.shell).detach(), local(value.owner.detach())
-    first = x.storage_offset() - owner.storage_offset()
-    last = first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    span = sum((n - 1) * s for n, s in zip(owner.shape, owner.stride(), strict=True))
-    if x.dtype != owner.dtype or shell.stride() != owner.stride() or first < 0 or last > span:
-        raise UnsupportedUpdate(
-            f"the optimizer holds a tensor of shape {list(x.shape)} that lies in the memory of "
-            f"{'a parameter' if value.name == 'param' else f'the state {value.name!r}'} and beyond it, or in another "
-            "type, and during a step that value has fp32 memory of its own: hold a clone(), or the parameter itself; "
-            "nothing was updated"
-        )
-    return shell.as_strided(x.shape, x.stride(), shell.storage_offset() + first)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,6 @@ from collage_neuron import torch_privates
 from collage_neuron.eager import rejections
 from collage_neuron.eager.codec import converter
 from collage_neuron.eager.commit import Storing
-from collage_neuron.eager.gradients import MakesPlaceholders
 from collage_neuron.eager.memory import pool
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.rollback import Held
@@ -35,63 +34,8 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.states.store import States
 
-
-class Trace(Protocol):
-    """What may keep the operations of a step waiting (`trace/traced_step.py`)."""
-
-    @property
-    def given_up(self) -> str:
-        """Why no step of the optimizer is traced any more; empty if the next one is."""
-
-    @property
-    def waiting(self) -> MakesPlaceholders:
-        """What makes placeholders instead of memory for fp32 values."""
-
-    def decides_later(self, finite: torch.Tensor) -> bool:
-        """Returns True if the step may begin before it is known whether gradients are finite."""
-
-    def decide(self) -> None:
-        """Waits for that, if nobody has yet; raises StepSkipped if they are not."""
-
-    def planned(self, seen: step_inventory.Seen) -> tuple[Presentation, set[int]] | None:
-        """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
-
-    def begin(
-        self, presentation: Presentation, seen: step_inventory.Seen | None, inside: list[inner_optimizers.Inner]
-    ) -> AbstractContextManager[Any]:
-        """The mode in which the step runs; optimizers are `inside` this one."""
-
-    def compute(self, why: str) -> None:
-        """Computes what waits."""
-
-    def missed(self, why: str) -> None:
-        """Computes what waits in a step that cannot be launched any more."""
-
-    def put_off(self) -> None:
-        """The step begins again after what comes now: nothing was done yet."""
-
-    def go_on(self) -> None:
-        """Called before it begins again."""
-
-    def raised(self, error: BaseException) -> None:
-        """Called if the step raises, before anything else."""
-
-    @property
-    def is_untouched(self) -> bool:
-        """Returns True while values wait with which nothing was done yet."""
-
-    @property
-    def may_repeat(self) -> bool:
-        """Returns True if it raised since its values were waiting: it may be taken as written."""
-
-    def check_as_written(self, why: str) -> None:
-        """Raises UnsupportedUpdate if the step may not run as written; `why` says why it cannot be launched."""
-
-    def end(self) -> None:
-        """All tensors have the classes that they had."""
-
-    def finish(self) -> list[Measured] | None:
-        """Launches what the step did; None if it has to be stored as a step as written."""
+if TYPE_CHECKING:
+    from collage_neuron.trace.traced_step import TracedStep
 
 
 UNMEASURED = "unmeasured"
@@ -113,7 +57,7 @@ def take(
     call: Call,
     finite: Callable[[], torch.Tensor | None],
     due: bool = False,
-    trace: Trace | None = None,
+    trace: TracedStep | None = None,
 ) -> Taken:
     """Takes a step as written; none, if `finite` returns a mask that is false. `refusal` says why it is not captured.
 
@@ -165,7 +109,7 @@ def _run(
     optimizer: Optimizer,
     call: Call,
     due: bool,
-    trace: Trace | None,
+    trace: TracedStep | None,
     refusal: UnsupportedUpdate | None = None,
 ) -> Taken:
     """Runs `step()`."""
@@ -215,7 +159,7 @@ class Context:
         """What the step has found, if it runs as written from its beginning."""
         self._steady: Steady | None = None
         """The presentation, if it was that of the last step."""
-        self._trace: Trace | None = None
+        self._trace: TracedStep | None = None
         self._mode: AbstractContextManager[Any] = nullcontext()
         self._lent_to: list[inner_optimizers.Inner] | None = None
         """Optimizers inside this one, which have their own states now; None if this one has them."""
@@ -226,7 +170,7 @@ class Context:
         return self.presentation.kind == "step"
 
     @torch.no_grad()
-    def begin(self, trace: Trace | None = None) -> None:
+    def begin(self, trace: TracedStep | None = None) -> None:
         """Presents the values; those of a step that is traced wait, if they can."""
         seen, inside = step_inventory.of(self.optimizer), inner_optimizers.inner_of(self.optimizer)
         inner_optimizers.check_untouched(self.optimizer, inside)
@@ -407,7 +351,7 @@ class Context:
         self._mode = nullcontext()
 
     @contextmanager
-    def _put_off(self, trace: Trace) -> Iterator[None]:
+    def _put_off(self, trace: TracedStep) -> Iterator[None]:
         """A context as `suspended`, in a step that has done nothing yet: its values wait again afterwards."""
         self._leave_mode()
         self.collect()
@@ -460,7 +404,7 @@ class Context:
 
 @contextmanager
 def presented(
-    base: type[Optimizer], optimizer: Optimizer, kind: str, due: bool = False, trace: Trace | None = None
+    base: type[Optimizer], optimizer: Optimizer, kind: str, due: bool = False, trace: TracedStep | None = None
 ) -> Iterator[Context]:
     """A context in which the optimizer presents fp32 values, which are stored when it ends."""
     ours, context = bookkeeping(optimizer), Context(base, optimizer, kind)

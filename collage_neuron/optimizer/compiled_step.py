@@ -39,8 +39,9 @@ from collage_neuron.states.sharding import settle_gradients
 from collage_neuron.trace import dry_run, replay_validation, replayed_steps
 from collage_neuron.trace.code_inspection import Asked
 from collage_neuron.trace.recorded_classes import is_traced, settings_of
+from collage_neuron.trace.step_end import Launching
 from collage_neuron.trace.step_kinds import StepKind, Traces
-from collage_neuron.trace.traced_step import Launching, TracedStep, why_not
+from collage_neuron.trace.traced_step import TracedStep, why_not
 from collage_neuron.validation import validate
 
 

@@ -8,15 +8,20 @@ then (`torch.zeros`), so that a number says what it is, or it is a state (of row
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.states.sharding import ORDINARY
-from collage_neuron.trace.calls import NUMBER, Call, Uncompiled, Written
+from collage_neuron.trace.calls import MEETS, NUMBER, Call, Geometry, Uncompiled, Written
 from collage_neuron.trace.placeholders import STEP, WAITS, give, placeholder, present, stands_for, waits, withdraw
+
+if TYPE_CHECKING:
+    from collage_neuron.trace.structure_guard import CallSequence
+    from collage_neuron.trace.tensor_places import TensorPlaces
 
 aten = torch.ops.aten
 
@@ -163,3 +168,109 @@ def exchange_back(x: torch.Tensor, other: torch.Tensor) -> None:
     other.__class__ = torch.Tensor
     withdraw([(x, other)])
     torch_privates.exchange(x, other)
+
+
+class Adopted:
+    """The tensors with values that have met values that wait, in one step."""
+
+    def __init__(
+        self,
+        places: TensorPlaces,
+        course: CallSequence,
+        state_of: Callable[[torch.Tensor], Name | None],
+    ) -> None:
+        """`state_of` says which state a tensor is."""
+        self._places, self._course, self._state_of = places, course, state_of
+        self.others: dict[int, torch.Tensor] = {}
+        """What is inside them, with their own values, by their places."""
+        self.has_any = False
+        """True if there were some."""
+        self._states = list[Call]()
+        """The calls by which states are known that were."""
+        self.just_now: list[int] = []
+        """The ids of those of the operation that is under way: torch returns what was inside when it began."""
+        self._like_values: set[torch.Size] | None = None
+        """The shapes of the values that the step begins with."""
+
+    def meet(self, x: torch.Tensor) -> int:
+        """Makes a tensor wait that has a value; its place."""
+        tensors = self._places.tensors
+        if self._like_values is None:
+            self._like_values = {t.shape for t in tensors[: self._places.first]}
+        func, own, numbers = written(
+            x, self._state_of(x), tensors[0].device, x.shape in self._like_values, self._course.expected
+        )
+        makes = [Geometry(tuple(x.shape), x.stride(), torch.float32, 0)]
+        call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._places.next())
+        self._places.note(call, numbers)
+        self.others[call.first] = exchanged(x)
+        self._states += [call] if func is state else []
+        self.just_now.append(id(x))
+        self.has_any = True
+        self._places.put(call.first, [x])
+        return call.first
+
+    def meet_again(self, states: Iterable[torch.Tensor]) -> None:
+        """Makes states wait that do not yet, in so far as they can."""
+        for x in states:
+            if self._places.of(id(x)) is None:
+                with suppress(Uncompiled):
+                    self.meet(x)
+
+    def meet_all(self, names: Sequence[Name], states: Sequence[torch.Tensor]) -> bool:
+        """Makes the states with these names wait that have met values in the last step, which began with the same.
+
+        False, and nothing is done, if that step has not begun with their calls.
+        """
+        calls, first = self._course.whole[: len(names)], self._places.first
+        if [call.args for call in calls] != [[(tuple, name)] for name in names] or not self._places.has_spare:
+            return False
+        if any(call.func is not state for call in calls):
+            return False
+        if not exchange_all(states, self._places.tensors[first : first + len(states)]):
+            return False
+        others = self._places.replace(first, states)  # what is inside the states was inside the others
+        self.others, self._states, self.has_any = dict(enumerate(others, first)), calls, True
+        self._course.at += len(states)
+        return True
+
+    def meet_states(self, p: torch.Tensor, states: Mapping[Any, Any], only_narrow: bool) -> None:
+        """Makes the states of a parameter wait that are not in words, before the step."""
+        # On XLA an operation gets another object than the state has, so it would not be known when it meets values.
+        # What is done with a state in bf16 alone, before it meets anything, would be done in bf16; and one in fp32
+        # of which nobody knew the format when it was loaded, would not show what it is for.
+        tensors = [x for x in states.values() if isinstance(x, torch.Tensor)]
+        self.meet_again(
+            x
+            for x in tensors
+            if (x.dim() > 0 and x.shape == p.shape and x.dtype == torch.float32)
+            or (x.shape != p.shape and not (only_narrow and x.dtype != torch.bfloat16))
+        )
+
+    def compute(self, place: int) -> None:
+        """Gives one its own value, in a step that is computed."""
+        give_back(self._places.tensors[place], self.others.pop(place))
+
+    def copy_into(self, into: Mapping[int, torch.Tensor]) -> None:
+        """Copies the values of some into tensors, by their places."""
+        torch_privates.copy_each([*into.values()], [value_in(self.others[i]) for i in into])
+
+    def undo(self) -> None:
+        """All have their own values again."""
+        for place, other in self.others.items():
+            exchange_back(self._places.tensors[place], other)
+            self._places.tensors[place] = other  # a placeholder as before
+        self.others = {}
+
+    def exchange_states(self, exchange: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Exchanges what is inside states: their values are there while updates are launched."""
+        for call in self._states:
+            exchange(self._places.tensors[call.first], self.others[call.first])
+
+    def states(self) -> Iterator[tuple[Name, torch.Tensor]]:
+        """The states, with their names."""
+        return ((call.args[0][1], self._places.tensors[call.first]) for call in self._states)
+
+    def original(self, returned: torch.Tensor) -> torch.Tensor | None:
+        """The tensor for which torch has returned another object."""
+        return next((self._places.tensors[place] for place, t in self.others.items() if t is returned), None)

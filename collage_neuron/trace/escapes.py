@@ -6,19 +6,21 @@ still refers to when it has ended, outlives it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 from itertools import compress
-from operator import attrgetter, gt
-from typing import Any, NamedTuple
+from operator import gt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.trace.calls import Uncompiled, memories_of
-from collage_neuron.trace.deferred_calls import SHARED, DeferredCalls
-from collage_neuron.trace.placeholders import placeholder
+from collage_neuron.trace.placeholders import are_marked, placeholder
 from collage_neuron.trace.step_kinds import StepKind
+from collage_neuron.trace.tensor_places import SHARED
+
+if TYPE_CHECKING:
+    from collage_neuron.trace.deferred_calls import DeferredCalls
 
 HOLDERS = 6
 """References to a state that a step has replaced, but for marks: from what is restored if the step raises, its `Value`,
@@ -54,8 +56,8 @@ def outliving(kind: StepKind, mode: DeferredCalls, began: References, marked: Co
         Uncompiled: more does, which nobody would compute.
     """
     stays, first, then_parts = kind.left.places(), len(began.holders), began.of_parts
-    is_shared = mode.is_shared(first, kind.users)
-    made = mode.let_go(first)
+    is_shared = mode.places.are_shared(first, kind.users)
+    made = mode.places.let_go(first)
     references = torch_privates.references(made)
     kept = [i for i, n in enumerate(references, first) if n > 2 and i not in stays]  # two: the list's, the count's own
     gone = [n for _, _, n, _ in kind.changed if n is not None and n < first and n not in stays]
@@ -67,7 +69,7 @@ def outliving(kind: StepKind, mode: DeferredCalls, began: References, marked: Co
     more = any(now[i] > then[i] for i in began.gradients)
     more = more or any(now[i] > HOLDERS + (id(objects[i]) in marked) for i in gone)  # it would have no value
     mode.tensors += made
-    returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
+    returned = any(n > 3 for n in torch_privates.references(list(mode.adopted.others.values())))
     if is_shared or more or returned or are_parts_kept or not _are_numbers(kept, first, stays, mode):
         raise Uncompiled(SHARED)
     are_gone = [True] * len(made)
@@ -77,21 +79,13 @@ def outliving(kind: StepKind, mode: DeferredCalls, began: References, marked: Co
     if are_params or are_marked([*compress(made, are_gone)]):
         return Outliving(kept, [])
     changed = {i: _alike(made[i - first]) for i in kept}  # a number that is kept is the code's
-    for i, t in (changed | {i: other for i, other in mode.met.items() if i in stays}).items():
+    for i, t in (changed | {i: other for i, other in mode.adopted.others.items() if i in stays}).items():
         made[i - first] = t
     return Outliving(kept, made)
 
 
 def _alike(t: torch.Tensor) -> torch.Tensor:
     return placeholder(t.shape, t.stride(), t.dtype, t.device, int(t.storage_offset()))
-
-
-_requires_grad = attrgetter("requires_grad")
-
-
-def are_marked(tensors: Sequence[torch.Tensor]) -> bool:
-    """Returns True if code has left something on a placeholder: the next step must not find it."""
-    return any(any(map(asked, tensors)) for asked in (vars, _requires_grad, weakref.getweakrefcount))
 
 
 def _are_numbers(kept: Sequence[int], first: int, stays: set[int | None], mode: DeferredCalls) -> bool:

@@ -6,15 +6,16 @@ While updates are launched, states have the objects of before the step, whose wo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from collage_neuron import torch_privates
-from collage_neuron.trace.deferred_calls import DeferredCalls
-from collage_neuron.trace.escapes import are_marked
-from collage_neuron.trace.placeholders import has_value, wait
-from collage_neuron.trace.step_kinds import StepKind
+from collage_neuron.trace.placeholders import are_marked, has_value, wait
+
+if TYPE_CHECKING:
+    from collage_neuron.trace.deferred_calls import DeferredCalls
+    from collage_neuron.trace.step_kinds import StepKind
 
 States = Mapping[int, dict[Any, Any]]
 """The states of parameters, by the numbers of these."""
@@ -32,7 +33,7 @@ def put_back(states: States, kind: StepKind, objects: Sequence[Any]) -> None:
 def keep_met(states: States, kind: StepKind, mode: DeferredCalls) -> None:
     """Puts the words of states that were in none into their objects."""
     changed = {(i, name) for i, name, *_ in kind.changed}
-    for (i, name), own in mode.met_states():
+    for (i, name), own in mode.adopted.states():
         if (i, name) not in changed and states[i][name] is not own:
             torch_privates.exchange(own, states[i][name])
             states[i][name] = own

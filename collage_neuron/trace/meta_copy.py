@@ -27,11 +27,13 @@ from collage_neuron.states.visible_states import ParamShaped, visible
 from collage_neuron.trace import adopted_tensors, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.code_inspection import attributes_of_torch
-from collage_neuron.trace.deferred_calls import SHARED, DeferredCalls
+from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.placeholders import has_value, wait, waits
 from collage_neuron.trace.sandbox import Copies, Guard, without_value
 from collage_neuron.trace.source_location import raised_at
 from collage_neuron.trace.step_kinds import Before, Left, StepKind, check_states, planned_of, with_states
+from collage_neuron.trace.step_reads import Sources
+from collage_neuron.trace.tensor_places import SHARED
 
 _READS = "step() reads a value, and before it none is known"
 
@@ -116,7 +118,7 @@ class Copied:
             Uncompiled, or UnsupportedUpdate: it is no update of single parameters.
         """
         tensors, before = self._found()
-        mode = waiting(tensors, {}, (), (), (), self._read, self._state_of, self._no_value)
+        mode = waiting(tensors, self._read, self._state_of, Sources(self._no_value))
         if not self._has_parts:
             mode.see_made()
         self._mode, holders = mode, torch_privates.references(tensors)
@@ -124,7 +126,7 @@ class Copied:
             self._run(mode, context)
             return self._stepped(mode, before, holders)
         finally:
-            mode.give_back()  # what has met values that wait may be the user's own
+            mode.adopted.undo()  # what has met values that wait may be the user's own
 
     def _run(self, mode: DeferredCalls, context: Sequence[AbstractContextManager[Any]]) -> None:
         try:
@@ -154,7 +156,9 @@ class Copied:
         for each in planned if self._has_parts else ():
             self._check_parts(each.recording.captured)
         self._check_kept(mode, holders, before, left)
-        return Stepped(StepKind(before, named, mode.cones, left, left.named(), planned, reads, [], []), mode.numbers)
+        return Stepped(
+            StepKind(before, named, mode.reads.cones, left, left.named(), planned, reads, [], []), mode.numbers
+        )
 
     def _check_parts(self, captured: Captured) -> None:
         try:
@@ -197,17 +201,17 @@ class Copied:
         values = [x for state in states for x in state.values()]
         return Left(
             [tuple(state) for state in states],
-            mode.places_of(values),
-            mode.places_of(params),
-            mode.places_of([p.grad for p in params]),
+            mode.places.of_each(values),
+            mode.places.of_each(params),
+            mode.places.of_each([p.grad for p in params]),
         )
 
     def _check_kept(self, mode: DeferredCalls, holders: Sequence[int], before: Before, left: Left) -> None:
         """Raises Uncompiled for most of what a step keeps: of states that were replaced, it is not asked."""
         first, stays = len(holders), left.places()
-        is_shared = mode.is_shared(first, users_of(mode.calls, mode.tensors))
+        is_shared = mode.places.are_shared(first, users_of(mode.calls, mode.tensors))
         gradients = [named["grad"] for named in before.named]
-        made = mode.let_go(first)
+        made = mode.places.let_go(first)
         held = zip(made, enumerate(torch_privates.references(made), first), strict=True)
         kept = [i for t, (i, n) in held if n > 2 and i not in stays and t.numel() != 1]
         now = torch_privates.references(mode.tensors)

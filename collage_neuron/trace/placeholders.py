@@ -7,14 +7,19 @@ can be reached, but not read before it is there: it is computed, or there is a R
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from collage_neuron.torch_privates.tensors import exchange, without_memory
+
+if TYPE_CHECKING:
+    from collage_neuron.trace.deferred_calls import DeferredCalls
 
 WAITS = (
     "the value of this tensor waits for the end of optimizer.step() (collage_neuron): another thread cannot read it, "
@@ -22,48 +27,11 @@ WAITS = (
 )
 
 
-class Step(Protocol):
-    """A step whose operations wait."""
-
-    outer: Step | None
-    """The step in which it runs, if that waits too."""
-    is_filled: bool
-    """True once its values are there."""
-    given: dict[int, torch.Tensor]
-    """What stands for placeholders that have values, by the ids of these."""
-    modes: int
-    """How many modes of ours see its operations."""
-
-    def again(self, by: int, asked: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """What a steady step returns that calls what the last one did: an operation (0), or a method (1); else None."""
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Runs an operation, or notes it."""
-
-    def method(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a method of a placeholder."""
-
-    def looked_at(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor that goes on waiting; None if it cannot be computed alone."""
-
-    def original(self, returned: torch.Tensor) -> torch.Tensor | None:
-        """The tensor that waits for which torch has returned another object; None if that is of another step."""
-
-    def is_asked_for(self, x: torch.Tensor, error: BaseException) -> None:
-        """Notes that `error` is raised, since another thread asks for a value that waits: its work is missing."""
-
-    def fill(self, why: str) -> None:
-        """Computes all that waits."""
-
-    def set_data(self, t: torch.Tensor, value: torch.Tensor) -> bool:
-        """Notes `t.data = value`; False if it has to be done."""
-
-
-STEP: ContextVar[Step | None] = ContextVar("STEP", default=None)
+STEP: ContextVar[DeferredCalls | None] = ContextVar("STEP", default=None)
 """The step of this thread whose operations wait, the innermost one."""
 
 
-IN_PROGRESS: list[Step] = []
+IN_PROGRESS: list[DeferredCalls] = []
 """The steps of all threads whose operations wait."""
 
 
@@ -206,6 +174,14 @@ def waits(x: object) -> bool:
 def stands_for(x: object) -> bool:
     """Returns True for what stands for a tensor that has its value."""
     return isinstance(x, WAITING) and hasattr(x, _VALUE)
+
+
+_requires_grad = attrgetter("requires_grad")
+
+
+def are_marked(tensors: Sequence[torch.Tensor]) -> bool:
+    """Returns True if code has left something on a placeholder: the next step must not find it."""
+    return any(any(map(asked, tensors)) for asked in (vars, _requires_grad, weakref.getweakrefcount))
 
 
 # --- what has its value -----------------------------------------------------------------------------------------------

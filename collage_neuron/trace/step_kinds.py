@@ -224,7 +224,7 @@ def planned_of(
     changing = list(_changing(lanes, named, left, tensors))
     # Values are read when all that they are for is known: over shards, processes have to read the same.
     new = dict.fromkeys(x for _, _, positions in changing for x in positions if isinstance(x, Read))
-    mode.add_values(new)
+    mode.reads.add_numbers(new)
     reads = dict(zip(new, range(first, len(mode.numbers)), strict=True))
     for i, recorder, positions in changing:
         own, now, group, dtype = named[i], afterwards[i], before.groups[i], before.stored[i]

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from collage_neuron.trace.calls import Call, Written
+from collage_neuron.trace.calls import Call, Quick, Written
 
 
 class CallSequence:
     """The calls of a step. As long as these are the calls of one of the `earlier` steps, that one is followed."""
 
-    def __init__(self, earlier: Sequence[list[Call]]) -> None:
+    def __init__(self, earlier: Sequence[list[Call]], steady: Sequence[tuple[Quick | None, Quick | None]] = ()) -> None:
         self._earlier, self._followed = earlier, earlier[0] if earlier else None
+        self.steady = steady
+        """The calls of the first of these, to know them by their objects; empty once the step does something else."""
+        self.numbers: list[float] = []
         self._own: list[Call] = []
         """The calls, once the step does what no earlier one did."""
         self.at = 0
@@ -56,15 +59,17 @@ class CallSequence:
                     return call
         return None
 
-    def goes_on(self, call: Call) -> bool:
-        """Adds a call; False if the step leaves the one that it has followed by that."""
+    def goes_on(self, call: Call, numbers: Sequence[float]) -> bool:
+        """Adds a call with its numbers; False if the step leaves the one that it has followed by that."""
         followed, at = self._followed, self.at
         self.at += 1
+        self.numbers += numbers
         if followed is None:
             self._own.append(call)
             return True
         if at < len(followed) and followed[at] is call:
             return True
+        self.steady = ()
         others = (calls for calls in self._earlier if at < len(calls) and calls[at] is call)
         self._followed = next(others, None)
         if self._followed is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.trace.deferred_calls import Exchanged
+from collage_neuron.trace.tensor_places import Exchanged
 
 _OF_TORCH = RuntimeError, NotImplementedError, TypeError, IndexError, ValueError, Exchanged
 

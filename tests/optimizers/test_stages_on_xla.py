@@ -26,7 +26,7 @@ from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla import sums
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.trace.deferred_calls import DeferredCalls
+from collage_neuron.trace.step_reads import StepReads
 from collage_neuron.validation import validate
 
 pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
@@ -55,8 +55,8 @@ def test_with_the_numbers_of_the_host_so_has_one_that_reads_some(
     xla: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A number that is read is the device's own, by XLA's order of additions, as in plain torch. All else is ours.
-    copied = DeferredCalls._copied
-    monkeypatch.setattr(DeferredCalls, "_copied", lambda self, place: copied(self, place).cpu())
+    copied = StepReads._copied
+    monkeypatch.setattr(StepReads, "_copied", lambda self, place: copied(self, place).cpu())
     check_ten_steps(xla, Adafactor, "full", ((33, 65), (17,)))
 
 

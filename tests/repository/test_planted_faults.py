@@ -183,7 +183,7 @@ FAULTS = [
           UPDATES + "[made_of_another_zero_in_one_step]"),
     Fault(TRACE + "/calls.py", "return is_alike and all(_is_written(", "return is_alike and all(True or _is_written(",
           UPDATES + "[made_in_another_shape_in_one_step]"),
-    Fault(TRACE + "/traced_step.py", "kind.before == before and kind.left == left", "kind.before == before",
+    Fault(TRACE + "/step_end.py", "kind.before == before and kind.left == left", "kind.before == before",
           UPDATES + "[a_state_is_one_of_two_results]"),
     Fault(TRACE + "/materialize.py", "method[1:] != operation[1:] or ", "",
           "trace/test_read_ahead.py::test_numbers_are_those_that_are_computed_when_asked_for[of_rows]"),
