@@ -25,8 +25,8 @@ from collage_neuron.states.state_keys import is_component, is_value, values_in
 from collage_neuron.states.store import is_stored, record_of
 
 if TYPE_CHECKING:
+    from collage_neuron.eager.codec import Value
     from collage_neuron.eager.presentation import Presentation
-    from collage_neuron.eager.presented_values import Value
     from collage_neuron.eager.steady import Steady
 
 

@@ -19,11 +19,10 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.codec import Conversions, Lookup
+from collage_neuron.eager.codec import SMALL, Alike, Conversions, Copies, Lookup, Value, by_conversion
 from collage_neuron.eager.gradients import Gradients, joined
 from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
 from collage_neuron.eager.presented_layout import Outline, outlines
-from collage_neuron.eager.presented_values import SMALL, Alike, Copies, Value, by_conversion, part_of
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime import process_agreement
 from collage_neuron.runtime.preconditions import is_left_alone
@@ -218,7 +217,7 @@ class Presentation:
             value = memories.get(memory_of(x))
             if value is not None:
                 # What waits cannot have aliases (`can_wait`): it is planned again.
-                self._aliases.append((x, x if self._waiting is not None else part_of(value, x)))
+                self._aliases.append((x, x if self._waiting is not None else value.part_at(x)))
 
     def _has_parts(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Returns True if one of `tensors` lies in the memory of a shard."""

@@ -6,7 +6,7 @@ Some states have no value for each element: those of one number (NovoGrad's seco
 A 0-d tensor in a state is a number of the host otherwise (`step`), and looks the same. A step distinguishes them: a
 state to which it writes tensors, or that it makes of them, is one of these. What was found is kept by name, for
 parameters with dimensions (`Bookkeeping.small`). All states of a 0-d parameter are 0-d; which of those are counts is
-found out later (`trace/recorded_step.py`).
+found out later (`trace/meta_copy.py`).
 
 Counts that would go wrong: those that are kept in bf16 or fp16, as checkpoints of older libraries have `step`, become
 fp32, and shared ones are rejected. A count of bf16 stands still at 256 and one of fp16 at 2048, since adding 1 to those

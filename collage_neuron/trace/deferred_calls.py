@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import Token
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,7 +45,6 @@ from collage_neuron.trace.calls import (
     without_values,
     written_by,
 )
-from collage_neuron.trace.materialize import Cones
 from collage_neuron.trace.placeholders import (
     IN_PROGRESS,
     STEP,
@@ -58,9 +57,12 @@ from collage_neuron.trace.placeholders import (
     waits,
 )
 from collage_neuron.trace.source_location import here
-from collage_neuron.trace.step_reads import Sources, StepReads, unobserved
 from collage_neuron.trace.structure_guard import CallSequence
 from collage_neuron.trace.tensor_places import TensorPlaces
+
+if TYPE_CHECKING:
+    from collage_neuron.trace.materialize import Cones
+    from collage_neuron.trace.step_reads import Sources
 
 
 class DeferredCalls:
@@ -100,7 +102,7 @@ class DeferredCalls:
         self.places = TensorPlaces(values, same or {}, spare, inside, self._course)
         self.tensors, self._place = self.places.tensors, self.places.of
         self.adopted = Adopted(self.places, self._course, state_of)
-        self.reads = StepReads(self.places, self._course, self.adopted, earlier, sources)
+        self.reads = sources.reads(self.places, self._course, self.adopted, earlier)
         self._compute, self._decide = compute, sources.decide
         self._are_own = True
         """True if no tensor has been given other data."""
@@ -380,7 +382,7 @@ class DeferredCalls:
         self._course.steady = ()  # first: what runs from here on is not noted again
         try:
             self.places.check_inside()
-            with unobserved():
+            with torch_privates.unobserved():
                 self._compute()
                 for call in calls:
                     self._run(call, numbers)

@@ -32,9 +32,8 @@ from collage_neuron.states.sharding import TRIED
 from collage_neuron.trace import shards
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.code_inspection import ASKS, Asked, draws
-from collage_neuron.trace.meta_copy import Copied, whole
+from collage_neuron.trace.meta_copy import Copied, record, whole
 from collage_neuron.trace.recorded_classes import is_traced
-from collage_neuron.trace.recorded_step import record
 from collage_neuron.trace.side_effects import undone
 from collage_neuron.trace.step_kinds import StepKind, Traces
 

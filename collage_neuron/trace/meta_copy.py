@@ -1,6 +1,10 @@
 """A copy of an optimizer whose tensors have no memory, and the steps that it takes.
 
 The copy has placeholders in place of parameters, gradients and states, and copies of what else the optimizer holds.
+
+What a step of torch's own elementwise classes does depends on the settings of a group, on the numbers in a state, and
+on what kind of tensors there are. So a copy with one parameter shows what happens to all that are alike (`record`), and
+the optimizer's own step need not run.
 """
 
 from __future__ import annotations
@@ -8,6 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +22,15 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate, pointing_at
-from collage_neuron.passes.ir.update import Captured
+from collage_neuron.passes.analysis.state_roles import structure
+from collage_neuron.passes.ir.update import Captured, Recording
 from collage_neuron.runtime import step_call, wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.store import factory_of, is_idle
-from collage_neuron.states.visible_states import ParamShaped, visible
+from collage_neuron.states.visible_states import ParamShaped, require_known, visible
 from collage_neuron.trace import adopted_tensors, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.code_inspection import attributes_of_torch
@@ -281,3 +288,69 @@ def _parameter(p: Tensor, device: torch.device | None) -> Any:
     made.__class__ = torch.nn.Parameter
     wait(made)
     return made.requires_grad_(p.requires_grad)
+
+
+# --- recorded steps: --------------------------------------------------------------------------------------------------
+
+
+def record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], p: Any) -> Recording:
+    """The recording of the next step for a parameter of a group.
+
+    Raises:
+        UnsupportedUpdate: it cannot be compiled.
+    """
+    shown = visible(optimizer.state.get(p, {}), p, ())
+    try:
+        try:
+            return _record(base, optimizer, group, p, shown)
+        except UnsupportedUpdate:
+            if p.dim():
+                raise
+            return _record(base, optimizer, group, p, _as_numbers(optimizer.state.get(p, {}), shown))
+    except Uncompiled as error:
+        raise UnsupportedUpdate(f"{base.__name__} cannot be compiled: {error}") from error
+    except UnsupportedUpdate:
+        require_known(optimizer)  # a word of an unknown format looks like a state of the user's
+        raise
+
+
+def _as_numbers(state: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+    # In fp32: torch loads a number of a 0-d bf16 parameter in bf16, as it does states.
+    return {k: state[k].float() if isinstance(state[k], Tensor) else v for k, v in shown.items()}
+
+
+def _record(
+    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], p: Any, shown: dict[str, Any]
+) -> Recording:
+    while True:
+        copied = alone(base, optimizer, group, p, shown)
+        stepped = copied.step()
+        # All states of a 0-d parameter are 0-d. Those that the step computes from what waits are tensors, no numbers.
+        waiting = {*stepped.kind.named[0], *(k for k, x in state_of(copied).items() if waits(x))}
+        tensors = {k for k, x in shown.items() if k in waiting and not isinstance(x, ParamShaped)}
+        if not tensors:
+            break
+        shown |= dict.fromkeys(tensors, ParamShaped(p))
+    found = recording_of(copied, stepped)
+    if structure(found.captured.graph).unread:
+        return replace(found, following=recording_of(copied, copied.step()))
+    return found
+
+
+def recording_of(copied: Copied, stepped: Stepped) -> Recording:
+    """What a step of a copy with one parameter has done.
+
+    Raises:
+        UnsupportedUpdate: it has left the parameter as it is.
+    """
+    if len(stepped.kind.planned) != 1 or stepped.kind.reads:
+        raise UnsupportedUpdate("step() does nothing to a parameter")
+    (planned,) = stepped.kind.planned
+    # Lists and objects that other code keeps there are not the step's: they stay what they are.
+    own = ((k, v) for k, v in state_of(copied).items() if isinstance(v, Tensor | Number | str | None))
+    scalars = {k: _copy(v) for k, v in own if not waits(v)}
+    return replace(planned.recording, scalars=scalars, kind=stepped.kind, numbers=list(stepped.numbers))
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -21,8 +21,8 @@ from collage_neuron.settings import GroupNumbers
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.visible_states import kind_in
+from collage_neuron.trace.meta_copy import record
 from collage_neuron.trace.recorded_classes import Followed, follow, is_same, settings_of
-from collage_neuron.trace.recorded_step import record
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Records

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +30,12 @@ class Sources(NamedTuple):
     """The context in which values are read before updates are launched."""
     decide: Callable[[], None] = lambda: None
     """Called before anything is computed: it may end the step."""
+
+    def reads(
+        self, places: TensorPlaces, course: CallSequence, adopted: Adopted, earlier: Sequence[Cones]
+    ) -> StepReads:
+        """The values that a step reads of these."""
+        return StepReads(places, course, adopted, earlier, self)
 
 
 class StepReads:
@@ -74,19 +80,19 @@ class StepReads:
             return found
         self._sources.decide()
         began = Beginning(self._copied, self._copied_into if self._sources.copy_into else None, self._like)
-        with unobserved():
+        with torch_privates.unobserved():
             return self._values.value(self._so_far, place, before, self._course.numbers, began)
 
     def told(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         """What an operation tells of values."""
-        with unobserved():
+        with torch_privates.unobserved():
             places = self._places.of_each(args)
             return func(*(x if i is None else self.value(i) for i, x in zip(places, args, strict=True)), **kwargs)
 
     def add_numbers(self, reads: Iterable[tuple[int, int]]) -> None:
         """Adds the values of tensors of one element to the numbers: their places, and after how many calls."""
         asked = list(reads)
-        with unobserved(), self._sources.reading(asked) if asked else nullcontext():
+        with torch_privates.unobserved(), self._sources.reading(asked) if asked else nullcontext():
             for place, before in asked:
                 self._course.numbers.append(float(self.value(place, before)))
 
@@ -107,14 +113,3 @@ class StepReads:
         self._adopted.copy_into({i: given.pop(i) for i in places if i in others})
         self._sources.copy_into([self._places.tensors[i] for i in given], [*given.values()])
         return True
-
-
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """A context in which torch computes, and nothing else."""
-    # Most often it does already, and the contexts cost 20 us.
-    if not (torch_privates.dispatch_modes() or torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-        yield
-        return
-    with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
-        yield

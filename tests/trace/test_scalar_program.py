@@ -13,7 +13,7 @@ import torch
 
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
-from collage_neuron.trace import recorded_step as recording
+from collage_neuron.trace import meta_copy as recording
 from collage_neuron.trace import replayed_steps
 from collage_neuron.trace.number_tape import Tape
 from collage_neuron.trace.recorded_classes import played_again
