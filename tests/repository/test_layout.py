@@ -31,7 +31,7 @@ RANKS = (
     ("conversion", "matmuls"),
     ("exact", "explanation", "extend", "bookkeeping", "validate"),
     ("checkpoint", "accumulation", "averaging", "monitoring"),
-    ("api", "trainers", PACKAGE),
+    ("api", "trainers", "collage_neuron"),
     ("cli",),
 )
 """From the lowest: files and folders of the package. A module imports from lower ranks, and from its own folder."""
