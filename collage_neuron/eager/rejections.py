@@ -21,7 +21,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
-from collage_neuron.states.shared_memory import first_shared
+from collage_neuron.states.shared_memory import names_of_shared
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.code_inspection import looks_at_graphs
 
@@ -145,17 +145,12 @@ def graphs_left_out(base: type[Optimizer], optimizer: Optimizer) -> Iterator[Non
 
 def check_states(optimizer: Optimizer) -> None:
     """Raises UnsupportedUpdate for states that share memory when they become words: each would have its own."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    named = [("a parameter", p) for p in params]
-    for p in params:
-        values = {k: x for k, x in optimizer.state.get(p, {}).items() if is_value(x, p)}
-        named += [(f"optimizer.state[p][{name!r}]", x) for name, x in values.items()]
-    found = first_shared(x for _, x in named)
-    if found is not None and found[1] >= len(params):  # parameters that share elements are rejected for themselves
-        first, second = (named[i][0] for i in found)
+    params = params_of(optimizer)
+    values = ((k, x) for p in params for k, x in optimizer.state.get(p, {}).items() if is_value(x, p))
+    if why := names_of_shared([*(("param", p) for p in params), *values]):
         raise UnsupportedUpdate(
-            f"{type(optimizer).__name__} cannot be compiled: {first} and {second} share memory, and each would have "
-            "words of its own; clone() it"
+            f"{type(optimizer).__name__} cannot be compiled: {why} share memory, and each would have words of its own; "
+            "clone() it"
         )
 
 

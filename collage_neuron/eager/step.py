@@ -248,8 +248,8 @@ class Context:
             self.presentation.plan(seen)
             self.presentation.alias(self._held.tensors)
             trace = None
-        if trace is None and self.is_step:
-            self.presentation.gradients.check_apart(self.presentation.params())
+        if self.is_step:
+            self.presentation.check_apart(trace is not None)
         if trace is None and self.is_step and not self._has_agreed and self.presentation.has_shards:
             self.presentation.agreed(process_agreement.AS_WRITTEN)
             self._has_agreed = True

@@ -24,7 +24,7 @@ from collage_neuron.optimizer import (
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.runtime import nonfinite, step_call
-from collage_neuron.runtime.preconditions import check_environment, check_once
+from collage_neuron.runtime.preconditions import check_environment, check_once, is_left_alone
 from collage_neuron.runtime.step_call import Call, Measured
 from collage_neuron.runtime.step_plan import Job, job_of, plan
 from collage_neuron.settings import DRAWN, Settings
@@ -34,6 +34,7 @@ from collage_neuron.states import (
     low_words,
     reduced_states,
     replaced_params,
+    shared_memory,
     step_inventory,
     strategy_checks,
 )
@@ -199,7 +200,7 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    reduced_states.check_counts(optimizer)
+    _check_apart(optimizer, ours)
     compares = due or ours.compares or validate.is_next_due(optimizer)
     again = None if compares else steady_plan.again(ours, optimizer.param_groups)
     jobs = _planned(base, optimizer, due) if again is None else again.jobs
@@ -225,10 +226,27 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     return measured
 
 
+def _check_apart(optimizer: Optimizer, ours: Bookkeeping) -> None:
+    """Raises ValueError if memory that the step writes is also that of something else: in torch both would change."""
+
+    def written() -> list[tuple[str, torch.Tensor]]:
+        states = (optimizer.state.get(p, {}) for p in params)
+        own = ((k, x) for state in states for k, x in dict.items(state) if isinstance(x, torch.Tensor))
+        return [*(("param", p) for p in params if not is_left_alone(p)), *own]
+
+    params: list[torch.Tensor] = params_of(optimizer)
+    external_writes.is_as_left(optimizer)
+    grads = [g for p in params if (g := p.grad) is not None]
+    if why := shared_memory.why_not_apart(ours.marks, "recorded", written, grads):
+        check_once(optimizer)
+        raise ValueError(
+            f"{why} share memory, and the step gives each values of its own, where torch would write to both; nothing "
+            "was updated: clone() one of them"
+        )
+
+
 def _planned(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Job]:
     """The jobs of a step, planned with all checks."""
-    if (seen := step_inventory.of(optimizer)) is None or not seen.structure.are_apart:
-        check_once(optimizer)
     records, groups = replayed_steps.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -96,6 +96,10 @@ class Split(NamedTuple):
     """The states with low words: the place of the owner, and the name."""
     words: Sequence[tuple[int, str]]
     """The further words of the owners themselves: the place, and the key."""
+    others: Sequence[tuple[int, Any]]
+    """All other tensors in the states."""
+    without: Sequence[torch.Tensor]
+    """The parameters without low words."""
 
     def marks(self) -> list[list[int]]:
         """The marks of the parameters now: all versions, all addresses, and what else tells them apart."""
@@ -105,6 +109,10 @@ class Split(NamedTuple):
         # A few calls for all. What is no DTensor is its own part.
         counts = versions(self.params) if shards is not self.params else [*map(torch_privates.version, shards)]
         return [counts, [*map(torch.Tensor.data_ptr, shards)], [*map(id, shards)]]
+
+    def addresses(self) -> list[int]:
+        """Those of the parameters without low words, of which nothing else is marked."""
+        return [mark_of(p)[1] for p in self.without]
 
 
 class _Columns(NamedTuple):
@@ -118,15 +126,18 @@ class _Columns(NamedTuple):
     high_versions: list[int]
     words: list[torch.Tensor]
     word_versions: list[int]
+    others: list[torch.Tensor]
+    addresses: list[int]
     stored: int
 
     @classmethod
-    def of(cls, split: Split, ids: list[int], highs: list[torch.Tensor], words: list[torch.Tensor]) -> _Columns:
+    def of(cls, split: Split, ids: list[int], highs: Any, words: Any, others: Any) -> _Columns:
         """The marks as they are now."""
-        return cls(split, ids, split.marks(), highs, versions(highs), words, versions(words), next(ORDER))
+        of_words = highs, versions(highs), words, versions(words)
+        return cls(split, ids, split.marks(), *of_words, others, split.addresses(), next(ORDER))
 
 
-def _values(states: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, str]]) -> list[torch.Tensor]:
+def _values(states: Sequence[Mapping[Any, Any]], places: Sequence[tuple[int, Any]]) -> list[torch.Tensor]:
     return [states[i][key] for i, key in places]
 
 
@@ -138,6 +149,8 @@ class Marks:
         self._states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = {}
         self._all: _Columns | None = None
         self._ids: tuple[Split, set[int]] | None = None
+        self.apart: Any = None
+        """What the last step has found out about memory, a `shared_memory.Apart`; None if something is others now."""
 
     @property
     def params(self) -> dict[torch.Tensor, LowWords]:
@@ -162,13 +175,14 @@ class Marks:
     def held(self) -> set[int]:
         """The ids of the states that this refers to."""
         found = [high for names in self._states.values() for high, _ in names.values()]
-        return set(map(id, found if self._all is None else self._all.highs))
+        return set(map(id, found if self._all is None else chain(self._all.highs, self._all.others)))
 
     def mark_all(self, split: Split, states: Sequence[Mapping[str, Any]], ids: list[int]) -> None:
         """Marks everything in `split`, which is of states with tensors of these ids, and nothing else, after a step."""
         self._params.clear()
         self._states.clear()
-        self._all = _Columns.of(split, ids, _values(states, split.highs), _values(states, split.words))
+        self.apart = None
+        self._all = _Columns.of(split, ids, *(_values(states, x) for x in (split.highs, split.words, split.others)))
         if self._ids is not None and self._ids[0] is not split:
             self._ids = None  # parameters that are gone are not kept by it
 
@@ -177,13 +191,17 @@ class Marks:
         noted = self._of(split, ids)
         if noted is None:
             return False
-        self._all = _Columns.of(split, ids, noted.highs, noted.words)
+        self._all = _Columns.of(split, ids, noted.highs, noted.words, noted.others)
         return True
 
     def are_those_of(self, split: Split, ids: list[int]) -> bool:
         """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
         noted = self._of(split, ids)
-        return noted is not None and (noted.params, noted.high_versions) == (split.marks(), versions(noted.highs))
+        return (
+            noted is not None
+            and (noted.params, noted.high_versions) == (split.marks(), versions(noted.highs))
+            and noted.addresses == split.addresses()
+        )
 
     def _of(self, split: Split, ids: list[int]) -> _Columns | None:
         """What was noted after a step with the same structure, and the same tensors in states."""
