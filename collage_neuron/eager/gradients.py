@@ -137,11 +137,14 @@ class Gradients:
         self.of = dict(zip(map(id, given), map(Gradient, grads, wide), strict=True))
         self.pairs = list(zip(grads, others, strict=True))
 
-    def why_not_apart(self) -> str:
-        """What shares memory of gradients that are not in one buffer; empty if nothing does."""
+    def check_apart(self) -> None:
+        """Raises UnsupportedUpdate for gradients that have elements of one another, and are not in one buffer."""
         grads = list({id(g.owner): g.owner for g in self.of.values()}.values())
-        outside = [] if are_alone(grads) else [g for g in grads if id(g) not in self._in_buffers]
-        return "a gradient and another gradient" if first_shared(outside) else ""
+        if not are_alone(grads) and first_shared([g for g in grads if id(g) not in self._in_buffers]):
+            raise UnsupportedUpdate(
+                "a gradient and another gradient share memory, and each has fp32 memory of its own during the step, so "
+                "that what is written to the one would not be seen in the other; clone() it"
+            )
 
     def let_go(self) -> None:
         """Keeps no gradient."""

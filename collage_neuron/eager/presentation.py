@@ -31,7 +31,7 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import is_sharded, local, version
-from collage_neuron.states.shared_memory import memory_of, why_not_apart
+from collage_neuron.states.shared_memory import memory_of
 
 NOBODY: Any = None
 
@@ -400,22 +400,6 @@ class Presentation:
                 words = [(*map(part, own),) for own in words]
             filling.add(backend, decoding(each.format, each.role), (), words, given)
         filling.run()
-
-    def check_apart(self, waits: bool) -> None:
-        """Raises UnsupportedUpdate for memory that two values, or one and a gradient, share: as fp32 each has its own.
-
-        One object that is two states is one value. What waits has no gradients that share memory (`can_wait`).
-        """
-        grads, marks = [g.owner for g in self.gradients.of.values()], bookkeeping(self.optimizer).marks
-        why = why_not_apart(marks, "presented", self._written, grads) or (not waits and self.gradients.why_not_apart())
-        if why:
-            raise UnsupportedUpdate(
-                f"{why} share memory, and each has fp32 memory of its own during the step, so that what is written to "
-                "the one would not be seen in the other; clone() it"
-            )
-
-    def _written(self) -> list[tuple[str, torch.Tensor]]:
-        return [(v.name, x) for v in self.values for x in (v.owner, *v.further)]
 
     def can_wait(self) -> bool:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""

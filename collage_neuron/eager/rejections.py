@@ -13,15 +13,17 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import check_codec, converter
+from collage_neuron.eager.presented_layout import outlines
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.runtime.process_agreement import why_not_summed
 from collage_neuron.settings import Settings
-from collage_neuron.states import inner_optimizers
-from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states import inner_optimizers, step_inventory
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
-from collage_neuron.states.shared_memory import names_of_shared
+from collage_neuron.states.shared_memory import names_of_shared, why_not_apart
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.code_inspection import looks_at_graphs
 
@@ -141,6 +143,27 @@ def graphs_left_out(base: type[Optimizer], optimizer: Optimizer) -> Iterator[Non
         for (p, g), x in zip(found, without, strict=True):
             if p.grad is x:
                 p.grad = g
+
+
+def check_apart(base: type[Optimizer], optimizer: Optimizer) -> None:
+    """Raises UnsupportedUpdate for memory that two values, or one and a gradient, share: as fp32 each has its own."""
+    params = [p for p in params_of(optimizer) if not is_left_alone(p)]
+    grads = [g for g in map(_grad, params) if g is not None]
+
+    def written() -> Iterator[tuple[str, torch.Tensor]]:
+        known = set(map(id, grads))  # one object that is two states, or a state and a gradient, is one value
+        for p, outline in zip(params, outlines(optimizer, params, step_inventory.of(optimizer)), strict=True):
+            state: Any = dict.get(optimizer.state, p)
+            for name, _, keys in outline.values:
+                owner = p if name == "param" else state[name]
+                yield from () if id(owner) in known else ((name, x) for x in (owner, *(state[key] for key in keys)))
+                known.add(id(owner))
+
+    if why := why_not_apart(bookkeeping(optimizer).marks, "presented", written, grads):
+        raise UnsupportedUpdate(
+            f"{base.__name__} cannot run as written: {why} share memory, and during the step each has fp32 memory of "
+            "its own, which does not see what is written to the other; nothing was updated: clone() one of them"
+        )
 
 
 def check_states(optimizer: Optimizer) -> None:

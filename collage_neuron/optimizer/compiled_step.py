@@ -200,11 +200,13 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
+    is_as_left = external_writes.is_as_left(optimizer)
     _check_apart(optimizer, ours)
     compares = due or ours.compares or validate.is_next_due(optimizer)
     again = None if compares else steady_plan.again(ours, optimizer.param_groups)
     jobs = _planned(base, optimizer, due) if again is None else again.jobs
-    external_writes.drop_stale(optimizer)
+    if not is_as_left:
+        external_writes.drop_stale(optimizer)
     if again is None or again.has_other_settings:
         group_settings.warn_of_changes(base, optimizer, jobs)
     validate.check(base, optimizer, jobs, take, replay_validation.of_recording)
@@ -234,9 +236,9 @@ def _check_apart(optimizer: Optimizer, ours: Bookkeeping) -> None:
         own = ((k, x) for state in states for k, x in dict.items(state) if isinstance(x, torch.Tensor))
         return [*(("param", p) for p in params if not is_left_alone(p)), *own]
 
-    params: list[torch.Tensor] = params_of(optimizer)
-    external_writes.is_as_left(optimizer)
-    grads = [g for p in params if (g := p.grad) is not None]
+    seen = step_inventory.of(optimizer)
+    params: list[Any] = params_of(optimizer) if seen is None else seen.params
+    grads = [g for g in ([p.grad for p in params] if seen is None else seen.grads) if g is not None]
     if why := shared_memory.why_not_apart(ours.marks, "recorded", written, grads):
         check_once(optimizer)
         raise ValueError(

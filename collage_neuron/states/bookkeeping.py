@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, count
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -97,7 +97,7 @@ class Split(NamedTuple):
     words: Sequence[tuple[int, str]]
     """The further words of the owners themselves: the place, and the key."""
     others: Sequence[tuple[int, Any]]
-    """All other tensors in the states."""
+    """The states without low words."""
     without: Sequence[torch.Tensor]
     """The parameters without low words."""
 
@@ -110,9 +110,10 @@ class Split(NamedTuple):
         counts = versions(self.params) if shards is not self.params else [*map(torch_privates.version, shards)]
         return [counts, [*map(torch.Tensor.data_ptr, shards)], [*map(id, shards)]]
 
-    def addresses(self) -> list[int]:
-        """Those of the parameters without low words, of which nothing else is marked."""
-        return [mark_of(p)[1] for p in self.without]
+    def addresses(self, states: Sequence[Mapping[Any, Any]]) -> list[int]:
+        """Those of what has no low words: nothing else of it is marked, and ids are used again."""
+        tensors = [*locals_of(self.without), *(states[i][name] for i, name in self.others)]
+        return [x.data_ptr() if type(x) in ORDINARY else 0 for x in tensors]
 
 
 class _Columns(NamedTuple):
@@ -126,15 +127,16 @@ class _Columns(NamedTuple):
     high_versions: list[int]
     words: list[torch.Tensor]
     word_versions: list[int]
-    others: list[torch.Tensor]
     addresses: list[int]
     stored: int
 
     @classmethod
-    def of(cls, split: Split, ids: list[int], highs: Any, words: Any, others: Any) -> _Columns:
+    def of(
+        cls, split: Split, ids: list[int], highs: list[torch.Tensor], words: list[torch.Tensor], addresses: list[int]
+    ) -> _Columns:
         """The marks as they are now."""
         of_words = highs, versions(highs), words, versions(words)
-        return cls(split, ids, split.marks(), *of_words, others, split.addresses(), next(ORDER))
+        return cls(split, ids, split.marks(), *of_words, addresses, next(ORDER))
 
 
 def _values(states: Sequence[Mapping[Any, Any]], places: Sequence[tuple[int, Any]]) -> list[torch.Tensor]:
@@ -175,14 +177,15 @@ class Marks:
     def held(self) -> set[int]:
         """The ids of the states that this refers to."""
         found = [high for names in self._states.values() for high, _ in names.values()]
-        return set(map(id, found if self._all is None else chain(self._all.highs, self._all.others)))
+        return set(map(id, found if self._all is None else self._all.highs))
 
     def mark_all(self, split: Split, states: Sequence[Mapping[str, Any]], ids: list[int]) -> None:
         """Marks everything in `split`, which is of states with tensors of these ids, and nothing else, after a step."""
         self._params.clear()
         self._states.clear()
         self.apart = None
-        self._all = _Columns.of(split, ids, *(_values(states, x) for x in (split.highs, split.words, split.others)))
+        highs, words = _values(states, split.highs), _values(states, split.words)
+        self._all = _Columns.of(split, ids, highs, words, split.addresses(states))
         if self._ids is not None and self._ids[0] is not split:
             self._ids = None  # parameters that are gone are not kept by it
 
@@ -191,16 +194,16 @@ class Marks:
         noted = self._of(split, ids)
         if noted is None:
             return False
-        self._all = _Columns.of(split, ids, noted.highs, noted.words, noted.others)
+        self._all = _Columns.of(split, ids, noted.highs, noted.words, noted.addresses)
         return True
 
-    def are_those_of(self, split: Split, ids: list[int]) -> bool:
+    def are_those_of(self, split: Split, states: Sequence[Mapping[Any, Any]], ids: list[int]) -> bool:
         """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
         noted = self._of(split, ids)
         return (
             noted is not None
             and (noted.params, noted.high_versions) == (split.marks(), versions(noted.highs))
-            and noted.addresses == split.addresses()
+            and noted.addresses == split.addresses(states)
         )
 
     def _of(self, split: Split, ids: list[int]) -> _Columns | None:

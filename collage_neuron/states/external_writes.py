@@ -198,18 +198,18 @@ def _look_for_low_words(
     watched = [(i, name) for i, of_state in names for name in of_state.watched]
     highs = [(i, name) for i, name in watched if isinstance(states[i][name], torch.Tensor)]
     words = [(i, key) for i, of_state in names for key in of_state.words]
-    marked = {*highs, *words}
-    others = [(i, k) for i, state in enumerate(states) for k, x in state.items() if isinstance(x, torch.Tensor)]
+    own = [(i, name) for i, of_state in names for name in of_state.own if name not in of_state.watched]
+    others = [(i, name) for i, name in own if isinstance(states[i][name], torch.Tensor) and states[i][name].dim()]
     split = [owners[i] for i, of_state in names if of_state.words]
     has_words = set(map(id, split))
     without = [p for p in params if id(p) not in has_words]
-    return Split(owners, split, highs, words, [place for place in others if place not in marked], without)
+    return Split(owners, split, highs, words, others, without)
 
 
 def is_as_left(optimizer: Optimizer) -> bool:
     """Returns True if the step in progress finds the tensors of the last one, and nothing in them was written since."""
     marks, in_step = bookkeeping(optimizer).marks, step_inventory.of(optimizer)
-    if in_step is not None and marks.are_those_of(_split(in_step), in_step.ids):
+    if in_step is not None and marks.are_those_of(_split(in_step), in_step.states, in_step.ids):
         return True
     marks.apart = None
     return False

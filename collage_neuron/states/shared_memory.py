@@ -67,9 +67,11 @@ class Apart(NamedTuple):
 
     kind: str
     memories: frozenset[int]
+    addresses: set[int]
+    """Those of gradients that were in other memories: what has one of these still is, as memories have not moved."""
 
 
-Named = Sequence[tuple[str, torch.Tensor]]
+Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters, called `param`, and what is in their states, by the names that it has there."""
 
 
@@ -80,18 +82,36 @@ def why_not_apart(marks: Marks, kind: str, written: Callable[[], Named], grads: 
     tensors (`external_writes.is_as_left`). Gradients, which are others in each step, may share memory with one another.
     """
     if marks.apart is None or marks.apart.kind != kind:
-        named = written()
+        named = list(written())
         memories = memories_of([x for _, x in named])
         if (0 in memories or len(set(memories)) < len(memories)) and (why := names_of_shared(named)):
             return why
-        marks.apart = Apart(kind, frozenset(memories) - {0})
-    return "" if marks.apart.memories.isdisjoint(memories_of(grads)) else names_of_shared(written(), grads)
+        marks.apart = Apart(kind, frozenset(memories) - {0}, set())
+    addresses, known = _addresses(grads), marks.apart.addresses
+    if known.issuperset(addresses):
+        return ""
+    if not marks.apart.memories.isdisjoint(memories_of(grads)):
+        return names_of_shared(written(), grads)
+    if len(known) > _KEPT * len(grads):
+        known.clear()
+    known.update(addresses)
+    known.discard(0)  # which is no address
+    return ""
+
+
+_KEPT = 16
+"""Addresses that are remembered, for each gradient: most loops have two or three."""
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [*map(torch.Tensor.data_ptr, tensors)] if ORDINARY.issuperset(map(type, tensors)) else [0]
 
 
 def names_of_shared(named: Named, grads: Sequence[torch.Tensor] = ()) -> str:
     """Two of these tensors that have bytes in common, in words; empty if there are none but two gradients."""
-    found = first_shared(locals_of([x for _, x in named]), locals_of(grads))
-    names = [*("a parameter" if k == "param" else f"optimizer.state[p][{k!r}]" for k, _ in named)]
+    both = list(named)
+    found = first_shared(locals_of([x for _, x in both]), locals_of(grads))
+    names = ["a parameter" if k == "param" else f"optimizer.state[p][{k!r}]" for k, _ in both]
     return " and ".join(names[i] if i < len(names) else "a gradient" for i in found) if found else ""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, TypeVar
 
 import torch
@@ -101,6 +101,11 @@ class Seen:
         """The same where states have got other tensors, of the same types."""
         values = chain.from_iterable(map(dict.values, self.states))
         return replace(self, ids=[*map(id, compress(values, self.structure.are_tensors))])
+
+    @cached_property
+    def grads(self) -> list[torch.Tensor | None]:
+        """The gradients of the parameters, as the step begins."""
+        return list(map(attrgetter("grad"), self.params))
 
     @cached_property
     def _by_id(self) -> dict[int, dict[str, Any]]:
