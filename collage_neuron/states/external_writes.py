@@ -33,7 +33,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import coarse_writes, low_words, state_writes, step_inventory
+from collage_neuron.states import coarse_writes, low_words, state_writes, step_inventory, word_encoding
 from collage_neuron.states.bookkeeping import FRESH as FRESH
 from collage_neuron.states.bookkeeping import LOADED as LOADED
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
@@ -150,8 +150,8 @@ def _is_masked(now: bytes, before: bytes) -> bool:
     """Returns True if bits of bf16 numbers differ only where zeros are now, or the largest or smallest number."""
     if len(now) != len(before):  # memory that was given back has none
         return False
-    x, y = (torch.frombuffer(bytearray(bits), dtype=torch.bfloat16) for bits in (now, before))
-    return not ((x != y) & (x != 0) & (x != x.amax()) & (x != x.amin())).any()
+    x, y = (torch.frombuffer(bytearray(bits), dtype=torch.bfloat16)[None] for bits in (before, now))
+    return not coarse_writes.changed(x, y).any()
 
 
 def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
@@ -329,9 +329,10 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
     fmt = None if low is None or low.is_of(p) else _split_among(optimizer, [p]).get(p)
     if fmt is None:
         return value
-    if (what := _what_counts(book, p, fmt)) == ALL:  # on XLA it was read as it is (`word_encoding.decode`)
-        is_read = p.device.type != "xla"
-        return value if is_read else read_fp32(p, optimizer.state[p], "param", record_of(optimizer, p)).to(p.device)
+    if (what := _what_counts(book, p, fmt)) == ALL:
+        if word_encoding.limits(p.device):
+            return value
+        return read_fp32(p, optimizer.state[p], "param", record_of(optimizer, p)).to(p.device)
     own = local(value)
     stale, high = _stale(optimizer, p, what).to(own.device), local(p.detach()).float().to(own.device)
     return like(torch.where(stale, high, own), p)
