@@ -66,25 +66,23 @@ class PointerArrays:
 Place = tuple[int, int]
 """A parameter of a step: the numbers of its launch and, in that, of itself."""
 
-Taken = list[tuple[int, Launch]]
-"""Launches of a step that are not skipped, with their numbers."""
+Taken = list[tuple[Place, Launch]]
+"""Launches of a step that are not skipped, or parts of these, with the places of their first parameters."""
 
 
 class Group:
     """Parameters with one update, whose tensors are looked at column by column: in Python, nothing is done for each."""
 
-    def __init__(self, update: Update, bound: Bound, launches: Taken, only: Place | None = None) -> None:
-        """The parameters of `launches`; these are parts of others if the place of the `only` parameter is given."""
-        self.update, self.bound, self._launches, self._only = update, bound, launches, only
+    def __init__(self, update: Update, bound: Bound, launches: Taken) -> None:
+        """The parameters of `launches`."""
+        self.update, self.bound, self._launches = update, bound, launches
         self.reads = [*chain.from_iterable(x.reads for _, x in launches)]
         self.writes = [*chain.from_iterable(x.writes for _, x in launches)]
 
     @property
     def places(self) -> list[Place]:
         """The parameters."""
-        if self._only is not None:
-            return [self._only]
-        return [(number, i) for number, launch in self._launches for i in range(len(launch.reads))]
+        return [(number, i) for (number, first), x in self._launches for i in range(first, first + len(x.reads))]
 
     @property
     def scalars(self) -> list[int]:
@@ -93,9 +91,9 @@ class Group:
 
     def alone(self) -> Iterator[Group]:
         """Each parameter as a group."""
-        for number, launch in self._launches:
+        for (number, first), launch in self._launches:
             for i in range(len(launch.reads)):
-                yield Group(self.update, self.bound, [(number, launch.part([i]))], (number, i))
+                yield Group(self.update, self.bound, [((number, first + i), launch.part([i]))])
 
     def is_apart(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> bool:
         """Returns True if a word, of all these, lies apart from the one that it replaces."""
@@ -258,7 +256,7 @@ class Step:
 class Laid:
     """A step as it was laid out, for later ones whose tensors differ in nothing but values and addresses."""
 
-    numbers: list[int]
+    places: list[Place]
     others: list[object]
     """`Launch.kept` of the launches after the first, in which this is kept."""
     apart: list[bool]
@@ -271,7 +269,7 @@ class Laid:
 
     def again(self, taken: Taken, groups: Sequence[Group]) -> Step | None:
         """The step for these launches; None if they are of other tensors, or share memory now."""
-        if [i for i, _ in taken] != self.numbers or not all(
+        if [place for place, _ in taken] != self.places or not all(
             map(is_, self.others, (launch.kept for _, launch in taken[1:]))
         ):
             return None
@@ -309,7 +307,7 @@ def lay_out(launches: Sequence[Launch], kernels: Kernels) -> Step | None:
     None if the reference has to take it all: parameters share memory, so that their order matters, or a tensor is not
     plainly in memory. A step of an optimizer raises ValueError if they share memory.
     """
-    taken = [(i, x) for i, x in enumerate(launches) if x.reads and (x.finite is None or bool(x.finite))]
+    taken = [((i, 0), x) for i, x in enumerate(launches) if x.reads and (x.finite is None or bool(x.finite))]
     alike = (list(own) for _, own in groupby(taken, lambda x: id(x[1].update)))
     groups = [Group((update := own[0][1].update), kernels.of(update), own) for own in alike]
     kept = taken[0][1].kept if taken else None
@@ -338,4 +336,4 @@ def _laid(taken: Taken, groups: Sequence[Group], step: Step) -> Laid:
     apart = [group.slots()[0] for group in groups]
     lengths = [end - begin for begin, end in zip(step.begins, step.ends, strict=True)]
     without = replace(step, changed=[])
-    return Laid([i for i, _ in taken], others, apart, list(step.begins), lengths, without)
+    return Laid([place for place, _ in taken], others, apart, list(step.begins), lengths, without)
