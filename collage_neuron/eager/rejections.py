@@ -20,10 +20,9 @@ from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.runtime.process_agreement import why_not_summed
 from collage_neuron.settings import Settings
-from collage_neuron.states import inner_optimizers, step_inventory
+from collage_neuron.states import inner_optimizers, shared_memory, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
-from collage_neuron.states.shared_memory import names_of_shared, why_not_apart
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.code_inspection import looks_at_graphs
 
@@ -145,8 +144,8 @@ def graphs_left_out(base: type[Optimizer], optimizer: Optimizer) -> Iterator[Non
                 p.grad = g
 
 
-def check_apart(base: type[Optimizer], optimizer: Optimizer) -> None:
-    """Raises UnsupportedUpdate for memory that two values, or one and a gradient, share: as fp32 each has its own."""
+def check_apart(optimizer: Optimizer) -> None:
+    """Raises ValueError for memory that two values, or one and a gradient, share: as fp32 each has its own."""
     params = [p for p in params_of(optimizer) if not is_left_alone(p)]
     grads = [g for g in map(_grad, params) if g is not None]
 
@@ -159,18 +158,14 @@ def check_apart(base: type[Optimizer], optimizer: Optimizer) -> None:
                 yield from () if id(owner) in known else ((name, x) for x in (owner, *(state[key] for key in keys)))
                 known.add(id(owner))
 
-    if why := why_not_apart(bookkeeping(optimizer).marks, "presented", written, grads):
-        raise UnsupportedUpdate(
-            f"{base.__name__} cannot run as written: {why} share memory, and during the step each has fp32 memory of "
-            "its own, which does not see what is written to the other; nothing was updated: clone() one of them"
-        )
+    shared_memory.check_apart(bookkeeping(optimizer).marks, "presented", written, grads)
 
 
 def check_states(optimizer: Optimizer) -> None:
     """Raises UnsupportedUpdate for states that share memory when they become words: each would have its own."""
     params = params_of(optimizer)
     values = ((k, x) for p in params for k, x in optimizer.state.get(p, {}).items() if is_value(x, p))
-    if why := names_of_shared([*(("param", p) for p in params), *values]):
+    if why := shared_memory.names_of_shared([*(("param", p) for p in params), *values]):
         raise UnsupportedUpdate(
             f"{type(optimizer).__name__} cannot be compiled: {why} share memory, and each would have words of its own; "
             "clone() it"

@@ -134,7 +134,7 @@ def take(
         replaced_params.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
     replaced_params.check_words(optimizer)
     is_as_left = external_writes.is_as_left(optimizer)
-    rejections.check_apart(base, optimizer)
+    rejections.check_apart(optimizer)
     if not is_as_left:
         external_writes.drop_stale(optimizer)
     mask = finite()

@@ -229,22 +229,17 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
 
 
 def _check_apart(optimizer: Optimizer, ours: Bookkeeping) -> None:
-    """Raises ValueError if memory that the step writes is also that of something else: in torch both would change."""
-
-    def written() -> list[tuple[str, torch.Tensor]]:
-        states = (optimizer.state.get(p, {}) for p in params)
-        own = ((k, x) for state in states for k, x in dict.items(state) if isinstance(x, torch.Tensor))
-        return [*(("param", p) for p in params if not is_left_alone(p)), *own]
-
+    """Raises ValueError if memory of a parameter or a state is also that of another tensor."""
     seen = step_inventory.of(optimizer)
     params: list[Any] = params_of(optimizer) if seen is None else seen.params
-    grads = [g for g in ([p.grad for p in params] if seen is None else seen.grads) if g is not None]
-    if why := shared_memory.why_not_apart(ours.marks, "recorded", written, grads):
+
+    def written() -> list[tuple[str, torch.Tensor]]:
         check_once(optimizer)
-        raise ValueError(
-            f"{why} share memory, and the step gives each values of its own, where torch would write to both; nothing "
-            "was updated: clone() one of them"
-        )
+        own = ((k, x) for p in params for k, x in dict.items(optimizer.state.get(p, {})))
+        return [("param", p) for p in params if not is_left_alone(p)] + [(k, x) for k, x in own if torch.is_tensor(x)]
+
+    grads = [p.grad for p in params] if seen is None else seen.grads
+    shared_memory.check_apart(ours.marks, "recorded", written, [g for g in grads if g is not None])
 
 
 def _planned(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Job]:

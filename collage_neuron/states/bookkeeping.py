@@ -200,11 +200,9 @@ class Marks:
     def are_those_of(self, split: Split, states: Sequence[Mapping[Any, Any]], ids: list[int]) -> bool:
         """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
         noted = self._of(split, ids)
-        return (
-            noted is not None
-            and (noted.params, noted.high_versions) == (split.marks(), versions(noted.highs))
-            and noted.addresses == split.addresses(states)
-        )
+        if noted is None or noted.addresses != split.addresses(states):
+            return False
+        return (noted.params, noted.high_versions) == (split.marks(), versions(noted.highs))
 
     def _of(self, split: Split, ids: list[int]) -> _Columns | None:
         """What was noted after a step with the same structure, and the same tensors in states."""

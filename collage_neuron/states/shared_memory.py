@@ -75,36 +75,34 @@ Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters, called `param`, and what is in their states, by the names that it has there."""
 
 
-def why_not_apart(marks: Marks, kind: str, written: Callable[[], Named], grads: Sequence[torch.Tensor]) -> str:
-    """What shares memory of the parameters and states that a step writes; empty if nothing does.
+def check_apart(marks: Marks, kind: str, written: Callable[[], Named], grads: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError if memory of what a step of this `kind` writes is also that of something else, as none may be.
 
-    Steps, of this `kind`, assume that nothing does. What was found for the last one holds as long as it has the same
-    tensors (`external_writes.is_as_left`). Gradients, which are others in each step, may share memory with one another.
+    What was found holds as long as steps find the same tensors (`external_writes.is_as_left`). Gradients, which are
+    others in each step, may share memory with one another: those that are written lie in one buffer in the step too.
+    That a state with low words has other data (`x.data = y`), which neither counts nor changes an object, is not noticed.
     """
     if marks.apart is None or marks.apart.kind != kind:
         named = list(written())
         memories = memories_of([x for _, x in named])
-        if (0 in memories or len(set(memories)) < len(memories)) and (why := names_of_shared(named)):
-            return why
+        _raise_if(len(set(memories) - {0}) < len(memories) and names_of_shared(named))
         marks.apart = Apart(kind, frozenset(memories) - {0}, set())
-    addresses, known = _addresses(grads), marks.apart.addresses
-    if known.issuperset(addresses):
-        return ""
-    if not marks.apart.memories.isdisjoint(memories_of(grads)):
-        return names_of_shared(written(), grads)
-    if len(known) > _KEPT * len(grads):
-        known.clear()
-    known.update(addresses)
-    known.discard(0)  # which is no address
-    return ""
+    known, is_usual = marks.apart.addresses, ORDINARY.issuperset(map(type, grads))
+    addresses = [*map(torch.Tensor.data_ptr, grads)] if is_usual else [0]
+    if not known.issuperset(addresses):
+        _raise_if(not marks.apart.memories.isdisjoint(memories_of(grads)) and names_of_shared(written(), grads))
+        if len(known) > 16 * len(grads):  # most loops have two or three addresses for each
+            known.clear()
+        known.update(addresses)
+        known.discard(0)  # which is no address
 
 
-_KEPT = 16
-"""Addresses that are remembered, for each gradient: most loops have two or three."""
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [*map(torch.Tensor.data_ptr, tensors)] if ORDINARY.issuperset(map(type, tensors)) else [0]
+def _raise_if(why: str | bool) -> None:
+    if why:
+        raise ValueError(
+            f"{why} share memory: the step gives each values of its own, and torch would write to both; nothing was "
+            "updated: clone() one of them"
+        )
 
 
 def names_of_shared(named: Named, grads: Sequence[torch.Tensor] = ()) -> str:

@@ -114,7 +114,7 @@ def check_rejected(changing: Callable[[], object], params: list[Any], optimizer:
     tensors = [x for p in params for x in (p, p.grad, *optimizer.state[p].values())]
     before = [x.detach().clone() for x in tensors]
     for _ in range(2):  # it is looked for again
-        with pytest.raises((ValueError, collage_neuron.UnsupportedUpdate), match=r"share memory.*nothing was updated"):
+        with pytest.raises(ValueError, match=r"share memory.*nothing was updated"):
             optimizer.step()
     assert all(map(torch.equal, tensors, before))
     for p, data, grad, state in own:

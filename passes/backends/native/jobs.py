@@ -305,7 +305,7 @@ def lay_out(launches: Sequence[Launch], kernels: Kernels) -> Step | None:
     """The step, without launches to be skipped.
 
     None if the reference has to take it all: parameters share memory, so that their order matters, or a tensor is not
-    plainly in memory. A step of an optimizer raises ValueError if they share memory.
+    plainly in memory.
     """
     taken = [((i, 0), x) for i, x in enumerate(launches) if x.reads and (x.finite is None or bool(x.finite))]
     alike = (list(own) for _, own in groupby(taken, lambda x: id(x[1].update)))
@@ -316,14 +316,7 @@ def lay_out(launches: Sequence[Launch], kernels: Kernels) -> Step | None:
     if again is not None:
         return again
     step = Step()
-    if not all(step.add(group) for group in groups):
-        return None
-    if step.shares_memory():
-        if any(launch.in_place for _, launch in taken):  # an optimizer's, whose tensors were found apart
-            raise ValueError(
-                "a tensor of the step has the memory of another one, since its data were exchanged: these two "
-                "share memory; nothing was updated: x.data = y.clone()"
-            )
+    if not all(step.add(group) for group in groups) or step.shares_memory():
         return None
     are_whole = len(step.rows) == len(groups) and not step.left and not step.kept  # no parameter was taken alone
     if kept is not None and are_whole and all(launch.kept is not None for _, launch in taken):
