@@ -131,12 +131,9 @@ class _Columns(NamedTuple):
     stored: int
 
     @classmethod
-    def of(
-        cls, split: Split, ids: list[int], highs: list[torch.Tensor], words: list[torch.Tensor], addresses: list[int]
-    ) -> _Columns:
+    def of(cls, split: Split, ids: list[int], highs: Any, words: Any, addresses: list[int]) -> _Columns:
         """The marks as they are now."""
-        of_words = highs, versions(highs), words, versions(words)
-        return cls(split, ids, split.marks(), *of_words, addresses, next(ORDER))
+        return cls(split, ids, split.marks(), highs, versions(highs), words, versions(words), addresses, next(ORDER))
 
 
 def _values(states: Sequence[Mapping[Any, Any]], places: Sequence[tuple[int, Any]]) -> list[torch.Tensor]:

@@ -191,9 +191,7 @@ def _split(in_step: step_inventory.Seen) -> Split:
     return found
 
 
-def _look_for_low_words(
-    owners: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]], params: Sequence[torch.Tensor] = ()
-) -> Split:
+def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Any], params: Sequence[Any] = ()) -> Split:
     names = [*enumerate(map(names_in, states))]
     watched = [(i, name) for i, of_state in names for name in of_state.watched]
     highs = [(i, name) for i, name in watched if isinstance(states[i][name], torch.Tensor)]

@@ -80,7 +80,7 @@ def check_apart(marks: Marks, kind: str, written: Callable[[], Named], grads: Se
 
     What was found holds as long as steps find the same tensors (`external_writes.is_as_left`). Gradients, which are
     others in each step, may share memory with one another: those that are written lie in one buffer in the step too.
-    That a state with low words has other data (`x.data = y`), which neither counts nor changes an object, is not noticed.
+    It is not noticed that a state with low words has got other data (`x.data = y`): object and version stay.
     """
     if marks.apart is None or marks.apart.kind != kind:
         named = list(written())
