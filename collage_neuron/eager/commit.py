@@ -298,7 +298,8 @@ class Storing:
                 del self.optimizer.state[p]
 
     def _write_each(self) -> None:
-        """Words get their places, parameter by parameter."""
+        """Words get their places, parameter by parameter: objects may have other memory then."""
+        bookkeeping(self.optimizer).marks.apart = None
         self.presentation.release(self._made.keys())  # what is in no state any more keeps its fp32 value
         done: set[int] = set()
         for p in self.presentation.params():

@@ -17,10 +17,10 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.memory import Pool, are_alone, bits, is_alone, memory_of, pool
+from collage_neuron.eager.memory import Pool, are_alone, bits, is_alone, pool
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.sharding import ORDINARY, gradient, is_sharded, local, writable_gradient
-from collage_neuron.states.shared_memory import first_shared, share
+from collage_neuron.states.shared_memory import first_shared, memory_of
 
 if TYPE_CHECKING:
     from collage_neuron.trace.step_kinds import Placeholders
@@ -121,23 +121,13 @@ class Gradients:
         self.of = dict(zip(map(id, given), map(Gradient, grads, wide), strict=True))
         self.pairs = list(zip(grads, others, strict=True))
 
-    def check_apart(self, params: Sequence[torch.Tensor]) -> None:
-        """Raises UnsupportedUpdate for gradients that have elements of a parameter: each has fp32 memory of its own.
-
-        Also for those that have elements of one another, and are not in one buffer.
-        """
+    def check_apart(self) -> None:
+        """Raises UnsupportedUpdate for gradients that have elements of one another, and are not in one buffer."""
         grads = list({id(g.owner): g.owner for g in self.of.values()}.values())
-        if are_alone(grads):
-            return
-        outside, memories = [g for g in grads if id(g) not in self._in_buffers], set(map(memory_of, grads)) - {0}
-        found, near = first_shared([*outside, *params]), [p for p in params if memory_of(p) in memories]
-        is_with_another = found is not None and found[1] < len(outside)
-        is_outside = found is not None and found[0] < len(outside)
-        if is_outside or any(share(g, p) for g in grads for p in near):
+        if not are_alone(grads) and first_shared([g for g in grads if id(g) not in self._in_buffers]):
             raise UnsupportedUpdate(
-                f"a gradient and {'another gradient' if is_with_another else 'a parameter'} share memory, and each has "
-                "fp32 memory of its own during the step, so that what is written to the one would not be seen in the "
-                "other; clone() it"
+                "a gradient and another gradient share memory, and each has fp32 memory of its own during the step, so "
+                "that what is written to the one would not be seen in the other; clone() it"
             )
 
     def let_go(self) -> None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY, is_sharded, is_sharded_like
+from collage_neuron.states.shared_memory import memory_of
 
 LEAST = 1 << 14
 """Bytes from which a tensor has memory of its own; smaller ones stay allocated."""
@@ -77,17 +78,6 @@ def _advised(memory: mmap.mmap, advice: int, offset: int, length: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def memory_of(t: torch.Tensor) -> int:
-    """A number of the memory in which `t` lies; 0 if it has none of its own."""
-    t = torch_privates.part(t)
-    if t.layout is not torch.strided or t.is_meta:
-        return 0
-    try:
-        return torch_privates.storage_id(t.untyped_storage())
-    except (RuntimeError, NotImplementedError):  # a wrapper, such as what torch_xla makes on the CPU
-        return 0
 
 
 def is_alone(t: torch.Tensor) -> bool:

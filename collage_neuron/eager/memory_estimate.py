@@ -7,12 +7,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from collage_neuron.eager.commit import formats_as_written, formats_of
-from collage_neuron.eager.memory import memory_of
 from collage_neuron.eager.rollback import OURS, tensors_in
 from collage_neuron.settings import Settings
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner_optimizers import inner_of
+from collage_neuron.states.shared_memory import memory_of
 from collage_neuron.states.state_keys import names_in, values_in
 from collage_neuron.states.store import record_of
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import SMALL, Alike, Conversions, Copies, Lookup, Value, by_conversion
 from collage_neuron.eager.gradients import Gradients, joined
-from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
+from collage_neuron.eager.memory import are_alone, bits, is_alone, pool
 from collage_neuron.eager.presented_layout import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime import process_agreement
@@ -29,6 +29,7 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import is_sharded, local, version
+from collage_neuron.states.shared_memory import memory_of
 
 if TYPE_CHECKING:
     from collage_neuron.trace.step_kinds import Placeholders

@@ -13,15 +13,16 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import check_codec, converter
+from collage_neuron.eager.presented_layout import outlines
 from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.runtime.wrappers import why_not_summed
 from collage_neuron.settings import Settings
-from collage_neuron.states import inner_optimizers
-from collage_neuron.states.bookkeeping import params_of
+from collage_neuron.states import inner_optimizers, shared_memory, step_inventory
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
-from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.code_inspection import looks_at_graphs
 
@@ -143,19 +144,31 @@ def graphs_left_out(base: type[Optimizer], optimizer: Optimizer) -> Iterator[Non
                 p.grad = g
 
 
+def check_apart(optimizer: Optimizer) -> None:
+    """Raises ValueError for memory that two values, or one and a gradient, share: as fp32 each has its own."""
+    params = [p for p in params_of(optimizer) if not is_left_alone(p)]
+    grads = [g for g in map(_grad, params) if g is not None]
+
+    def written() -> Iterator[tuple[str, torch.Tensor]]:
+        known = set(map(id, grads))  # one object that is two states, or a state and a gradient, is one value
+        for p, outline in zip(params, outlines(optimizer, params, step_inventory.of(optimizer)), strict=True):
+            state: Any = dict.get(optimizer.state, p)
+            for name, _, keys in outline.values:
+                owner = p if name == "param" else state[name]
+                yield from () if id(owner) in known else ((name, x) for x in (owner, *(state[key] for key in keys)))
+                known.add(id(owner))
+
+    shared_memory.check_apart(bookkeeping(optimizer).marks, "presented", written, grads)
+
+
 def check_states(optimizer: Optimizer) -> None:
     """Raises UnsupportedUpdate for states that share memory when they become words: each would have its own."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    named = [("a parameter", p) for p in params]
-    for p in params:
-        values = {k: x for k, x in optimizer.state.get(p, {}).items() if is_value(x, p)}
-        named += [(f"optimizer.state[p][{name!r}]", x) for name, x in values.items()]
-    found = first_shared(x for _, x in named)
-    if found is not None and found[1] >= len(params):  # parameters that share elements are rejected for themselves
-        first, second = (named[i][0] for i in found)
+    params = params_of(optimizer)
+    values = ((k, x) for p in params for k, x in optimizer.state.get(p, {}).items() if is_value(x, p))
+    if why := shared_memory.names_of_shared([*(("param", p) for p in params), *values]):
         raise UnsupportedUpdate(
-            f"{type(optimizer).__name__} cannot be compiled: {first} and {second} share memory, and each would have "
-            "words of its own; clone() it"
+            f"{type(optimizer).__name__} cannot be compiled: {why} share memory, and each would have words of its own; "
+            "clone() it"
         )
 
 

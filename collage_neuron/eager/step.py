@@ -77,7 +77,10 @@ def take(
         check_stepped(params, _places(group, i), step_inventory.of(optimizer))
         param_checks.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
     param_checks.check_words(optimizer)
-    external_writes.drop_stale(optimizer)
+    is_as_left = external_writes.is_as_left(optimizer)
+    rejections.check_apart(optimizer)
+    if not is_as_left:
+        external_writes.drop_stale(optimizer)
     mask = finite()
     # `bool` waits for the device; a trace that may begin before it is known asks later (`decide`).
     if mask is not None and not (trace is not None and trace.decides_later(mask)) and not bool(mask):
@@ -193,7 +196,7 @@ class Context:
             self.presentation.alias(self._held.tensors)
             trace = None
         if trace is None and self.is_step:
-            self.presentation.gradients.check_apart(self.presentation.params())
+            self.presentation.gradients.check_apart()
         if trace is None and self.is_step and not self._has_agreed and self.presentation.has_shards:
             self.presentation.agreed(process_agreement.AS_WRITTEN)
             self._has_agreed = True

@@ -20,7 +20,7 @@ from collage_neuron.optimizer import first_step_report, group_settings, load_che
 from collage_neuron.optimizer.launches import finish, launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.runtime import nonfinite, step_call, step_plan
-from collage_neuron.runtime.preconditions import check_once
+from collage_neuron.runtime.preconditions import check_once, is_left_alone
 from collage_neuron.runtime.step_call import Call, Measured, check_environment
 from collage_neuron.runtime.step_plan import Job, job_of, plan
 from collage_neuron.settings import DRAWN, Settings
@@ -30,6 +30,7 @@ from collage_neuron.states import (
     low_words,
     param_checks,
     replaced_params,
+    shared_memory,
     step_inventory,
     strategy_checks,
     visible_states,
@@ -197,11 +198,12 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    if ours.seen is not None and not ours.seen.structure.are_apart:
-        visible_states.check_counts(ours.seen)
+    is_as_left = external_writes.is_as_left(optimizer)
+    _check_apart(optimizer, ours)
     again = None if due or ours.compares else step_plan.again(ours, optimizer.param_groups)
     jobs = _planned(base, optimizer, due) if again is None else again.jobs
-    external_writes.drop_stale(optimizer)
+    if not is_as_left:
+        external_writes.drop_stale(optimizer)
     if again is None or again.has_other_settings:
         group_settings.warn_of_changes(base, optimizer, jobs)
     if again is None:
@@ -226,10 +228,22 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     return measured
 
 
+def _check_apart(optimizer: Optimizer, ours: Bookkeeping) -> None:
+    """Raises ValueError if memory of a parameter or a state is also that of another tensor."""
+    seen = step_inventory.of(optimizer)
+    params: list[Any] = params_of(optimizer) if seen is None else seen.params
+
+    def written() -> list[tuple[str, torch.Tensor]]:
+        check_once(optimizer)
+        own = ((k, x) for p in params for k, x in dict.items(optimizer.state.get(p, {})))
+        return [("param", p) for p in params if not is_left_alone(p)] + [(k, x) for k, x in own if torch.is_tensor(x)]
+
+    grads = [p.grad for p in params] if seen is None else seen.grads
+    shared_memory.check_apart(ours.marks, "recorded", written, [g for g in grads if g is not None])
+
+
 def _planned(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Job]:
     """The jobs of a step, planned with all checks."""
-    if (seen := step_inventory.of(optimizer)) is None or not seen.structure.are_apart:
-        check_once(optimizer)
     records, groups = replayed_steps.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, records, due)]
     _check_named(optimizer, jobs)

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.eager.memory import memory_of, pool
+from collage_neuron.eager.memory import pool
 from collage_neuron.eager.step import Context
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states import external_writes, inner_optimizers, replaced_params, state_writes
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.shared_memory import memory_of
 from collage_neuron.states.store import States
 
 KEYED = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "get", "pop", "setdefault")

@@ -62,8 +62,6 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     if update.seen_as is not None and not job.backend.reshapes:
         columns = {key: [_seen(t, key, update) for t in tensors] for key, tensors in columns.items()}
     reads, writes = _rows(columns, update.inputs, len(states)), _rows(columns, update.outputs, len(states))
-    if seen is None or not seen.structure.are_apart or "grad" in update.outputs:
-        _check_apart(writes, update)
     # If they draw, there are too many launches to look for one.
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
     small = visible_states.states_of(states, captured) if captured.small else ()
@@ -101,18 +99,6 @@ def _rows(
 ) -> list[tuple[torch.Tensor, ...]]:
     """For each of `count` parameters its tensors, by these keys."""
     return list(zip(*map(columns.__getitem__, keys), strict=True)) if keys else [()] * count
-
-
-def _check_apart(writes: Sequence[Sequence[torch.Tensor]], update: Update) -> None:
-    """Raises ValueError if two states of one parameter are one tensor; several parameters are written in turn."""
-    for row in writes:
-        known: dict[int, str] = {}
-        for key, t in zip(update.outputs, row, strict=True):
-            if (other := known.setdefault(id(t), key)) != key:
-                raise ValueError(
-                    f"optimizer.state[p][{other!r}] and optimizer.state[p][{key!r}] are one tensor, and the step gives "
-                    "each a value of its own; nothing was updated: clone() one of them"
-                )
 
 
 class _Like(NamedTuple):

@@ -378,9 +378,8 @@ def _meanings() -> list[Any]:
 
 def _gradients(seen: Seen) -> tuple[tuple[bool, ...], Sequence[Tensor] | None]:
     """Which of the parameters have gradients, and the parts of these; None if one is sharded in another way."""
-    grads = list(map(attrgetter("grad"), seen.params))
-    have = tuple(map(is_not, grads, repeat(None)))
-    there = list(compress(grads, have))
+    have = tuple(map(is_not, seen.grads, repeat(None)))
+    there: list[Tensor] = list(compress(seen.grads, have))  # type: ignore[arg-type]
     parts = locals_of(there)
     return have, parts if parts is there or are_sharded_alike(there, [*compress(seen.params, have)]) else None
 

@@ -76,8 +76,8 @@ def check_writes(optimizer: Optimizer, written: Mapping[torch.Tensor, int]) -> N
     # All at once: this runs in every step of a loop that clamps its weights.
     rows = _in_rows({p: x for p in written if p in book.samples and (x := sample(p)).shape == book.samples[p].shape})
     pairs = [(torch.stack([book.samples[p] for p in params]), now) for params, now in rows if now.numel()]
-    small = max((_share(_changed(*pair) & _is_near(*pair)) for pair in pairs), default=0.0)
-    large = max((_share(_changed(*pair)) for pair in pairs), default=0.0)
+    small = max((_share(changed(*pair) & _is_near(*pair)) for pair in pairs), default=0.0)
+    large = max((_share(changed(*pair)) for pair in pairs), default=0.0)
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     book.samples |= dict.fromkeys(written, nothing)  # filled by the next `sample_after_step`
     if max(small, large) >= 0.02:  # a wrapper may move weights by less than an ulp of most
@@ -125,7 +125,7 @@ def sample_after_step(book: Bookkeeping, params: Iterable[torch.Tensor]) -> None
         book.samples.update(zip(alike, rows.unbind(), strict=True))
 
 
-def _changed(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+def changed(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """Where rows changed, but to what masks and clamps write: zeros, and the bounds."""
     return (now != before) & (now != 0) & (now != now.amax(1, keepdim=True)) & (now != now.amin(1, keepdim=True))
 

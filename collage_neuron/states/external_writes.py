@@ -33,7 +33,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import coarse_writes, low_words, state_writes, step_inventory
+from collage_neuron.states import coarse_writes, low_words, state_writes, step_inventory, word_encoding
 from collage_neuron.states.bookkeeping import FRESH as FRESH
 from collage_neuron.states.bookkeeping import LOADED as LOADED
 from collage_neuron.states.bookkeeping import STEPPED as STEPPED
@@ -149,8 +149,8 @@ def _is_masked(now: bytes, before: bytes) -> bool:
     """Returns True if bits of bf16 numbers differ only where zeros are now, or the largest or smallest number."""
     if len(now) != len(before):  # memory that was given back has none
         return False
-    x, y = (torch.frombuffer(bytearray(bits), dtype=torch.bfloat16) for bits in (now, before))
-    return not ((x != y) & (x != 0) & (x != x.amax()) & (x != x.amin())).any()
+    x, y = (torch.frombuffer(bytearray(bits), dtype=torch.bfloat16)[None] for bits in (before, now))
+    return not coarse_writes.changed(x, y).any()
 
 
 def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
@@ -185,17 +185,31 @@ def _gone(optimizer: Optimizer, split: Split) -> list[torch.Tensor]:
 
 def _split(in_step: step_inventory.Seen) -> Split:
     """Where there are low words."""
-    look = partial(_look_for_low_words, in_step.owners, in_step.states)
+    look = partial(_look_for_low_words, in_step.owners, in_step.states, in_step.params)
     found: Split = in_step.structure.once("low words", look)
     return found
 
 
-def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]) -> Split:
+def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Any], params: Sequence[Any] = ()) -> Split:
     names = [*enumerate(map(names_in, states))]
     watched = [(i, name) for i, of_state in names for name in of_state.watched]
     highs = [(i, name) for i, name in watched if isinstance(states[i][name], torch.Tensor)]
     words = [(i, key) for i, of_state in names for key in of_state.words]
-    return Split(owners, [owners[i] for i, of_state in names if of_state.words], highs, words)
+    own = [(i, name) for i, of_state in names for name in of_state.own if name not in of_state.watched]
+    others = [(i, name) for i, name in own if isinstance(states[i][name], torch.Tensor) and states[i][name].dim()]
+    split = [owners[i] for i, of_state in names if of_state.words]
+    has_words = set(map(id, split))
+    without = [p for p in params if id(p) not in has_words]
+    return Split(owners, split, highs, words, others, without)
+
+
+def is_as_left(optimizer: Optimizer) -> bool:
+    """Returns True if the step in progress finds the tensors of the last one, and nothing in them was written since."""
+    marks, in_step = bookkeeping(optimizer).marks, step_inventory.of(optimizer)
+    if in_step is not None and marks.are_those_of(_split(in_step), in_step.states, in_step.ids):
+        return True
+    marks.apart = None
+    return False
 
 
 def drop_stale(optimizer: Optimizer) -> None:
@@ -204,9 +218,9 @@ def drop_stale(optimizer: Optimizer) -> None:
     Raises:
         ValueError: codes were written; nothing was changed.
     """
-    book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
-    if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.ids):
-        return  # states are not cleared either: the low words are where the last step left them
+    book = bookkeeping(optimizer)
+    if is_as_left(optimizer):  # states are not cleared either: the low words are where the last step left them
+        return
     low_words.restore(optimizer, are_to_stay=True)
     state_writes.drop_stale(optimizer)
     written = {p: low for p, low in book.marks.params.items() if not low.is_of(p)}
@@ -312,9 +326,10 @@ def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) ->
     fmt = None if low is None or low.is_of(p) else _split_among(optimizer, [p]).get(p)
     if fmt is None:
         return value
-    if (what := _what_counts(book, p, fmt)) == ALL:  # on XLA it was read as it is (`word_encoding.decode`)
-        is_read = p.device.type != "xla"
-        return value if is_read else read_fp32(p, optimizer.state[p], "param", record_of(optimizer, p)).to(p.device)
+    if (what := _what_counts(book, p, fmt)) == ALL:
+        if word_encoding.limits(p.device):
+            return value
+        return read_fp32(p, optimizer.state[p], "param", record_of(optimizer, p)).to(p.device)
     own = local(value)
     stale, high = _stale(optimizer, p, what).to(own.device), local(p.detach()).float().to(own.device)
     return like(torch.where(stale, high, own), p)

@@ -7,17 +7,18 @@ case cannot be detected: another tensor over exactly the memory of one parameter
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.native.memory import each_lies_alone
+from collage_neuron.states.bookkeeping import Marks
 from collage_neuron.states.live_objects import objects_of
-from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.sharding import ORDINARY, is_sharded, locals_of
 
 
 class Window(NamedTuple):
@@ -44,16 +45,10 @@ def share_elements(p: torch.Tensor, q: torch.Tensor) -> bool:
     return bool(_bytes_in(mask, q).any())
 
 
-def share(p: torch.Tensor, q: torch.Tensor) -> bool:
-    """Returns True if two tensors have bytes in common."""
-    windows = _window(p), _window(q)
-    return windows[0] is not None and windows[1] is not None and windows[0].meets(windows[1]) and share_elements(p, q)
-
-
-def first_shared(tensors: Iterable[torch.Tensor]) -> tuple[int, int] | None:
-    """The numbers of two tensors that have bytes in common; None if there are none."""
+def first_shared(tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor] = ()) -> tuple[int, int] | None:
+    """The numbers of two tensors that have bytes in common, one of them no `others`; None if there are none."""
     by_storage: dict[int, list[tuple[Window, int, torch.Tensor]]] = defaultdict(list)
-    for i, x in enumerate(tensors):
+    for i, x in enumerate(chain(tensors, others)):
         if (window := _window(x) or _whole_on_xla(x)) is not None:
             by_storage[window.storage].append((window, i, x))
     for found in by_storage.values():
@@ -62,9 +57,81 @@ def first_shared(tensors: Iterable[torch.Tensor]) -> tuple[int, int] | None:
             for other, j, y in found[at + 1 :]:
                 if not other.meets(window):  # nor does any of those that begin later
                     break
-                if x.device.type == "xla" or share_elements(x, y):
+                if min(i, j) < len(tensors) and (x.device.type == "xla" or share_elements(x, y)):
                     return min(i, j), max(i, j)
     return None
+
+
+class Apart(NamedTuple):
+    """What steps of one kind write, when none of it was in the memory of something else."""
+
+    kind: str
+    memories: frozenset[int]
+    addresses: set[int]
+    """Those of gradients that were in other memories: what has one of these still is, as memories have not moved."""
+
+
+Named = Iterable[tuple[str, torch.Tensor]]
+"""Parameters, called `param`, and what is in their states, by the names that it has there."""
+
+
+def check_apart(marks: Marks, kind: str, written: Callable[[], Named], grads: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError if memory of what a step of this `kind` writes is also that of something else, as none may be.
+
+    What was found holds as long as steps find the same tensors (`external_writes.is_as_left`). Gradients, which are
+    others in each step, may share memory with one another: those that are written lie in one buffer in the step too.
+    It is not noticed that a state with low words has got other data (`x.data = y`): object and version stay.
+    """
+    if marks.apart is None or marks.apart.kind != kind:
+        named = list(written())
+        memories = memories_of([x for _, x in named])
+        _raise_if(len(set(memories) - {0}) < len(memories) and names_of_shared(named))
+        marks.apart = Apart(kind, frozenset(memories) - {0}, set())
+    known, is_usual = marks.apart.addresses, ORDINARY.issuperset(map(type, grads))
+    addresses = [*map(torch.Tensor.data_ptr, grads)] if is_usual else [0]
+    if not known.issuperset(addresses):
+        _raise_if(not marks.apart.memories.isdisjoint(memories_of(grads)) and names_of_shared(written(), grads))
+        if len(known) > 16 * len(grads):  # most loops have two or three addresses for each
+            known.clear()
+        known.update(addresses)
+        known.discard(0)  # which is no address
+
+
+def _raise_if(why: str | bool) -> None:
+    if why:
+        raise ValueError(
+            f"{why} share memory: the step gives each values of its own, and torch would write to both; nothing was "
+            "updated: clone() one of them"
+        )
+
+
+def names_of_shared(named: Named, grads: Sequence[torch.Tensor] = ()) -> str:
+    """Two of these tensors that have bytes in common, in words; empty if there are none but two gradients."""
+    both = list(named)
+    found = first_shared(locals_of([x for _, x in both]), locals_of(grads))
+    names = ["a parameter" if k == "param" else f"optimizer.state[p][{k!r}]" for k, _ in both]
+    return " and ".join(names[i] if i < len(names) else "a gradient" for i in found) if found else ""
+
+
+def memories_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of the memories in which tensors lie; 0 for one that has none of its own."""
+    try:
+        if ORDINARY.issuperset(map(type, tensors)):
+            return [*map(torch_privates.storage_id, map(torch.Tensor.untyped_storage, tensors))]
+    except (RuntimeError, NotImplementedError):
+        pass
+    return [*map(memory_of, tensors)]
+
+
+def memory_of(t: torch.Tensor) -> int:
+    """A number of the memory in which `t` lies; 0 if it has none of its own."""
+    t = torch_privates.part(t)
+    if t.layout is not torch.strided or t.is_meta:
+        return 0
+    try:
+        return torch_privates.storage_id(t.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # a wrapper, such as what torch_xla makes on the CPU
+        return 0
 
 
 def _whole_on_xla(x: torch.Tensor) -> Window | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping, params_of
-from collage_neuron.states.sharding import Guard, locals_of
+from collage_neuron.states.sharding import Guard
 
 T = TypeVar("T")
 
@@ -39,8 +39,6 @@ class Structure:
     """For each value in the states, one after the other, True if it is a tensor."""
     guard: Callable[..., bool]
     """Says of parameters and of the tensors in states whether they are of the same types, dtypes, shapes, ..."""
-    are_apart: bool
-    """True if no two of these are one tensor; the guard says that too."""
     known: dict[Any, Any] = field(default_factory=dict)
 
     def is_of(self, key: tuple[Any, ...], held: Sequence[object], params: list[Any], tensors: list[Any]) -> bool:
@@ -105,6 +103,11 @@ class Seen:
         return replace(self, ids=[*map(id, compress(values, self.structure.are_tensors))])
 
     @cached_property
+    def grads(self) -> list[torch.Tensor | None]:
+        """The gradients of the parameters, as the step begins."""
+        return list(map(attrgetter("grad"), self.params))
+
+    @cached_property
     def _by_id(self) -> dict[int, dict[str, Any]]:
         """The states by the ids of the owners: a tensor is hashed in Python."""
         return dict(zip(map(id, self.owners), self.states, strict=True))
@@ -161,8 +164,7 @@ def look(optimizer: Optimizer) -> Seen | None:
         if guard is None:
             book.structure = None
             return None
-        are_apart = len({*map(id, locals_of([*params, *tensors]))}) == len(params) + len(tensors)
-        book.structure = Structure(key, held, are_tensors, guard, are_apart)
+        book.structure = Structure(key, held, are_tensors, guard)
     return Seen(optimizer, params, owners, states, book.structure, [*map(id, tensors)])
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -148,20 +147,6 @@ def narrow_counts(optimizer: Optimizer) -> list[Place]:
     found: Mapping[Any, Any] = optimizer.state
     states = [x for p, x in found.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, MutableMapping)]
     return [(x, k) for x in states for k, v in x.items() if isinstance(v, Tensor) and not v.dim() and v.dtype in ENDS]
-
-
-def check_counts(in_step: Seen) -> None:
-    """Raises ValueError if two states of an optimizer of torch hold one 0-d tensor: each step would count twice."""
-    values = chain.from_iterable(map(dict.values, in_step.states))
-    counts = [id(x) for x in values if isinstance(x, torch.Tensor) and not x.dim()]
-    if len(counts) == len(set(counts)):
-        return
-    name = next(k for state in in_step.states for k, x in state.items() if id(x) in counts and counts.count(id(x)) > 1)
-    raise ValueError(
-        f"two states hold one tensor as {name!r}, and {type(in_step.optimizer).__name__} would advance it once for "
-        f"each of them in every step; nothing was updated: give each state its own (state[{name!r}] = "
-        f"state[{name!r}].clone())"
-    )
 
 
 # --- a state as the optimizer's own code knows it ---------------------------------------------------------------------

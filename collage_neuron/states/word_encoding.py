@@ -49,11 +49,15 @@ def decode(fmt: Format, words: Sequence[torch.Tensor], name: str = "state") -> t
     device = words[0].device
     if _needs_host(fmt, device):
         return decode(fmt, [word.cpu() for word in words], name).to(device)
-    # torch_xla runs views of bits on the host, by which the limit of a parameter's low word is computed: there a low
-    # word that a write made stale is read as it is, by the host alone. Steps limit it on each device.
-    role = "state" if device.type == "xla" else name
-    value: torch.Tensor = fmt.decoder(role)(of_each(fmt, words) if fmt.is_coded else words)
+    decoder = fmt.decoder(name if limits(device) else "state")
+    value: torch.Tensor = decoder(of_each(fmt, words) if fmt.is_coded else words)
     return value
+
+
+def limits(device: torch.device) -> bool:
+    """Returns True where `decode` limits low words of parameters that a write made stale; steps do on each device."""
+    # torch_xla runs views of bits on the host, by which the limit is computed: there words are read as they are.
+    return device.type != "xla"
 
 
 def _needs_host(fmt: Format, device: torch.device) -> bool:

@@ -93,6 +93,12 @@ def exchanged(optimizer: Any, params: Any) -> None:
     one["m"], other["m"] = other["m"], one["m"]
 
 
+def counted(optimizer: Any, params: Any) -> None:
+    """No later step finds another structure, and looks anew."""
+    state = optimizer.state[params[0]]
+    state["n"] = params[0] * 1.0 if state["n"] == 13 else state["n"]
+
+
 def moved_without(optimizer: Any, params: Any) -> None:
     """What has no gradient is written too."""
     no_gradient(optimizer, params)
@@ -116,6 +122,7 @@ EVENTS: dict[str, Callable[[Any, Any], Any]] = {
         lambda optimizer, params: optimizer.state[params[0]].update(late=params[0] * 1.0)
     ),
     "in the step, states are exchanged": in_step(exchanged),
+    "in the last step, a number becomes a tensor": in_step(counted),
     "in the step, other strides": in_step(transposed),
     "in the step, without a gradient": moved_without,
 }
@@ -166,7 +173,7 @@ def ran(event: Callable[[Any, Any], Any], strategy: str, cls: type[Flipped]) -> 
     for i in range(13):
         for p in params:
             p.grad = torch.randn(p.shape).bfloat16()
-        if i in (6, 10):
+        if i in (6, 10, 12):  # the last one shows what a step leaves, before another one looks at it
             event(optimizer, params)
         optimizer.step()
         steady.append(pool(optimizer).steady is not None)

@@ -66,28 +66,26 @@ class PointerArrays:
 Place = tuple[int, int]
 """A parameter of a step: the numbers of its launch and, in that, of itself."""
 
-Taken = list[tuple[int, Launch]]
-"""Launches of a step that are not skipped, with their numbers."""
+Taken = list[tuple[Place, Launch]]
+"""Launches of a step that are not skipped, or parts of these, with the places of their first parameters."""
 
 
 class Group:
     """Parameters with one update, whose tensors are looked at column by column: in Python, nothing is done for each."""
 
-    def __init__(self, update: Update, bound: Bound, launches: Taken, only: Place | None = None) -> None:
-        """The parameters of `launches`; these are parts of others if the place of the `only` parameter is given."""
-        self.update, self.bound, self._only = update, bound, only
+    def __init__(self, update: Update, bound: Bound, launches: Taken) -> None:
+        """The parameters of `launches`."""
+        self.update, self.bound = update, bound
         # As elsewhere here `map` over what is not written in Python: a step does all this anew.
-        self._numbers, self.launches = zip(*launches, strict=True)
+        self._firsts, self.launches = zip(*launches, strict=True)
         self.reads = [*chain.from_iterable(map(attrgetter("reads"), self.launches))]
         self.writes = [*chain.from_iterable(map(attrgetter("writes"), self.launches))]
 
     @property
     def places(self) -> list[Place]:
         """The parameters."""
-        if self._only is not None:
-            return [self._only]
-        pairs = zip(self._numbers, self.launches, strict=True)
-        return [(number, i) for number, launch in pairs for i in range(len(launch.reads))]
+        pairs = zip(self._firsts, self.launches, strict=True)
+        return [(number, i) for (number, first), x in pairs for i in range(first, first + len(x.reads))]
 
     @property
     def scalars(self) -> list[int]:
@@ -96,9 +94,9 @@ class Group:
 
     def alone(self) -> Iterator[Group]:
         """Each parameter as a group."""
-        for number, launch in zip(self._numbers, self.launches, strict=True):
+        for (number, first), launch in zip(self._firsts, self.launches, strict=True):
             for i in range(len(launch.reads)):
-                yield Group(self.update, self.bound, [(number, launch.part([i]))], (number, i))
+                yield Group(self.update, self.bound, [((number, first + i), launch.part([i]))])
 
     def is_apart(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> bool:
         """Returns True if a word, of all these, lies apart from the one that it replaces."""
@@ -261,9 +259,9 @@ class Step:
 class Laid:
     """A step as it was laid out, for later ones whose tensors differ in nothing but values and addresses."""
 
-    numbers: list[int]
+    places: list[Place]
     firsts: list[int]
-    """The place of the first launch of each group, and behind the last one."""
+    """Which is the first launch of each group, and how many there are."""
     others: list[object]
     """`Launch.kept` of the launches after the first, in which this is kept."""
     apart: list[bool]
@@ -276,8 +274,8 @@ class Laid:
 
     def again(self, taken: Taken) -> Step | None:
         """The step for these launches; None if they are of other tensors, or share memory now."""
-        numbers, launches = zip(*taken, strict=True)
-        if [*numbers] != self.numbers or not all(map(is_, self.others, map(attrgetter("kept"), launches[1:]))):
+        places, launches = zip(*taken, strict=True)
+        if [*places] != self.places or not all(map(is_, self.others, map(attrgetter("kept"), launches[1:]))):
             return None
         # Those of one group have one update, as they had: what is kept is of this update.
         parts = [taken[first:end] for first, end in pairwise(self.firsts)]
@@ -318,7 +316,7 @@ def lay_out(launches: Sequence[Launch], kernels: Kernels) -> Step | None:
     None if the reference has to take it all: parameters share memory, so that their order matters, or a tensor is not
     plainly in memory.
     """
-    taken = [(i, x) for i, x in enumerate(launches) if x.reads and (x.finite is None or bool(x.finite))]
+    taken = [((i, 0), x) for i, x in enumerate(launches) if x.reads and (x.finite is None or bool(x.finite))]
     kept = taken[0][1].kept if taken else None
     laid: Laid | None = None if kept is None else kept.get(kernels)
     again = None if laid is None else laid.again(taken)
@@ -341,4 +339,4 @@ def _laid(taken: Taken, groups: Sequence[Group], step: Step) -> Laid:
     lengths = [end - begin for begin, end in zip(step.begins, step.ends, strict=True)]
     without = replace(step, changed=[])
     firsts = [*accumulate((len(group.launches) for group in groups), initial=0)]
-    return Laid([i for i, _ in taken], firsts, others, apart, list(step.begins), lengths, without)
+    return Laid([place for place, _ in taken], firsts, others, apart, list(step.begins), lengths, without)

@@ -1,0 +1,139 @@
+"""Memory that is two things, set between steps: a step is as in plain torch, or rejected before anything changes.
+
+torch writes to both. The rule is one for recorded, traced and written steps (`states/shared_memory.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from case_arena import Ball
+from torch.nn import Parameter
+from traced_updates import error
+
+import collage_neuron
+
+
+class AsWritten(Ball):
+    """The same, which is not traced: it looks at a number that NumPy computes."""
+
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        p.sub_(g, alpha=0.0 * float(g.detach().numpy().sum()))
+        super().update(p, g, state, group)
+
+
+MAKES: dict[str, Callable[..., Any]] = {
+    **{
+        name: partial(getattr(torch.optim, name), **options)
+        for name, options in (
+            ("ASGD", {}), ("Adadelta", {}), ("Adagrad", {}), ("Adam", {"fused": True}), ("AdamW", {"foreach": True}),
+            ("Adamax", {}), ("NAdam", {}), ("RAdam", {}), ("RMSprop", {"foreach": True}), ("Rprop", {}),
+            ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+        )
+    },
+    "Ball": Ball,
+    "AsWritten": AsWritten,
+}  # fmt: skip
+"""The classes whose steps are recorded, and one that is traced, and one whose steps run as written."""
+
+Change = Callable[[Any, Any, dict[str, Any], str], object]
+"""Of the optimizer, two parameters, the state of the first, and the name of what is in it."""
+
+
+def _in_state(value: Callable[[Any, Any], Any]) -> Change:
+    return lambda o, pair, state, name: state.update({name: value(*pair)})
+
+
+def _of_other(o: Any, pair: Any, state: dict[str, Any], name: str, view: bool) -> None:
+    o.state[pair[1]][name] = state[name].detach() if view else state[name]
+
+
+def _in_one_buffer(o: Any, pair: Any, state: dict[str, Any], name: str, what: str) -> None:
+    """Rows of the second begin in the middle of the first."""
+    n = pair[0].numel()
+    flat = torch.cat([getattr(p, what).flatten() for p in pair])
+    for p, part in zip(pair, (flat[:n], flat[3 : n + 3]), strict=True):
+        setattr(p, what, part.view_as(p))
+
+
+WRITTEN: dict[str, Change] = {
+    "a state is its gradient, seen anew": _in_state(lambda p, q: p.grad.detach()),
+    "a state is its parameter, seen anew": _in_state(lambda p, q: p.detach()),
+    "a state is another parameter": _in_state(lambda p, q: q.detach()),
+    "two parameters have one state": lambda o, pair, state, name: o.state.__setitem__(pair[1], state),
+    "two states are one memory": partial(_of_other, view=True),
+    "two parameters are one memory": lambda o, pair, state, name: setattr(pair[0], "data", pair[1].data),
+    "two parameters overlap": partial(_in_one_buffer, what="data"),
+    "a gradient is its parameter": lambda o, pair, state, name: setattr(pair[0], "grad", pair[0].detach()),
+    "a gradient is another parameter": lambda o, pair, state, name: setattr(pair[0], "grad", pair[1].detach()),
+    "a gradient is a state of another": lambda o, pair, state, name: setattr(
+        pair[1], "grad", state[name].detach().view(pair[1].dtype)
+    ),
+}
+ONE_OBJECT: dict[str, Change] = {
+    "a state is its gradient": _in_state(lambda p, q: p.grad),
+    "a state is its parameter": _in_state(lambda p, q: p),
+    "two states are one": partial(_of_other, view=False),
+}
+"""What code itself does that is not recorded: one object is one value."""
+READ: dict[str, Change] = {
+    "two gradients are one": lambda o, pair, state, name: setattr(pair[1], "grad", pair[0].grad),
+    "two gradients are one memory": lambda o, pair, state, name: setattr(pair[1], "grad", pair[0].grad.detach()),
+    "two gradients overlap": partial(_in_one_buffer, what="grad"),
+}
+
+
+def played(name: str, change: Change, strategy: str | None, is_rejected: bool) -> tuple[Any, ...]:
+    """The values after some steps, with a change before the fifth, if it is not rejected."""
+    draws = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(4, 3, generator=draws).bfloat16().float()) for _ in range(3)]
+    before, optimizer = [p.detach().clone() for p in params], MAKES[name](params, lr=0.01)
+    if strategy is not None:
+        collage_neuron.compile(optimizer, strategy=strategy, verbose=False)
+    for t in range(1, 9):
+        for p in params:
+            p.grad = torch.randn(4, 3, generator=draws).bfloat16().to(p.dtype)
+        state = optimizer.state[params[0]]
+        changing = partial(change, optimizer, params[:2], state, next((k for k, x in state.items() if x.dim()), ""))
+        if t == 5 and not is_rejected:
+            changing()
+        if t == 5 and is_rejected and strategy is not None:
+            check_rejected(changing, params, optimizer)
+        optimizer.step()
+    found = [p.detach() if strategy is None else collage_neuron.exact_value(optimizer, p) for p in params]
+    return found, before
+
+
+def check_rejected(changing: Callable[[], object], params: list[Any], optimizer: Any) -> None:
+    own = [(p, p.data, p.grad, dict(optimizer.state[p])) for p in params]
+    changing()
+    tensors = [x for p in params for x in (p, p.grad, *optimizer.state[p].values())]
+    before = [x.detach().clone() for x in tensors]
+    for _ in range(2):  # it is looked for again
+        with pytest.raises(ValueError, match=r"share memory.*nothing was updated"):
+            optimizer.step()
+    assert all(map(torch.equal, tensors, before))
+    for p, data, grad, state in own:
+        p.data, p.grad, optimizer.state[p] = data, grad, state
+
+
+RECORDED = sorted(MAKES.keys() - {"Ball", "AsWritten"})
+CASES = [
+    *((name, change, True) for change in WRITTEN for name in MAKES),
+    *((name, change, name in RECORDED) for change in ONE_OBJECT for name in MAKES),
+    *((name, change, False) for change in READ for name in MAKES),
+]
+
+
+@pytest.mark.sampled(of=4)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("strategy", ["plus", "split433"])
+@pytest.mark.parametrize(("name", "change", "is_rejected"), CASES)
+def test_as_in_torch_or_rejected(name: str, change: str, is_rejected: bool, strategy: str) -> None:
+    play = partial(played, name, (WRITTEN | ONE_OBJECT | READ)[change], is_rejected=is_rejected)
+    (found, _), (exact, start) = play(strategy), play(None)
+    assert error(found, exact, start) < {"plus": 2**-6, "split433": 2**-8}[strategy]
