@@ -164,7 +164,7 @@ FAULTS = [
           LOADING + "model_and_optimizer_may_be_loaded_in_either_order[True-split433-deepcopy]"),
     Fault("collage_neuron/conversion/aliased_memory.py", "and not moving.isdisjoint(_memory(x))", "and False",
           SHARING + "a_view_of_a_parameter_that_compile_moves_is_rejected[p.data]"),
-    Fault(f"{EAGER}/rejections.py", 'named = [("a parameter", p) for p in params]', "named, params = [], []",
+    Fault(f"{EAGER}/rejections.py", '[*(("param", p) for p in params), *values]', "[*values]",
           SHARING + "so_are_those_of_a_class_whose_steps_are_recorded[a parameter]"),
     Fault("collage_neuron/states/bookkeeping.py", "shard.data_ptr() if type(shard) in ORDINARY else 0", "0",
           WEIGHTS + "what_is_written_before_the_first_step_is_where_training_begins[plus-True]"),
