@@ -87,8 +87,9 @@ def check_apart(marks: Marks, kind: str, written: Callable[[], Named], grads: Se
         memories = memories_of([x for _, x in named])
         _raise_if(len(set(memories) - {0}) < len(memories) and names_of_shared(named))
         marks.apart = Apart(kind, frozenset(memories) - {0}, set())
-    known, is_usual = marks.apart.addresses, ORDINARY.issuperset(map(type, grads))
-    addresses = [*map(torch.Tensor.data_ptr, grads)] if is_usual else [0]
+    known, addresses = marks.apart.addresses, [0]
+    with suppress(RuntimeError):  # sparse ones have none, and are rejected later
+        addresses = [*map(torch.Tensor.data_ptr, grads)] if ORDINARY.issuperset(map(type, grads)) else [0]
     if not known.issuperset(addresses):
         _raise_if(not marks.apart.memories.isdisjoint(memories_of(grads)) and names_of_shared(written(), grads))
         if len(known) > 16 * len(grads):  # most loops have two or three addresses for each
