@@ -258,9 +258,7 @@ def test_a_second_optimizer_that_has_states_already_takes_the_words_of_the_first
 
 
 @pytest.mark.parametrize("strategies", [("split433", "fp32"), ("fp32", "split433"), ("plus", "split433")])
-def test_words_of_weights_that_were_written_with_what_they_are_count_in_another_format(
-    strategies: tuple[str, str],
-) -> None:
+def test_words_of_weights_written_with_what_they_are_count_in_another_format(strategies: tuple[str, str]) -> None:
     model: Any = linear()
     first = collage_neuron.compile(AdamW(model.parameters(), lr=1e-5), strategy=strategies[0], verbose=False)
     steps(model, first)

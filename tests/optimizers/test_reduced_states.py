@@ -73,9 +73,7 @@ def test_checkpoints_copies_and_pickles_resume_bit_for_bit(kind: StepKind, strat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_plain_torch_is_loaded_and_training_that_has_begun_is_compiled(
-    kind: StepKind, dtype: torch.dtype
-) -> None:
+def test_a_plain_checkpoint_is_loaded_and_training_that_has_begun_compiled(kind: StepKind, dtype: torch.dtype) -> None:
     """In bf16 training its numbers are bf16: they are read as they are, and kept in fp32 from the next step on."""
     theirs = parameters(dtype, kind.shapes)
     plain = kind.make(theirs)

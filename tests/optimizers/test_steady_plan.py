@@ -236,9 +236,7 @@ def test_native_steps_are_those_of_the_reference_that_are_planned_anew(
 @pytest.mark.validated
 @pytest.mark.parametrize("strategy", ["plus", "light", "full", "fp32"])
 @pytest.mark.parametrize("name", MAKES)
-def test_nothing_is_planned_where_only_numbers_change(
-    name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_planned_where_numbers_change(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned, now = list[int](), [0]
     own = compiled_step._planned
 

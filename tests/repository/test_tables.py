@@ -46,9 +46,7 @@ def row(name: str, kept: float, ratio: float) -> dict[str, Any]:
     return {"name": name, "kept": kept, **fixed, **spreads}
 
 
-def test_others_stand_beside_the_most_accurate_of_ours_that_is_neither_larger_nor_slower(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_others_stand_beside_our_most_accurate_one_neither_larger_nor_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = [("fp32, native", 16, 1.2), ("plus, native", 12, 0.9), ("light, native", 10, 0.8), ("bf16, native", 8, 0.5)]
     others = [("slow", 16, 3.0), ("torch AdamW bf16, fused", 8, 0.4), ("larger", 13.0, 0.95), ("small", 5, 9.0)]
     rows = [row(*r) for r in ours + others]

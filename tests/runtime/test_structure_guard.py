@@ -68,9 +68,7 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("twice", [False, True], ids=["by torch", "by Python"])
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_a_guard_notices_what_may_change_about_a_tensor(
-    other: Callable[[torch.Tensor], torch.Tensor], twice: bool
-) -> None:
+def test_a_guard_notices_what_changes_of_a_tensor(other: Callable[[torch.Tensor], torch.Tensor], twice: bool) -> None:
     first = torch.nn.Parameter(torch.ones(4, 4))
     tensors = [first, torch.ones(4, 4), torch.ones(()), *[first] * twice]  # torch's own takes no tensor twice
     guard = torch_privates.guard(tensors)

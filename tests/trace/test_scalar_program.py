@@ -79,9 +79,7 @@ def _trained(make: Any) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_followed_steps_have_the_bits_of_recorded_ones(
-    name: str, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_followed_steps_have_recorded_bits(name: str, recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     make = FOLLOWED[name]
     found = _trained(make)
     assert len(recorded) <= 2 * 2 + 4 + 3  # twice before it is followed, at powers of two, and branches

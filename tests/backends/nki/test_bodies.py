@@ -128,9 +128,7 @@ BOUND = {("split433", "trn3"): ("scalar", 1.69)}
 
 @pytest.mark.parametrize("target", LIMITS)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if bytes_with_adam(name) == 12])
-def test_a_step_of_12_bytes_is_near_the_memory_bound(
-    strategy: str, target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_12_bytes_is_near_memory_bound(strategy: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the whole search, and loops of up to 16 parameters
     k = adamw_kernel(strategy, target)
     size = size_of(k, divided(llama_7b(), 8))

@@ -79,9 +79,7 @@ def found_by(make: Any, name: str, strategy: Any = "fp32", steps: int = 2, **set
     [(Mini, "nki", HEADS), (Vectors, "beta1", HEADS), (Lars, "nki", STAGED)],
     indirect=["dialect"],
 )
-def test_without_quotients_of_elements_the_bits_are_those_of_the_reference(
-    make: Any, dialect: str, shapes: Sequence[tuple[int, ...]]
-) -> None:
+def test_without_quotients_the_bits_are_the_same(make: Any, dialect: str, shapes: Sequence[tuple[int, ...]]) -> None:
     """And the user's own step confirms them."""
     found = found_by(make, "nki", "plus", 3, shapes=shapes, validate="on")
     assert found == found_by(make, "reference", "plus", 3, shapes=shapes)
@@ -186,8 +184,7 @@ WORDS = {"param": "bf16", "momentum_buffer": "i16q4"}
 
 
 @pytest.mark.parametrize(
-    ("make", "strategy"),
-    [(Mini, "split433"), (Mini, "stochastic"), (Lars, WORDS), (Decaying, "plus")],
+    ("make", "strategy"), [(Mini, "split433"), (Mini, "stochastic"), (Lars, WORDS), (Decaying, "plus")]
 )
 def test_strategies(make: Any, strategy: Any) -> None:
     """Of the stochastic one the bits that are drawn are the engine's own."""
