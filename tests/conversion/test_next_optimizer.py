@@ -42,25 +42,6 @@ def compiled(form: str, model: nn.Module) -> Any:
     return collage_neuron.compile(optimizer, verbose=False) if form == "optimizer" else optimizer
 
 
-@pytest.mark.parametrize("strategy", ["split433", "plus"])
-@pytest.mark.parametrize("form", ["both", "optimizer", "model"])
-def test_the_next_stage_goes_on_though_the_last_optimizer_is_gone(form: str, strategy: str) -> None:
-    model: Any = linear()
-    if form == "model":
-        collage_neuron.compile(model, strategy=strategy, verbose=False)
-    end = torch.empty(0)
-    for stage in range(3):
-        optimizer = compiled(form, model)  # the last one goes here, or in the line before
-        if stage:
-            optimizer.param_groups[0]["lr"] = 0.0
-            steps(model, optimizer, count=1)
-            assert torch.equal(exact_value(optimizer, model.weight), end)
-            optimizer.param_groups[0]["lr"] = 1e-5
-        steps(model, optimizer)
-        end = exact_value(optimizer, model.weight).clone()
-        assert (end != model.weight).any()
-
-
 @torch.no_grad()
 def write_the_same(p: Any) -> None:
     p.copy_(p.clone())

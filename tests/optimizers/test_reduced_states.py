@@ -102,16 +102,6 @@ def test_a_plain_checkpoint_is_loaded_and_training_that_has_begun_compiled(kind:
             assert torch.allclose(found, q, rtol=2**-18, atol=2**-22, equal_nan=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_measuring_changes_no_bit(kind: StepKind, backend: str) -> None:
-    (plain, _), (measured, _) = (kind.compiled(backend=backend) for _ in range(2))
-    monitor = collage_neuron.monitor(measured, every=1)
-    run(plain, 3)
-    run(measured, 3)
-    assert monitor.latest() is not None
-    assert words(measured) == words(plain)
-
-
 @pytest.mark.parametrize("special", [torch.inf, torch.nan])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skipped_step_changes_nothing(kind: StepKind, backend: str, special: float) -> None:

@@ -210,21 +210,6 @@ def test_a_checkpoint_goes_from_one_device_to_another_and_resumes(xla: torch.dev
     assert differing(ours, theirs) == []
 
 
-def test_a_skipped_step_changes_nothing_and_a_monitor_measures(xla: torch.device) -> None:
-    found = []
-    for device, backend in both(xla):
-        optimizer = compiled(Fused, HEADS[:1], device, strategy="full", backend=backend, nonfinite="skip")
-        monitor = collage_neuron.monitor(optimizer, every=1)
-        run(optimizer, 1)
-        before = copy.deepcopy(optimizer)
-        run(optimizer, 1, first=1, special=math.inf)
-        assert differing(before, optimizer) == []
-        run(optimizer, 1, first=2)
-        assert monitor.latest() is not None
-        found.append(optimizer)
-    assert differing(*found) == []
-
-
 # --- A copied optimizer on XLA may step first: what it was copied from keeps its states -------------------------------
 
 Pair = tuple[Parameter, Any]

@@ -206,25 +206,6 @@ def test_a_skipped_step_changes_nothing(make: Any, dialect: str) -> None:
     assert everything(optimizer)[:2] != before
 
 
-MEASURED = [(ByNeuron, "nki", HEADS[:3]), (Lars, "beta1", STAGED)]
-
-
-@pytest.mark.parametrize(("make", "dialect", "shapes"), MEASURED, indirect=["dialect"])
-def test_it_is_measured_and_explained(make: Any, dialect: str, shapes: Sequence[tuple[int, ...]]) -> None:
-    records = []
-    for name in ("nki", "reference"):
-        optimizer, _ = compiled(make, name, "plus", shapes)
-        monitor = collage_neuron.monitor(optimizer, every=1)
-        run(optimizer, 2)
-        records.append(monitor.history[-1].total)
-        monitor.close()
-        wanted = "stage 0, reduction: param, param_lo, grad" if make is Lars else "mean_to("
-        assert wanted in collage_neuron.explain(optimizer, graphs=True)
-    ours, theirs = records
-    assert ours.pair.norm == pytest.approx(theirs.pair.norm, rel=2**-13)
-    assert ours.pair.lost == theirs.pair.lost or make is not Lars
-
-
 @pytest.mark.parametrize(("make", "dialect"), [(Mini, "nki"), (Lars, "beta1")], indirect=["dialect"])
 def test_groups(make: Any, dialect: str) -> None:
     """Each group's parameters have numbers of their own, and a rate; in the last step one has no gradient."""
