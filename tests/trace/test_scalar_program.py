@@ -153,3 +153,15 @@ def test_a_number_that_leaves_the_tape_is_lost(take: Callable[[Any], Any]) -> No
     with pytest.raises(UnsupportedUpdate):
         take(tape.give(2.5))
     assert tape.lost
+
+
+def test_a_comparison_and_a_failure_end_the_play() -> None:
+    tape = Tape()
+    x = tape.give(2.0)
+    assert x > 1
+    assert isinstance(1 / x, float)
+    assert tape.played().again([3.0]) is not None
+    assert tape.played().again([0.5]) is None
+    other = Tape()
+    1 / other.give(2.0)
+    assert other.played().again([0.0]) is None
