@@ -4,7 +4,7 @@ The folder is the suite's own, and is not changed; it is run from its parent (be
 
     PYTHONPATH=$PWD/../package python benchmarks/public_suites.py ../suite/tests
 
-Of each test that passes in plain torch it says whether it passes when `tests/support/compiles_each.py` compiles what it
+Of each test that passes in plain torch it says whether it passes when `benchmarks/compiles_each.py` compiles what it
 constructs. A failure belongs to the first class whose pattern its message has; what has none is ours until it is known
 better.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-PLUGIN = ROOT / "tests" / "support" / "compiles_each.py"
+PLUGIN = ROOT / "benchmarks" / "compiles_each.py"
 
 CLASSES: dict[str, tuple[str, str]] = {
     "sparse gradients": (r"is sparse \(", "rejected: docs/limits.md"),

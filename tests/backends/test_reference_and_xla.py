@@ -22,14 +22,7 @@ from typing import Any
 import instrumented
 import pytest
 import torch
-from exact import (
-    ULPS,
-    on_reference,
-    on_xla,
-    rounded,
-    ulps_apart,
-    update_of,
-)
+from exact import ULPS, on_reference, on_xla, rounded, ulps_apart, update_of
 from models import MODES
 from one_operation import ONE_OP, SLOT, captured, op
 from sampling import part

@@ -88,9 +88,7 @@ CODED = [name for name, fmt in FORMATS.items() if any(c.block for c in fmt.compo
 
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("shape", [(129,), (3, 300), (2, 3, 130), (0, 130), (257, 3)])
-def test_a_format_of_blocks_has_the_words_and_values_of_the_reference(
-    xla: torch.device, name: str, shape: tuple[int, ...]
-) -> None:
+def test_a_format_of_blocks_has_the_references_words(xla: torch.device, name: str, shape: tuple[int, ...]) -> None:
     """Twice: then it reads what it has stored. Of a block with NaN or Inf only the scale is defined."""
     update = store_and_read(name)
     x = numbers(shape)

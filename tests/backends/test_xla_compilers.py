@@ -171,9 +171,7 @@ def differing(name: str, strategy: StrategyLike, arithmetic: str, form: type[Com
 
 @pytest.mark.sampled(of=6, each=False)  # roundings are compared one by one above, operators are listed below
 @pytest.mark.parametrize(("name", "strategy", "arithmetic"), WHOLE)
-def test_a_whole_update_of_every_strategy(
-    xla: torch.device, name: str, strategy: StrategyLike, arithmetic: str
-) -> None:
+def test_whole_updates_of_every_strategy(xla: torch.device, name: str, strategy: StrategyLike, arithmetic: str) -> None:
     assert differing(name, strategy, arithmetic) == []
 
 
@@ -250,9 +248,7 @@ STEPS += [("AdamW", {"strategy": "full", "arithmetic": "bf16"}), ("AdamW", {"mon
 @pytest.mark.sampled(of=2, each=False)  # strategies differ in formats, which the tests above have
 @pytest.mark.filterwarnings("ignore::collage_neuron.ImpreciseState")
 @pytest.mark.parametrize(("name", "settings"), STEPS)
-def test_a_step_has_only_operators_that_are_listed(
-    xla: torch.device, for_neuron: str, name: str, settings: dict[str, Any]
-) -> None:
+def test_a_step_has_listed_operators(xla: torch.device, for_neuron: str, name: str, settings: dict[str, Any]) -> None:
     found = step_text(for_neuron, xla, name, **settings)
     opcodes = {opcode for _, opcode in found}
     assert opcodes <= LISTED | NOT_LISTED.keys()
@@ -271,9 +267,7 @@ def test_the_kind_of_the_devices_chooses(xla: torch.device, monkeypatch: pytest.
     assert Xla(Computation).form is Computation
 
 
-def test_advice_to_take_xla_says_on_a_trainium_that_it_is_unproven(
-    xla: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_advice_to_take_xla_says_that_it_is_unproven(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "no kernel does that; use backend='xla'"
     assert target.advised(text, xla) == text
     monkeypatch.setattr(target, "generation", lambda device: "gen2")

@@ -67,9 +67,7 @@ def test_a_run_goes_on_bit_for_bit(strategy: str, dtype: torch.dtype, options: s
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [(AdamW, DEFAULT), (SGD, DEFAULT), (Adagrad, "split422")])
-def test_tied_weights_and_an_optimizer_without_states_or_with_all_go_on(
-    kind: Any, strategy: str, tmp_path: Path
-) -> None:
+def test_tied_weights_and_optimizers_without_states_or_all_go_on(kind: Any, strategy: str, tmp_path: Path) -> None:
     runs: list[Run] = []
     for seed in (0, 1):
         model: nn.Module = gpt(seed)

@@ -192,9 +192,7 @@ def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert result_of(tmp_path, "resumed", resumed) == result_of(tmp_path, "whole", whole)
 
 
-def test_a_checkpoint_of_a_run_with_other_settings_is_not_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_with_other_settings_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     from checkpoint_file import Checkpoint, CheckpointError  # as the examples import it
 

@@ -11,17 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints_of_both import adamw, are_alike_after, in_ours, in_torch
-from models import (
-    MODES,
-    REPRESENTATIVE,
-    differences,
-    mlp,
-    parameters,
-    run_script,
-    set_gradients,
-    snapshot,
-    train,
-)
+from models import MODES, REPRESENTATIVE, differences, mlp, parameters, run_script, set_gradients, snapshot, train
 from sampling import part
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer

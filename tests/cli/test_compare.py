@@ -63,9 +63,7 @@ for step in range(3):
 
 
 @pytest.mark.usefixtures("forked")
-def test_an_unchanged_script_is_a_process_for_each_strategy_and_seed(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_is_a_process_for_each_strategy_and_seed(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The variable overrides the line in the script; nothing else is told to it."""
     script.write_text(LINE)
     command = ["compare", str(script), "--strategies", "light", "fp32", "--out", "out", "--seeds", "3", "--", "{seed}"]

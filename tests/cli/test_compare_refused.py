@@ -11,9 +11,7 @@ from collage_neuron.cli.main import main
 pytestmark = pytest.mark.usefixtures("rejecting")
 
 
-def test_a_script_that_is_not_there_a_strategy_and_a_number_that_is_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_script_a_wrong_strategy_and_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(tmp_path / "none.py")]) == 2
     assert "is not a file" in capsys.readouterr().err
     (tmp_path / "a.txt").write_text("")

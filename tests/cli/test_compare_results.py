@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from collage_neuron.cli.compare import (
-    Run,
-    losses_in,
-    recommendation,
-    remarks,
-    table,
-    write_logs,
-)
+from collage_neuron.cli.compare import Run, losses_in, recommendation, remarks, table, write_logs
 from collage_neuron.monitoring.run_log import read_logs
 
 

@@ -73,9 +73,7 @@ def test_without_a_command_it_shows_them(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_says_what_it_shows_and_has_an_example(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_says_what_a_command_shows_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
     said = capsys.readouterr().out

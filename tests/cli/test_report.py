@@ -82,9 +82,7 @@ def test_a_missing_package_is_named_with_the_extra(
     assert not out.exists()
 
 
-def test_the_command_writes_the_page_whole_or_says_why_not(
-    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_is_whole_or_it_says_why_not(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad, out = write("a.jsonl", line(1)), write("b.jsonl", "no", line(1)), tmp_path / "r.html"
     assert main(["report", str(good), str(bad), "--out", str(out)]) == 2
     assert "line 1" in capsys.readouterr().err
@@ -182,9 +180,7 @@ def test_a_file_without_a_step_a_picture_and_a_missing_file_are_refused(write: W
         read_logs([tmp_path / "empty"])
 
 
-def test_a_run_of_a_folder_that_has_no_step_yet_is_left_out_and_named(
-    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_step_is_left_out(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write("runs/a.jsonl", ABOUT, line(1))
     new = write("runs/b.jsonl", ABOUT)
     assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html")]) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,16 +29,6 @@ def test_running_statistics_move_as_in_fp32(form: str) -> None:
         twin(x.float())
     torch.testing.assert_close(model[0].running_mean, twin.running_mean, rtol=2**-20, atol=0)
     torch.testing.assert_close(model[0].running_var, twin.running_var, rtol=2**-8, atol=0)
-
-
-NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (8, 4)),
-    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), (2, 4, 3, 3)),
-    "BatchNorm3d": (lambda: nn.BatchNorm3d(4), (2, 4, 3, 3, 3)),
-    "without weights": (lambda: nn.BatchNorm2d(4, affine=False), (2, 4, 3, 3)),
-    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (2, 4, 5, 5)),
-    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), (2, 4, 5, 5)),
-}
 
 
 class ByHand(nn.Module):

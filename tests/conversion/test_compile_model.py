@@ -43,17 +43,6 @@ def test_with_the_model_alone_every_step_is_the_one_of_the_other_forms(strategy:
     assert any("param_lo" in key or "param_master" in key for key in found[0][0])
 
 
-def test_with_the_model_alone_an_optimizer_that_was_built_before_is_compiled_too() -> None:
-    model, twin = mlp(), mlp()
-    optimizer = adamw(model)
-    collage_neuron.compile(model)
-    train(model, optimizer, range(2))
-    other = by_both(twin)
-    train(twin, other, range(2))
-    assert isinstance(optimizer, Compiled)
-    assert differences(snapshot(optimizer), snapshot(other)) == []
-
-
 def recorded_first_step(closure: bool) -> tuple[list[str], Any, Optimizer]:
     """Names of what happened in the first two steps, in order; the loss of the second; the optimizer."""
     events: list[str] = []

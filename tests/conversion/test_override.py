@@ -40,9 +40,7 @@ def test_without_it_nothing_changes(
     assert not caplog.records
 
 
-def test_a_name_that_is_no_strategy_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_strategy_is_rejected(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("COLLAGE_STRATEGY", "plsu")
     with pytest.raises(ValueError, match=r"COLLAGE_STRATEGY is 'plsu'; set it to one of bf16, .*, or unset it"):
         strategy_of(caplog)

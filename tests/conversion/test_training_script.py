@@ -43,21 +43,6 @@ def test_a_model_trains_like_in_fp32(make: Callable[[], nn.Module], strategy: st
     assert abs(losses[1] - losses[0]) <= 0.1 * (first - losses[0])
 
 
-def test_a_parameter_that_another_optimizer_has_now_is_not_written_from_outside() -> None:
-    """That would be a warning."""
-    torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(16, 16).bfloat16()) for _ in range(3)]
-    first, other = (collage_neuron.compile(AdamW([p], lr=0.1), strategy="plus") for p in params[:2])
-    other.add_param_group({"params": params[2:]})
-    for i in range(8):
-        if i == 3:
-            moved = other.param_groups.pop()["params"]
-            first.add_param_group({"params": moved})
-        set_gradients(params, i)
-        first.step()
-        other.step()
-
-
 def test_a_hook_on_a_parameter_sees_its_gradient() -> None:
     """Registered before the parameter was split."""
     model = mlp()

@@ -229,9 +229,7 @@ def test_every_route_keeps_the_strategy_and_takes_the_same_steps(
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_goes_on_from_its_state_dict_bit_for_bit(
-    route: str, xla: torch.device, plain: list[list[torch.Tensor]]
-) -> None:
+def test_every_route_resumes_bit_for_bit(route: str, xla: torch.device, plain: list[list[torch.Tensor]]) -> None:
     model = bf16_model(xla)
     optimizer = ROUTES[route](model)
     train(model, optimizer, range(STEPS - 1))
@@ -259,9 +257,7 @@ def test_compiling_the_wrapper_is_refused(wrapper: str, xla: torch.device) -> No
         collage_neuron.compile(wrapped[wrapper])
 
 
-def test_stochastic_rounding_switched_on_after_compile_is_refused(
-    xla: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stochastic_rounding_after_compile_is_refused(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """optimum's trainer does so by default, and it is made after the class."""
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0")
     model, compiled = bf16_model(xla), full()

@@ -87,9 +87,7 @@ def test_tensors_sharded_by_rows_or_columns_and_gradients_in_parts(found: Found)
 
 
 @pytest.mark.parametrize("name", ["replicas", "replicas, model alone"])
-def test_replicas_that_were_built_from_different_weights_hold_the_same_after_a_broadcast(
-    name: str, found: Found
-) -> None:
+def test_replicas_built_from_different_weights_hold_the_same_after_a_broadcast(name: str, found: Found) -> None:
     """Low words too: those of weights that were replaced are dropped, in every process."""
     first, second = (own[name] for own in found[2])
     assert different(first, second) == []

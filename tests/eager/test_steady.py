@@ -184,8 +184,7 @@ def ran(event: Callable[[Any, Any], Any], strategy: str, cls: type[Flipped]) -> 
 @pytest.mark.filterwarnings("ignore::collage_neuron.RunsAsWritten")
 @pytest.mark.parametrize("strategy", ["plus", "split433", "stochastic"])
 @pytest.mark.parametrize(
-    ("name", "cls"),
-    [*((name, Flipped) for name in EVENTS), *((name, Listed) for name in EVENTS | CHANGES)],
+    ("name", "cls"), [*((name, Flipped) for name in EVENTS), *((name, Listed) for name in EVENTS | CHANGES)]
 )
 def test_bits_are_those_of_steps_that_look_anew(
     name: str, cls: type[Flipped], strategy: str, monkeypatch: pytest.MonkeyPatch

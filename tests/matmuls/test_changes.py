@@ -225,9 +225,7 @@ def graphs(model: nn.Module) -> list[Any]:
 # ---- many graphs
 
 
-def test_many_shapes_are_warned_of_once_and_more_graphs_than_are_kept_are_captured_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_shapes_are_warned_of_once_and_too_many_graphs_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collage_neuron.matmuls.forward.MOST", most := MANY + 3)
     model = compiled(nn.Linear(64, 8).bfloat16(), keep=())
     for rows in range(2, MANY + 2):

@@ -58,9 +58,7 @@ def test_every_linear_layer_but_the_head_and_gradients_are_those_of_a_plain_impl
 
 
 @pytest.mark.skipif(not WHOLE, reason="XLA compiles for half a minute; test_xla.py has both claims of smaller models")
-def test_dots_of_8_bits_on_xla_and_gradients_close_to_eager_ones(
-    xla: torch.device, golden: Callable[[str, str], None]
-) -> None:
+def test_dots_of_8_bits_on_xla_and_gradients_near_eager(xla: torch.device, golden: Callable[[str, str], None]) -> None:
     """Where XLA's sums round to the other neighbour in bf16 (2**-8), an operand may round to the next code.
 
     That happens to a part 2**-8 / step of the elements, and moves these by a step: sqrt(2**-8 * step) of the operand in

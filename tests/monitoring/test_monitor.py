@@ -37,9 +37,7 @@ def last(monitor: Monitor) -> Record:
 
 
 @pytest.mark.parametrize(("strategy", "where"), [*((strategy, "cpu") for strategy in STRATEGIES), ("plus", "xla")])
-def test_a_record_has_the_effective_update_of_every_module(
-    strategy: str, where: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_record_has_every_modules_effective_update(strategy: str, where: str, request: pytest.FixtureRequest) -> None:
     """Within fp32: a square rounds three times, and rows of fewer than 200 numbers are added in fp32."""
     device = request.getfixturevalue("xla") if where == "xla" else "cpu"
     model, optimizer, monitor = trained(strategy, device=device)
@@ -296,9 +294,7 @@ def test_closing_ends_it_and_makes_room_for_another() -> None:
 
 
 @pytest.mark.parametrize("where", ["cpu", "xla"])
-def test_a_backend_that_measures_nothing_is_refused(
-    where: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_a_backend_must_measure(where: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     device = request.getfixturevalue("xla") if where == "xla" else torch.device("cpu")
     other = registry.choose("auto", device).name
     optimizer = collage_neuron.compile(torch.optim.AdamW(mlp().to(device).parameters()))

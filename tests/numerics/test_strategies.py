@@ -97,9 +97,7 @@ def formats_explained(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         ("fp32_states", "bf16", "fp32", "fp32"),
     ],
 )
-def test_what_a_strategy_means_for_an_optimizer_never_seen_is_read_from_its_graph(
-    strategy: str, param: str, slow: str, fast: str
-) -> None:
+def test_what_a_strategy_means_is_read_from_the_graph(strategy: str, param: str, slow: str, fast: str) -> None:
     p = torch.nn.Parameter(initial())
     optimizer = collage_neuron.compile(NeverSeen([p]), strategy=strategy)
     expected = {"param": param} | dict.fromkeys(SLOW, slow) | dict.fromkeys(FAST, fast)
@@ -160,9 +158,7 @@ def error(strategy: str, device: str | torch.device) -> float:
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
-def test_a_new_format_has_a_smaller_error_than_pairs_on_both_backends(
-    bf16x3: str, backend: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_new_format_has_a_smaller_error_than_pairs(bf16x3: str, backend: str, request: pytest.FixtureRequest) -> None:
     """A pair loses 2**-17 a step, three words less than fp32 arithmetic does: as little as fp32 states and master."""
     device = "cpu" if backend == "reference" else request.getfixturevalue("xla")
     three, two, whole = error(bf16x3, device), error("full", device), error("fp32", device)

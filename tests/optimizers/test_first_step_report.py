@@ -80,9 +80,7 @@ def test_graphs_are_shown_on_request() -> None:
     assert float(total.split()[-2]) == pytest.approx(sum(sizes), abs=0.001 * len(sizes))
 
 
-def test_a_missing_compiler_is_said_where_auto_falls_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_compiler_is_said_by_auto(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     native = registry.get("native")
     monkeypatch.setattr(type(native), "missing", lambda self: "llvmlite is not installed: pip install it")
     monkeypatch.setattr(type(native), "suits", lambda self, device: False)

@@ -306,34 +306,3 @@ def test_whatever_python_does_with_it_is_right(name: str) -> None:
     optimizer, params = compiled(AS_WRITTEN[name], "fp32")
     run(optimizer, 3)
     assert near(values(optimizer, params), in_dtype(AS_WRITTEN[name], 3, torch.float32))
-
-
-# --- torch's Adafactor in a run ------------------------------------------------------------------------------------
-
-
-FOUR = 4.0
-
-
-class Guarded(Written):
-    """Lowers the rate of all parameters if one gradient is large."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            calm = self.is_calm([p.grad.norm().item() for p in group["params"]])
-            with torch.no_grad():
-                for p in group["params"]:
-                    p.sub_(p.grad, alpha=group["lr"] if calm else 0.1 * group["lr"])
-
-    def is_calm(self, norms: list[float]) -> bool:
-        return all([norm < 4.0 for norm in norms])  # noqa: C419
-
-
-class Each(Guarded):
-    """Lowers the rate of each parameter alone."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            with torch.no_grad():
-                for p in group["params"]:
-                    calm = max(FOUR, p.grad.norm().item()) is FOUR
-                    p.sub_(p.grad, alpha=group["lr"] if calm else 0.1 * group["lr"])

@@ -41,38 +41,6 @@ def of_class(name: str, params: Any, options: Options) -> Any:
 # --- what test_optim.py checks, each for one input -----------------------------------------------------------------
 
 
-def goes_right_direction(name: str, options: Options) -> None:
-    for problem in (Problem(), Problem(torch.float32, contiguous=False)):
-        problem.goes_right(problem.compiled(name, options), options)
-
-
-def goes_right_direction_with_schedulers(name: str, options: Options) -> None:
-    for makers in INFOS[name].scheduler_inputs:
-        problem = Problem()
-        optimizer = problem.compiled(name, options)
-        problem.goes_right(optimizer, options, [make(optimizer) for make in makers])
-
-
-def schedulers_made_before_compiling_still_work(name: str, options: Options) -> None:
-    makers = INFOS[name].scheduler_inputs[0]
-    problem = Problem()
-    optimizer = INFOS[name].optim_cls(problem.params, **options)
-    schedulers = [make(optimizer) for make in makers]
-    problem.goes_right(collage_neuron.compile(optimizer), options, schedulers)
-
-
-def groups_have_their_learning_rates(name: str, options: Options) -> None:
-    """A third parameter, without a gradient, stays what it was."""
-    problem, irrelevant = Problem(), Parameter(torch.randn(2).bfloat16())
-    before = irrelevant.detach().clone()
-    (weight, bias), lr = problem.params, float(options.get("lr", 1e-3))
-    groups = [{"params": [weight], "lr": lr / 10}, {"params": [bias, irrelevant]}]
-    optimizer = problem.compiled(name, options | {"lr": lr}, groups)
-    problem.goes_right(optimizer, options)
-    assert torch.equal(irrelevant, before)
-    assert optimizer.param_groups[0]["lr"] == lr / 10
-
-
 def groups_have_their_weight_decay(name: str, options: Options) -> None:
     """With gradients of zero, only the group that decays moves."""
     if "weight_decay" not in INFOS[name].optim_cls([Parameter(torch.zeros(1))], **options).defaults:
@@ -218,6 +186,19 @@ def any_way_to_run_goes_where_plain_fp32_goes(name: str, options: Options) -> No
     assert len(values) > 1 or isinstance(options.get("lr"), Tensor)
 
 
+def schedulers_go_where_they_go_in_plain_fp32(name: str, options: Options) -> None:
+    """Made before compiling too; a third parameter, without a gradient, stays what it was."""
+    for makers in INFOS[name].scheduler_inputs:
+        exact, problem, irrelevant = exact_problem(), Problem(), Parameter(torch.randn(2).bfloat16())
+        before, plain = irrelevant.detach().clone(), exact.plain(name, options)
+        optimizer = problem.plain(name, options, [{"params": [*problem.params, irrelevant]}])
+        exact.follow(plain, STEPS, [make(plain) for make in makers])
+        schedulers = [make(optimizer) for make in makers]
+        problem.follow(collage_neuron.compile(optimizer), STEPS, schedulers)
+        assert problem.error(optimizer, exact) < STEPS
+        assert torch.equal(irrelevant, before)
+
+
 def gradients_of_zero_move_nothing(name: str, options: Options) -> None:
     if options.get("weight_decay") or name in ("AdamW", "ASGD"):
         return  # which decay by default
@@ -340,10 +321,7 @@ def groups_may_be_empty_and_come_later(name: str, options: Options) -> None:
 
 
 CHECKS = (
-    goes_right_direction,
-    goes_right_direction_with_schedulers,
-    schedulers_made_before_compiling_still_work,
-    groups_have_their_learning_rates,
+    schedulers_go_where_they_go_in_plain_fp32,
     groups_have_their_weight_decay,
     state_dict_round_trip,
     an_older_state_dict_loads,

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from as_written import (
-    SHAPES,
-    Written,
-    compiled,
-    in_fp32,
-    parameters,
-    run,
-    values,
-)
+from as_written import SHAPES, Written, compiled, in_fp32, parameters, run, values
 from headed import Mini
 from rowed import Came, Factored
 from staged import Lamb, Novograd, StableAdamW
@@ -71,9 +63,7 @@ EXPLAINED: list[tuple[Any, str, Any, list[str], float]] = [
 
 
 @pytest.mark.parametrize(("make", "strategy", "shapes", "said", "size"), EXPLAINED)
-def test_it_is_explained_measured_and_counted(
-    make: Any, strategy: str, shapes: Any, said: list[str], size: float
-) -> None:
+def test_it_is_explained_and_measured(make: Any, strategy: str, shapes: Any, said: list[str], size: float) -> None:
     optimizer, _ = compiled(make, strategy, shapes)
     monitor = collage_neuron.monitor(optimizer, every=1)
     run(optimizer, 2)

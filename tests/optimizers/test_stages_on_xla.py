@@ -51,9 +51,7 @@ def test_ten_steps_have_the_bits_of_the_reference(xla: torch.device, case: str) 
     check_ten_steps(xla, *CASES[case])
 
 
-def test_with_the_numbers_of_the_host_so_has_one_that_reads_some(
-    xla: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_numbers_of_the_host_so_has_one_that_reads(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     # A number that is read is the device's own, by XLA's order of additions, as in plain torch. All else is ours.
     copied = StepReads._copied
     monkeypatch.setattr(StepReads, "_copied", lambda self, place: copied(self, place).cpu())
@@ -90,9 +88,7 @@ HEADS = ((6, 10), (2, 6, 130))
 
 
 @pytest.mark.parametrize(("make", "shapes"), [(Novograd, SHAPES), (Mini, ((6, 10), (8, 8)))])
-def test_from_the_third_step_on_nothing_is_compiled_or_copied_and_no_step_waits(
-    make: Any, shapes: Shapes, xla: torch.device
-) -> None:
+def test_from_the_third_step_on_nothing_is_compiled_nor_waits(make: Any, shapes: Shapes, xla: torch.device) -> None:
     """Each component is written into its own buffer: views would not hinder it either, but add nodes to each step."""
     torch_xla.sync(wait=True)
     met.clear_all()
@@ -196,9 +192,7 @@ def test_steps_have_the_bits_and_the_shapes_of_the_reference(xla: torch.device, 
 
 @pytest.mark.sampled(of=3, each=False)
 @pytest.mark.parametrize(("make", "strategy"), [(Mini, "full"), (Fused, "split433"), (Novograd, "full")])
-def test_a_checkpoint_goes_from_one_device_to_the_other_and_resumes(
-    xla: torch.device, make: Any, strategy: str
-) -> None:
+def test_a_checkpoint_goes_from_one_device_to_another_and_resumes(xla: torch.device, make: Any, strategy: str) -> None:
     ours, again, theirs = (compiled(make, HEADS[:2], d, strategy=strategy) for d in (xla, xla, "cpu"))
     run(ours, 2)
     saved = ours.state_dict()
@@ -213,21 +207,6 @@ def test_a_checkpoint_goes_from_one_device_to_the_other_and_resumes(
         run(optimizer, 1, first=2)
     assert differing(ours, again) == []
     assert differing(ours, theirs) == []
-
-
-def test_a_skipped_step_changes_nothing_and_a_monitor_measures(xla: torch.device) -> None:
-    found = []
-    for device, backend in both(xla):
-        optimizer = compiled(Fused, HEADS[:1], device, strategy="full", backend=backend, nonfinite="skip")
-        monitor = collage_neuron.monitor(optimizer, every=1)
-        run(optimizer, 1)
-        before = copy.deepcopy(optimizer)
-        run(optimizer, 1, first=1, special=math.inf)
-        assert differing(before, optimizer) == []
-        run(optimizer, 1, first=2)
-        assert monitor.latest() is not None
-        found.append(optimizer)
-    assert differing(*found) == []
 
 
 # --- A copied optimizer on XLA may step first: what it was copied from keeps its states -------------------------------

@@ -13,7 +13,6 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
 
 import collage_neuron
-from collage_neuron.optimizer import compiled_step
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.runtime import step_plan
 from collage_neuron.states import step_inventory
@@ -225,28 +224,6 @@ def test_native_steps_are_those_of_the_reference_that_are_planned_anew(
     expected = step(backend="reference")
     assert len(found) == len(expected)
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-
-
-@pytest.mark.validated
-@pytest.mark.parametrize("strategy", ["plus", "light", "full", "fp32"])
-@pytest.mark.parametrize("name", MAKES)
-def test_nothing_is_planned_where_only_numbers_change(
-    name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned, now = list[int](), [0]
-    own = compiled_step._planned
-
-    def planning(*given: Any) -> Any:
-        planned.append(now[0])
-        return own(*given)
-
-    def change(optimizer: Any, t: int) -> None:
-        group(optimizer, lr=0.1 / t)
-        now[0] = t
-
-    monkeypatch.setattr(compiled_step, "_planned", planning)
-    trained(MAKES[name], change, strategy=strategy)
-    assert planned == [1, 2, 3, 4, 8]  # what there is, and what is validated
 
 
 @pytest.mark.parametrize("rate", [1e39, -1e39, float("inf"), float("nan")])

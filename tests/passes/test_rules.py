@@ -67,7 +67,7 @@ def test_value_against_float64(name: str, arithmetic: str, state: str) -> None:
     words = format_named(state).encode(exact["state"].float())
     components |= dict(zip(format_named(state).keys("state"), words, strict=True))
     inputs = {key: components[key].double() for key in ("param", "grad")} | {
-        "s0": torch.tensor(SLOT, dtype=torch.float64) if name == "index_put" else SLOT,
+        "s0": torch.tensor(SLOT, dtype=torch.float64) if name == "index_put" else SLOT
     }
     reads_low = state == "bf16x2" and (arithmetic == "fp32" or keeps_pair(name))
     inputs["state"] = sum(w.double() for w in words) if reads_low else words[0].double()

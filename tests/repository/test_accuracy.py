@@ -1,4 +1,4 @@
-"""The accuracy command's machinery: its oracle, its streams, bytes, records and page."""
+"""The accuracy command's machinery: its oracle, bytes, and the stored page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accuracy import command, contenders, front, page, table
-from accuracy.conditions import CONDITIONS, ROWS, TUNING, Condition, Stream, nothing
+from accuracy.conditions import CONDITIONS, TUNING, Condition, Stream
 from accuracy.exact import exact
 from accuracy.flash_adamw import decode_first, decode_second, decode_weight, encode_first, encode_second, encode_weight
 from accuracy.goals import GOALS
@@ -42,50 +41,12 @@ def test_the_oracle_takes_the_steps_of_torch_in_float64(condition: Condition) ->
     assert found.errors(p.detach() + 2**-10)[0] > 2**-10
 
 
-@pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
-def test_the_gradients_of_a_seed_do_not_depend_on_the_other_seeds(condition: Condition) -> None:
-    both, second = Stream(condition, (3, 4)), Stream(condition, (4,))
-    assert torch.equal(both.start[ROWS:], second.start)
-    for g, alone in zip(both.gradients(3), second.gradients(3), strict=True):
-        assert torch.equal(g[ROWS:], alone)
-        assert g.isfinite().all()
-        assert torch.equal(g[:ROWS], alone) == (condition.noise is nothing)
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_bytes_are_those_of_the_formats(name: str) -> None:
     s = STRATEGIES[name]
     words = sum(FORMATS[fmt].bytes for fmt in (s.param, s.state, s.slow))
     found = contenders.run(OWN[name], Stream(CONDITIONS["recipe"], (0,)), 2).bytes
     assert words <= found <= words + 3 * front.PER_SCALE
-
-
-def record(name: str, source: str, words: float, **errors: float) -> list[dict[str, Any]]:
-    common = {"contender": name, "source": source, "bytes": words, "seconds": 1.0, "seeds": [0, 1], "code": "x"}
-    common |= {"date": "2026-11-22", "version": "0.1.0"}
-    return [common | {"condition": c, "errors": [e, e]} for c, e in errors.items()]
-
-
-RECORDS = [
-    *record("torch fp32", "torch", 12.0, recipe=3e-5, t2=6e-5, **{"6e-7@.3": 1e-2}),
-    *record("split433", "collage_neuron", 10.0, recipe=3.3e-5, t2=6e-5, **{"6e-7@.3": 8e-3, "2e-6@.3": 1.0}),
-    *record("plus", "collage_neuron", 10.0, recipe=8e-4, t2=2e-3),
-    *record("heavyball", "heavyball 1", 9.0, recipe=5e-4, t2=9e-4),
-    *record("other", "other 1", 10.0, recipe=4e-5, t2=5e-5),
-]
-
-
-def test_the_page_says_which_goals_are_missed_and_who_is_better() -> None:
-    text = page.page(RECORDS, table.rows(RECORDS), {"absent": "No module named 'absent'"}, older=[])
-    assert "| 12 | `split433` | recipe, t2, rows, .9999, 10k | 5.0e-5 | 6.0e-5 (t2) | **missed** |" in text
-    assert "| other | 12 | 4.0e-5 | `split433` | 12 | 3.3e-5 | t2 |" in text
-    assert "| 12 | `split433` | 1e-6 | 1.5e-4 | - | not measured in every condition |" in text
-    times = "| 12 | `split433` | fine-tuning | 1.1 times torch fp32 |"
-    assert f"{times} 0.80 (6e-7@.3) | not measured in every condition |" in text
-    far = [r | {"errors": [8e-3, 1.2e-2]} if r["condition"] == "6e-7@.3" else r for r in RECORDS[3:]]
-    assert f"{times} 1.20 (6e-7@.3) | **missed** |" in page.goals(table.rows([*RECORDS[:3], *far]))
-    assert "| heavyball | 11 | 5.0e-4 | none | - | - | - |" in text
-    assert "does not run here: absent (No module named 'absent')" in text
 
 
 def stored_rows() -> list[table.Row]:

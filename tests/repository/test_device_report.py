@@ -92,9 +92,7 @@ def test_a_part_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert device_report.apart("machine", "", options(tmp_path, 0.01))["error"] == "not done after 0.01 s"
 
 
-def test_a_strategy_of_the_environment_is_not_what_another_one_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strategy_of_the_environment_is_not_asked_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLAGE_STRATEGY", "bf16")
     found = made(tmp_path, "--only", "steps", *SIMULATED)["steps"]["split433"]["found"]
     assert "1.param_lo" in found["nki on cpu, AdamW"]["differing"]  # bf16 has no such word
@@ -224,9 +222,7 @@ def test_the_answers_of_the_stand_in(dialect: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("cores", "said"), [(1, "one physical core"), (2, "two physical cores")])
-def test_the_cores_for_which_kernels_are_called_are_said(
-    cores: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cores_of_kernels_are_said(cores: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_torch, "machine_of", lambda device: Machine("trn2", "nki", cores))
     on_xla = device_probe.Machine("device", "nki", "0.7", torch.device("xla:0"), None)
     assert device_torch.logical_cores(on_xla, tmp_path)[0] == f"{said}, of a trn2"

@@ -1,4 +1,4 @@
-"""The study of training in fp8: its oracle of torchao's recipe, a quick run, records found again, and the page."""
+"""The study of training in fp8: its oracle of torchao's recipe, a quick run, and the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fp8.page import WAYS
 from fp8.readings import PARTS
 from fp8.training import Run, train
 from fp8.trainium import gains
-from study.jobs import Store
 
 ROOT = Path(__file__).parents[2]
 TINY = Run("bf16", steps=4, batch=2, block=8, width=32, depth=1)
@@ -51,23 +50,6 @@ def test_ways_differ_only_in_their_matmuls() -> None:
     found = {way: train(replace(TINY, way=way, steps=1))["loss"] for way in WAYS}
     assert found["frozen"] == pytest.approx(found["bf16"], abs=2**-6)
     assert max(found.values()) - min(found.values()) < 2**-4
-
-
-def test_a_run_is_kept_and_found_again_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
-    runs = [TINY, replace(TINY, way="offsets", factor=1e-4, outliers=4)]
-    jobs.run_all(runs, store)
-    records = jobs.there(runs, store)
-    assert [r["way"] for r in records] == ["bf16", "offsets"]
-    assert records[1]["reductions"] == 0
-    assert all(len(m) == 3 for m in records[1]["drifts"])
-    monkeypatch.setattr(jobs, "train", None)
-    jobs.run_all(runs, store)
-    assert jobs.there([replace(TINY, seed=7)], store) == []
-    monkeypatch.setattr(jobs, "code", lambda of_package: "other")
-    assert jobs.there(runs, store) == []
-    assert len(jobs.there(runs, Store(tmp_path, any_code=True))) == 2
-    assert "2 of 3 runs" in page.tables(records, [*runs, replace(TINY, seed=7)])
 
 
 def test_every_record_beside_the_page_is_of_a_planned_run() -> None:

@@ -1,19 +1,16 @@
-"""The study's machinery: stacked runs are their runs, jobs are kept and found again, errors say what to run."""
+"""The study's machinery: stacked runs are their runs, and what is claimed."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpt import GPT, Shape
-from study import command, grid, jobs, language, page
+from study import command, grid, language, page
 from study.claims import CLAIMS
 from study.ensemble import Ensemble, Group
 from study.figures import COLOURS
-from study.jobs import Job, MissingResult, Store
 from study.variants import RELEASED, TRAINED, VARIANTS, adamw
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -64,27 +61,6 @@ def test_the_length_of_a_step_shows_the_released_second_moment() -> None:
     """It is 69 % low at this decay: 1 / sqrt(0.31) = 1.8. fp32 states differ from float64 by its roundings only."""
     assert trained("fp32", 500) == pytest.approx(1, abs=2**-16)
     assert trained(RELEASED, 500) == pytest.approx(1.8, abs=0.1)
-
-
-JOB = Job("second_moment", "bf16", {"variant": "bf16", "steps": 50, "seed": 0})
-
-
-@pytest.mark.parametrize(("key", "value"), [("versions", {}), ("code", "older"), ("settings", {"steps": 51})])
-def test_a_job_of_another_study_does_not_count(key: str, value: Any, tmp_path: Path) -> None:
-    path = tmp_path / JOB.path
-    jobs.write_whole(path, json.dumps({**jobs.identity(JOB), "result": 1}))
-    assert Store(tmp_path).read(JOB.path, jobs.identity(JOB)) is not None
-    jobs.write_whole(path, json.dumps({**jobs.identity(JOB), "result": 1, key: value}))
-    assert Store(tmp_path).read(JOB.path, jobs.identity(JOB)) is None
-    assert (Store(tmp_path, any_code=True).read(JOB.path, jobs.identity(JOB)) is None) == (key != "code")
-
-
-def test_a_part_that_needs_another_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--quick", "--only", "quadratic", "--out", str(tmp_path)])
-    assert "run `python examples/study --only second_moment` first" in capsys.readouterr().err
-    with pytest.raises(MissingResult, match="second_moment/bf16"):
-        jobs.needed({}, "second_moment", "bf16")
 
 
 OF_THE_DEFAULT = [claim for claim in CLAIMS if DEFAULT in claim.text]

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import choice
 import muon_gpt
@@ -15,18 +14,14 @@ import pytest
 import runs
 import step_time
 import tables
-import torch
-from gpt import GPT, Shape
+from gpt import Shape
 from nki_standin import load
-from report import Spread
 from sampling import part
 from torch_cases import CASES, FORMAT_RATIO, REFUSED
 from worlds import forking
 
-import collage_neuron
 from collage_neuron.numerics.strategies import BY_ACCURACY, DEFAULT, bytes_with_adam
 from collage_neuron.passes.rewrite.rules import RULES
-from collage_neuron.states.bookkeeping import bookkeeping
 
 # --- the benchmarks of step times: one small run of all their parts, and tables that are what the stored runs say -----
 
@@ -37,31 +32,6 @@ def test_the_pages_have_the_stored_numbers() -> None:
     """If this fails: `python benchmarks/tables.py`."""
     for path, text in tables.pages().items():
         assert path.read_text() == text
-
-
-def row(name: str, kept: float, ratio: float) -> dict[str, Any]:
-    spread = vars(Spread(ratio, ratio, ratio))
-    fixed = {"transient": 0.0, "traffic": 22.0, "rounds": 1, "bound": 1.0, "compile_seconds": 0.0, "compilations": 0}
-    spreads = dict.fromkeys(("milliseconds", "to_fused", "kernel", "to_copy", "host"), spread)
-    return {"name": name, "kept": kept, **fixed, **spreads}
-
-
-def test_others_stand_beside_the_most_accurate_of_ours_that_is_neither_larger_nor_slower(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ours = [("fp32, native", 16, 1.2), ("plus, native", 12, 0.9), ("light, native", 10, 0.8), ("bf16, native", 8, 0.5)]
-    others = [("slow", 16, 3.0), ("torch AdamW bf16, fused", 8, 0.4), ("larger", 13.0, 0.95), ("small", 5, 9.0)]
-    rows = [row(*r) for r in ours + others]
-    block = {"workload": "w", "parameters": 9, "tensors": 1, "threads": 2, "rows": rows}
-    monkeypatch.setattr(tables, "stored", lambda name: {"results": [block]})
-    lines, why = tables.peers().splitlines(), tables.WHY_NOT["torch AdamW bf16, fused"]
-    assert lines[0] == "One tensor, 2 threads:"
-    assert lines[4:] == [
-        "| slow | 16 | 3.00 | `fp32` | 16 | 1.20 |",
-        f"| torch AdamW bf16, fused | 8 | 0.40 | none; nearest is `bf16` ({why}) | 8 | 0.50 |",
-        "| larger | 13 | 0.95 | `plus` | 12 | 0.90 |",
-        "| small | 5 | 9.00 | none is as small |  |  |",
-    ]
 
 
 def test_bytes_takes_what_the_decision_table_says() -> None:
@@ -219,17 +189,6 @@ def test_the_page_has_the_stored_table() -> None:
 def test_compiled_ones_lose_less_than_bf16_does() -> None:
     loss = {name: fmean(run["loss"] for run in runs) for name, runs in RECORDS.items()}
     assert max(loss["plus"], loss["split433"]) - loss["fp32"] < (loss["bf16"] - loss["fp32"]) / 2
-
-
-def test_muon_runs_as_written_and_adamw_is_captured() -> None:
-    model = GPT(SMALL).bfloat16()
-    muon, adamw = (collage_neuron.compile(o, strategy="split433") for o in muon_gpt.optimizers(model))
-    assert {id(p) for o in (muon, adamw) for p in o.param_groups[0]["params"]} == set(map(id, model.parameters()))
-    muon_gpt.loss_of(model, torch.randint(0, 256, (2, 9))).backward()
-    muon.step()
-    adamw.step()
-    assert bookkeeping(muon).as_written
-    assert not bookkeeping(adamw).as_written
 
 
 @pytest.mark.parametrize("name", ["fp32", "plus"])

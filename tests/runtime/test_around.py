@@ -128,26 +128,6 @@ def test_a_wrapper_that_writes_the_weights_themselves_is_told_once_what_that_los
         run(wrapper, params)
 
 
-@pytest.mark.parametrize(
-    ("write", "writes", "steps"),
-    [
-        (lambda p: p.clamp_(-0.5, 0.5), 10, 1),
-        (lambda p: p.mul_(p > 0), 10, 1),
-        (lambda p: p.add_(0), 10, 1),
-        (lambda p: p.mul_(0.1), 2, 40),  # once in a while
-    ],
-)
-def test_clamps_masks_and_weights_that_came_and_went_are_no_reason_to_warn(write: Any, writes: int, steps: int) -> None:
-    params = parameters()
-    optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy="full")
-    for _ in range(writes):
-        run(optimizer, params, steps)
-        with torch.no_grad():
-            for p in params:
-                write(p)
-    run(optimizer, params, steps)
-
-
 def test_a_decay_in_a_hook_that_rounds_away_is_told() -> None:
     """Each write changes nothing, and that is the loss."""
     params = parameters()

@@ -185,12 +185,7 @@ class CountedOnHost(Optimizer):
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: AdamW(params, lr=1e-2),
-        CountedOnHost,
-        lambda params: CountedOnHost(params, on_copies=True),
-    ],
+    "make", [lambda params: AdamW(params, lr=1e-2), CountedOnHost, lambda params: CountedOnHost(params, on_copies=True)]
 )
 def test_skipped_steps_agree_with_plain_torch_that_does_not_step(make: Any, backend: str) -> None:
     """Captured and on copies: after three skipped steps of six, among them the first and two in a row."""

@@ -106,9 +106,7 @@ def test_what_is_no_strategy_at_all_is_refused(strategy: Any) -> None:
 
 @pytest.mark.parametrize("target", ["(optimizer)", "(OptimizerClass)", "(model)"])
 @pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS)
-def test_settings_that_cannot_work_are_refused_by_every_form(
-    settings: dict[str, Any], message: str, target: str
-) -> None:
+def test_settings_that_cannot_work_are_refused_by_forms(settings: dict[str, Any], message: str, target: str) -> None:
     model = mlp()
     optimizer = AdamW(model.parameters())
     targets: dict[str, Any] = {"(optimizer)": optimizer, "(OptimizerClass)": AdamW, "(model)": model}

@@ -223,9 +223,7 @@ COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore:a new parameter of shape")
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
 @pytest.mark.parametrize("strategy", BLOCKS)
-def test_what_is_computed_from_codes_is_rejected(
-    strategy: str, compute: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_what_is_computed_of_codes_is_rejected(strategy: str, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Code numbers in place of values would be moments up to 32767, whose steps nobody could take back."""
     p, optimizer = stepped(strategy)
     p.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)).to(p.dtype)

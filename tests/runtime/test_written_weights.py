@@ -208,9 +208,7 @@ LOADS: dict[str, Callable[..., object]] = {
 @pytest.mark.parametrize("how", LOADS)
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_low_words_of_weights_that_are_loaded_start_at_zero(
-    strategy: str, steps: int, how: str, dtype: torch.dtype
-) -> None:
+def test_low_words_of_loaded_weights_start_at_zero(strategy: str, steps: int, how: str, dtype: torch.dtype) -> None:
     """After steps all of them, since most bits of an earlier checkpoint are those of now; before, where bits differ."""
     run = compiled(strategy, steps=steps)
     before, old = values(run), [p.detach().clone() for p in run[0].parameters()]

@@ -217,41 +217,28 @@ def _second(s: State, g: Tensor) -> Any:
 FAST: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
     "lerp_": (of_m(lambda m, g, b, p: m.lerp_(g, 1 - b)), ("m",), set()),
     "heavy ball": (of_m(lambda m, g, b, p: m.mul_(b).add_(g)), ("m",), set()),
-    "with weight decay in it": (
-        of_m(lambda m, g, b, p: m.mul_(b).add_(g.add(p, alpha=0.1), alpha=1 - b)),
-        ("m",),
-        set(),
-    ),
+    "with weight decay": (of_m(lambda m, g, b, p: m.mul_(b).add_(g.add(p, alpha=0.1), alpha=1 - b)), ("m",), set()),
     "with a mask": (of_m(lambda m, g, b, p: m.copy_(torch.where(m * g > 0, b * m + g, m))), ("m",), set()),
     "clipped": (of_m(lambda m, g, b, p: m.mul_(b).add_(g.clamp(-1, 1))), ("m",), set()),
     "of signs": (of_m(lambda m, g, b, p: m.lerp_(g.sign(), 1 - b)), ("m",), set()),
     "of g * sign(m)": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * m.sign(), alpha=1 - b)), ("m",), set()),
     "nesterov": (
-        then(lambda s, g, b, p: s["m"].mul_(b).add_(g), lambda s, g, b: g.add(s["m"], alpha=b)),
-        ("m",),
-        set(),
+        then(lambda s, g, b, p: s["m"].mul_(b).add_(g), lambda s, g, b: g.add(s["m"], alpha=b)), ("m",), set(),
     ),
     "lion": (_lion, ("m",), set()),
     "momentum of momentum": (
         named("n", lambda s, g, b, p: (s["m"].lerp_(g, 0.1), s.update(n=b * s["n"] + (1 - b) * s["m"]))),
-        ("m", "n"),
-        set(),
+        ("m", "n"), set(),
     ),
     "largest second moment, by where": (
-        then(
-            lambda s, g, b, p: (_second(s, g), s.update(most=torch.where(s["v"] > s["most"], s["v"], s["most"]))),
-            lambda s, g, b: g / (s["most"].sqrt() + 1e-3),
-        ),
-        ("v", "most"),
-        {"v"},
+        then(lambda s, g, b, p: (_second(s, g), s.update(most=torch.where(s["v"] > s["most"], s["v"], s["most"]))),
+             lambda s, g, b: g / (s["most"].sqrt() + 1e-3)),
+        ("v", "most"), {"v"},
     ),
     "centered": (
-        then(
-            lambda s, g, b, p: (_second(s, g), s["m"].lerp_(g, 1 - b)),
-            lambda s, g, b: g / (torch.sqrt((s["v"] - s["m"] * s["m"]).clamp(min=0)) + 1e-2),
-        ),
-        ("m", "v"),
-        {"v"},
+        then(lambda s, g, b, p: (_second(s, g), s["m"].lerp_(g, 1 - b)),
+             lambda s, g, b: g / (torch.sqrt((s["v"] - s["m"] * s["m"]).clamp(min=0)) + 1e-2)),
+        ("m", "v"), {"v"},
     ),
-}
+}  # fmt: skip
 """States of which all but those named are no slow accumulators."""

@@ -91,10 +91,7 @@ def direct(update: Update, old: dict[str, Tensor], new: dict[str, Tensor], wante
 
 def measured_by(update: Update, results: Sequence[Tensor]) -> tuple[dict[str, float], dict[str, int]]:
     sums, counts = results[len(update.outputs) :]
-    return (
-        dict(zip(update.sums, sums.tolist(), strict=True)),
-        dict(zip(update.counts, counts.tolist(), strict=True)),
-    )
+    return (dict(zip(update.sums, sums.tolist(), strict=True)), dict(zip(update.counts, counts.tolist(), strict=True)))
 
 
 TERM = 3.001 * U

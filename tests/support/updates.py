@@ -32,10 +32,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[str, .
         lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, amsgrad=True),
         ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     ),
-    "sgd": (
-        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
-        ("momentum_buffer",),
-    ),
+    "sgd": (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1), ("momentum_buffer",)),
     "nesterov": (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True), ("momentum_buffer",)),
 }
 """How each is made, and its states."""

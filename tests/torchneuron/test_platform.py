@@ -34,9 +34,7 @@ def nobody_knows(neuron: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch
     return neuron
 
 
-def test_each_source_is_asked_before_the_next(
-    nobody_knows: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_sources_are_asked_in_turn(nobody_knows: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The variable of NKI, the documented function, the name of the device, its properties, the instance."""
     (tmp_path / "product").write_text("trn2u.48xlarge\n")
     properties = SimpleNamespace(name="Trn3", total_memory=1)
@@ -98,9 +96,7 @@ def test_a_device_that_is_not_available_is_no_machine(neuron: torch.device, monk
 
 
 @pytest.mark.parametrize(("version", "installed"), [("2.9.0", False), ("2.10.1", True), ("2.14.0+cpu", True)])
-def test_up_to_torch_2_9_torch_neuronx_is_another_package(
-    version: str, installed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_up_to_2_9_torch_neuronx_is_another_one(version: str, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_neuron, "torch", SimpleNamespace(__version__=version))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert torch_neuron.is_installed() is installed

@@ -48,9 +48,7 @@ def test_a_training_has_the_bits_of_kernels_on_the_cpu(name: str, strategy: str,
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_traced_training_has_the_bits_of_a_captured_one(
-    name: str, neuron: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_traced_and_captured_bits_are_equal(name: str, neuron: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> torch.optim.Optimizer:
         optimizer = collage_neuron.compile(OPTIMIZERS[name](parameters(neuron, ((40, 9), (300,)))))
         for i in range(3):
@@ -143,9 +141,7 @@ def test_a_step_that_is_skipped_changes_nothing(neuron: torch.device) -> None:
     assert all(torch.equal(x, y) for x, y in zip(words(optimizer), before, strict=True))
 
 
-def test_an_error_in_a_kernel_ends_training_until_a_checkpoint_is_loaded(
-    neuron: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_kernel_ends_training_until_loaded(neuron: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = trained(ADAMW, neuron, validate="off")
 
     def fails(key: str) -> Callable[..., Any]:
@@ -170,9 +166,7 @@ def test_a_checkpoint_resumes_bit_for_bit_on_the_device(neuron: torch.device) ->
     assert differing(resumed, wanted) == []
 
 
-def test_a_kernel_that_differs_is_found_before_anything_is_updated(
-    neuron: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_differs_is_found_before_updates(neuron: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation of the first steps, on drawn values: here of a kernel whose call does nothing at all."""
     monkeypatch.setattr(custom_op, "function", lambda key: lambda *tensors: None)
     monkeypatch.setattr("collage_neuron.runtime.step_plan.require_sound", lambda backend, device, strategy: None)

@@ -58,9 +58,7 @@ OF_LISTS = {"foreach_nadam"}
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("strategy", ["plus", "split433", "fp32", "bf16"])
 @pytest.mark.parametrize("name", sorted(OF_TORCH.keys() - OF_LISTS))
-def test_a_step_has_the_bits_of_a_recorded_one(
-    name: str, strategy: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_has_the_recorded_bits(name: str, strategy: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "native":
         pytest.importorskip("llvmlite")
     assert different(monkeypatch, OF_TORCH[name], strategy=strategy, backend=backend) == []

@@ -1,6 +1,6 @@
 """Numbers that a step reads, computed ahead for all parameters at once, have the bits of those computed when asked for.
 
-Each call runs once more at most, and what was written since does not count.
+What was written since does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from traced_updates import Stepping, place, set_gradients, stepped_beside
 
 import collage_neuron
-from collage_neuron.trace import batched_calls, materialize
 
 SHAPES = (4, 6), (3,), (4, 6), (), (70, 70), (3,), (4, 6), (), (1, 33), (4, 6)  # one is large: it is not computed ahead
 READ: list[float] = []
@@ -32,12 +31,6 @@ def adam(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> torch.Tensor:
     v.mul_(0.99).addcmul_(g, g, value=0.01)
     found: torch.Tensor = (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
     return found
-
-
-def with_trust(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    u = adam(o, p, g, s, lr, t)
-    weight, size = read(p.norm()), read(u.norm())
-    p.sub_(u, alpha=lr * (weight / size if weight > 0 and size > 0 else 1))
 
 
 def that_is_written_later(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
@@ -153,7 +146,6 @@ def of_the_second_as_it_was(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -
 UPDATES = (
     and_ends_earlier,
     of_the_second_as_it_was,
-    with_trust,
     in_inference_mode_at_times,
     of_rows,
     of_a_sum_of_all,
@@ -190,38 +182,6 @@ def test_numbers_are_those_that_are_computed_when_asked_for(update: Any, monkeyp
         assert torch.allclose(x, y, rtol=1e-5, atol=1e-6)
     traces = optimizer._collage_bookkeeping.traces
     assert (traces.misses, traces.why) == (0, "")
-
-
-def test_a_steady_step_runs_each_operation_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms among them, if torch adds up rows as it does tensors alone."""
-    alone, together = list[int](), list[int]()
-    run_alone, run_each = materialize._run, batched_calls.Batch._each
-
-    def noted(found: list[Any], function: Any, *args: Any) -> Any:
-        found.append(len(READ))
-        return function(*args)
-
-    monkeypatch.setattr(materialize, "_run", partial(noted, alone, run_alone))
-    monkeypatch.setattr(batched_calls.Batch, "_each", lambda *args: noted(together, run_each, *args))
-    run(with_trust, "fp32", [(4, 6)] * 20)
-    assert max(alone) < 2 * 2 * 20  # in the first step, and in the second one, which has states
-    assert not together
-    alike = batched_calls._are_alike.__wrapped__
-    monkeypatch.setattr(batched_calls, "_are_alike", lambda each, _, *args: alike(each, (torch.neg, ()), *args))
-    run(with_trust, "fp32", [(4, 6)] * 20)
-    assert len(together) == 2 * 9  # each norm alone, in nine steps
-
-
-@pytest.mark.parametrize("update", [of_a_sum_of_all, and_ends_earlier])
-def test_a_call_runs_once_more_at_most(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But those about large tensors, of which nothing stays."""
-    monkeypatch.setattr("collage_neuron.trace.materialize.SMALL", 10**6)
-    monkeypatch.setattr("collage_neuron.trace.read_ahead.FEWEST", 10**6)
-    optimizer, _, _ = run(update, "fp32")
-    for kind in optimizer._collage_bookkeeping.traces.kinds:
-        numbers = [run.number for cone in kind.cones.known if not cone.is_anew for run in cone.runs]
-        assert len(numbers) == len(set(numbers))
-        assert not any(cone.is_anew for cone in kind.cones.known)
 
 
 LOG: list[float] = []

@@ -94,9 +94,7 @@ def with_a_growing_rate(s: Any, p: Any, g: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong_from", [1, 2, 3, 5])
-def test_what_is_wrong_of_some_numbers_only_is_found_in_the_next_step_that_is_due(
-    wrong_from: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_of_some_numbers_is_found_when_due(wrong_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(results: Any, scalars: Any) -> None:
         if any(abs(float(x)) > 0.01 * wrong_from - 0.005 for x in scalars):
             results[0].mul_(1.0625)

@@ -19,11 +19,9 @@ from collage_neuron.numerics.formats import FORMATS, Component, Format
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends.native import backend as module
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.passes.backends.native.blocks import Schedule
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.ir.verify import verify
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
 
@@ -75,16 +73,6 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-def test_it_takes_three_passes_and_keeps_numbers_bits_and_masks() -> None:
-    update = update_with_blocks()
-    verify(update)
-    schedule = Schedule(update)
-    assert schedule.count == 3
-    names = {node.name: number for node, number in schedule.passes.items()}
-    assert names["truediv"] == 1
-    assert names["and_"] == 2  # random bits are made where they are used
 
 
 @pytest.mark.parametrize("many", [1, 3])

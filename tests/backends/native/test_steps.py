@@ -93,15 +93,6 @@ def test_a_word_at_any_offset() -> None:
         check(launch(update, [t[first:] for t in tensors([100])]))
 
 
-def test_words_that_lie_apart_from_those_they_replace() -> None:
-    p, g, m = tensors([100])
-    new = [torch.zeros_like(p), torch.zeros_like(m)]
-    x = Launch(momentum(), torch.tensor([0.3]), [[p, g, m]], [new])
-    wanted = results(REFERENCE, x.update, [p, g, m], x.vector)
-    NATIVE.run([x])
-    assert_same(x.update, [new], [wanted])
-
-
 def test_words_that_lie_apart_of_parameters_that_are_not_alike() -> None:
     """Each of them is a group of its own."""
     both = [tensors([40], 1), [t.mT if i == 1 else t.mT.contiguous() for i, t in enumerate(tensors((8, 5), 2))]]

@@ -71,9 +71,7 @@ def train(optimizer: Optimizer, steps: int = 3, special: bool = True) -> None:
 @pytest.mark.sampled(of=24)  # a setting with one optimizer, and an optimizer with one setting: one path for most pairs
 @pytest.mark.parametrize(("strategy", "arithmetic"), SETTINGS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.measured])
-def test_an_optimizer_of_torch_has_all_bits_in_every_strategy(
-    name: str, strategy: str, arithmetic: str, beside: Beside
-) -> None:
+def test_torchs_optimizers_have_all_bits_everywhere(name: str, strategy: str, arithmetic: str, beside: Beside) -> None:
     base, options, _ = CASES[name]
     settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic, "validate": "off"}
     train(collage_neuron.compile(base(parameters(), **options), backend="beside", **settings))

@@ -52,9 +52,7 @@ def test_what_no_kernel_computes_is_bit_for_bit_the_step_in_fp32(dialect: str) -
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_formats_without_kernels_are_those_of_the_reference(
-    name: str, dialect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_formats_without_kernels_have_the_same_bits(name: str, dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGD and the norm are captured by the reference: their momenta are rounded elsewhere, by a sixth bit of it."""
     monkeypatch.setitem(FORMATS, "rough", ROUGH)
     options = {"strategy": {"param": "bf16x2", "*": "rough"}, "validate": "off"}

@@ -7,14 +7,10 @@ independent interpreter (`second_reader`, where a copy adds nothing).
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
-
 import pytest
 import torch
 import torch.fx as fx
-from nki_runs import INFINITY, Step, differing, run, step_of, wild
-from torch_cases import CASES
+from nki_runs import run
 
 from collage_neuron.numerics.eft import narrow, sqrt
 from collage_neuron.numerics.formats import FORMATS
@@ -28,23 +24,6 @@ pytestmark = pytest.mark.usefixtures("short_search")
 def biased(k: Kernel) -> list[str]:
     """The functions that add a bias in a kernel."""
     return [i["op"] for _, i in k.plan.steps if i["bias"] is not None]
-
-
-@cache
-def step(strategy: str = "plus", arithmetic: str = "fp32") -> Step:
-    return wild(step_of(CASES["adamw"], strategy, arithmetic), n=900)
-
-
-@pytest.mark.parametrize(("target", "function"), [("trn1", "relu"), ("trn2", "copy"), ("trn3", "copy")])
-def test_a_device_that_drops_the_bias_is_noticed(target: str, function: str) -> None:
-    """The stand-in's switch can fail: eps is lost, and the comparison sees it."""
-    s = step()
-    k = lower_to_nki(s.update, target)
-    assert biased(k) == [function]
-    wanted = s.by_reciprocals().expected()
-    assert not differing(run(k, s.components, s.vector).results, wanted)
-    drops = replace(INFINITY, drops_bias=(function,))
-    assert differing(run(k, s.components, s.vector, drops).results, wanted).keys() == {"param", "param_lo"}
 
 
 def test_where_the_sign_is_not_known_the_vector_engine_adds() -> None:

@@ -5,8 +5,6 @@ Evidence level: stand-in for bits and counts; arithmetic on published figures fo
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -96,17 +94,6 @@ def longer(strategy: str, target: str) -> Kernel:
         return lower_to_nki(step_of(CASES["adamw"], strategy, "fp32").update, target)
 
 
-def llama(k: Kernel, cores: int = 8) -> list[Work]:
-    shapes = divided(llama_7b(), cores)
-    return [Work(k, math.prod(shape), k.cut(shape)) for shape in shapes]
-
-
-def test_few_parameters_get_more_tiles_and_many_share_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emit, "BESIDE", 16)
-    of_turns = Counter(work.cut.tiles for work in with_bodies(llama(longer("plus", "trn2"))) if work.cut.done)
-    assert of_turns == {1: 224, 12: 2}  # the matrices of the layers; embedding and head
-
-
 @pytest.mark.parametrize("most", [40_000, 80_000])
 def test_the_budget_is_kept(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     k = longer("split433", "trn3")
@@ -128,9 +115,7 @@ BOUND = {("split433", "trn3"): ("scalar", 1.69)}
 
 @pytest.mark.parametrize("target", LIMITS)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if bytes_with_adam(name) == 12])
-def test_a_step_of_12_bytes_is_near_the_memory_bound(
-    strategy: str, target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_12_bytes_is_near_memory_bound(strategy: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the whole search, and loops of up to 16 parameters
     k = adamw_kernel(strategy, target)
     size = size_of(k, divided(llama_7b(), 8))
@@ -144,17 +129,6 @@ def test_a_step_of_12_bytes_is_near_the_memory_bound(
 
 
 # The model
-
-
-def test_a_turn_is_a_barrier_and_what_overlaps_with_nothing() -> None:
-    """A tensor of 64 tiles of 1024 columns, alone: by hand, from the figures of the estimate."""
-    k = kernel()
-    work = Work(k, 64 * PARTITIONS * 1024, Cut(1024, 512)).with_tiles(4)
-    cost = calibrated(k)
-    tile, move = max(cost.times.values()) * 1024, cost.transfer * 1024
-    turn = 9000 + move + max(4 * tile, 3 * move, 4 * 600 * (len(k.plan.program.loads) + len(k.plan.program.stores)))
-    assert time_of(work) == pytest.approx(16 * turn)
-    assert time_of(work.with_tiles(64)) == pytest.approx(64 * max(tile, move))  # copies: nothing waits
 
 
 def test_the_same_model_prints_the_kernel_of_aws() -> None:

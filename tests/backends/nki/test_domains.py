@@ -205,9 +205,7 @@ def test_a_number_without_its_pair_is_still_asked_for(nki: None) -> None:
 
 
 @pytest.mark.parametrize("largest", [2.0**30, 2e19])
-def test_the_first_step_on_a_lazy_device_is_not_rejected_for_what_is_outside(
-    largest: float, nki: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lazy_device_is_not_rejected_at_first(largest: float, nki: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of lazy devices have drawn gradients; with one of 2e19 a divisor is beyond 2**42, where it is clamped."""
     monkeypatch.setattr(sample, "DEVICES", ("cpu",))
     monkeypatch.setattr(Nki, "largest", largest)
@@ -279,9 +277,7 @@ def test_divisors_that_may_be_clamped_are_warned_of_once(name: str, nki: None) -
     ],
     ids=["eps", "gradient", "root of 0"],
 )
-def test_the_error_for_what_is_outside_names_the_domain_and_a_remedy(
-    make: Callable[[Any], torch.optim.Optimizer], gradient: float, nki: None
-) -> None:
+def test_the_error_names_the_domain(make: Callable[[Any], torch.optim.Optimizer], gradient: float, nki: None) -> None:
     optimizer = compiled(make, backend="nki")
     with pytest.raises(
         TranslationError,

@@ -98,9 +98,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("target", "dialect", "cores"), MACHINES)
 @pytest.mark.parametrize(("case", "strategy"), STEPS)
-def test_with_the_bits_that_were_drawn_results_are_those_of_the_reference(
-    case: str, strategy: str, target: str, dialect: str, cores: int
-) -> None:
+def test_with_the_drawn_bits_it_is_reference(case: str, strategy: str, target: str, dialect: str, cores: int) -> None:
     kernel = lower_to_nki(step(case, strategy).update, target, dialect)
     assert is_right(case, strategy, kernel, cores=cores)
 
@@ -183,9 +181,7 @@ def trained(seed: int, steps: int = 3) -> Tensor:
     return torch.stack(seen)
 
 
-def test_training_draws_anew_in_each_step_and_the_same_with_the_same_seed(
-    dialect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_draws_anew_each_step_and_the_same_by_seed(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, again, other = map(trained, (1, 1, 2))
     monkeypatch.setattr(calls, "seed_of", lambda steps, cores: torch.tensor([[1]], dtype=torch.int32))
     stuck = trained(1)

@@ -35,9 +35,7 @@ def step(name: str) -> Step:
 @pytest.mark.sampled(of=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "name"), KERNELS_OF_FOLDERS)
-def test_a_kernel_is_up_to_date_inside_the_language_and_computes_what_the_reference_does(
-    folder: str, name: str
-) -> None:
+def test_a_kernel_is_up_to_date_in_the_language_and_computes_what_the_reference_does(folder: str, name: str) -> None:
     target, dialect = FOLDERS[folder]
     kernel, s = kernel_examples.kernel(name, target).in_dialect(dialect), step(name)
     file = FOLDER / folder / f"{name}.py"

@@ -79,9 +79,7 @@ def found_by(make: Any, name: str, strategy: Any = "fp32", steps: int = 2, **set
     [(Mini, "nki", HEADS), (Vectors, "beta1", HEADS), (Lars, "nki", STAGED)],
     indirect=["dialect"],
 )
-def test_without_quotients_of_elements_the_bits_are_those_of_the_reference(
-    make: Any, dialect: str, shapes: Sequence[tuple[int, ...]]
-) -> None:
+def test_without_quotients_the_bits_are_the_same(make: Any, dialect: str, shapes: Sequence[tuple[int, ...]]) -> None:
     """And the user's own step confirms them."""
     found = found_by(make, "nki", "plus", 3, shapes=shapes, validate="on")
     assert found == found_by(make, "reference", "plus", 3, shapes=shapes)
@@ -186,8 +184,7 @@ WORDS = {"param": "bf16", "momentum_buffer": "i16q4"}
 
 
 @pytest.mark.parametrize(
-    ("make", "strategy"),
-    [(Mini, "split433"), (Mini, "stochastic"), (Lars, WORDS), (Decaying, "plus")],
+    ("make", "strategy"), [(Mini, "split433"), (Mini, "stochastic"), (Lars, WORDS), (Decaying, "plus")]
 )
 def test_strategies(make: Any, strategy: Any) -> None:
     """Of the stochastic one the bits that are drawn are the engine's own."""
@@ -207,25 +204,6 @@ def test_a_skipped_step_changes_nothing(make: Any, dialect: str) -> None:
     assert everything(optimizer)[:2] == before
     run(optimizer, 1)
     assert everything(optimizer)[:2] != before
-
-
-MEASURED = [(ByNeuron, "nki", HEADS[:3]), (Lars, "beta1", STAGED)]
-
-
-@pytest.mark.parametrize(("make", "dialect", "shapes"), MEASURED, indirect=["dialect"])
-def test_it_is_measured_and_explained(make: Any, dialect: str, shapes: Sequence[tuple[int, ...]]) -> None:
-    records = []
-    for name in ("nki", "reference"):
-        optimizer, _ = compiled(make, name, "plus", shapes)
-        monitor = collage_neuron.monitor(optimizer, every=1)
-        run(optimizer, 2)
-        records.append(monitor.history[-1].total)
-        monitor.close()
-        wanted = "stage 0, reduction: param, param_lo, grad" if make is Lars else "mean_to("
-        assert wanted in collage_neuron.explain(optimizer, graphs=True)
-    ours, theirs = records
-    assert ours.pair.norm == pytest.approx(theirs.pair.norm, rel=2**-13)
-    assert ours.pair.lost == theirs.pair.lost or make is not Lars
 
 
 @pytest.mark.parametrize(("make", "dialect"), [(Mini, "nki"), (Lars, "beta1")], indirect=["dialect"])

@@ -62,11 +62,6 @@ def run(text: str, *tensors: torch.Tensor, folder: Path, on: str = "trn1", devic
         return nki_standin.load(path).kernel(*tensors)
 
 
-def spread(shape: tuple[int, int] = (128, 16), dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Normal numbers over 16 binades, so that sums lose bits in every way."""
-    return torch.randn(shape).mul(torch.randint(-8, 9, shape).exp2()).to(dtype)
-
-
 # What the stand-in promises -------------------------------------------------------------------------------------------
 
 
@@ -122,37 +117,7 @@ def test_a_device_that_rounds_stochastically_goes_to_either_neighbour(tmp_path: 
     assert abs(result.mean().item() - (1 + 2.0**-9)) < 6 * 0.0017 * 2.0**-7
 
 
-# Counters, and what is registered when --------------------------------------------------------------------------------
-
-LOOP = """
-def kernel(a):
-    out = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)
-    for i in range(4):
-        x = nl.ndarray((128, 256), dtype=a.dtype, buffer=nl.sbuf)
-        y = nl.ndarray((128, 256), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=x, src=a.ap([[256, 128], [1, 256]], offset=i * 128 * 256))
-        nisa.activation(dst=y, op=nl.copy, data=x, scale=2.0)
-        nisa.tensor_tensor(dst=x, data1=x, data2=y, op=nl.add)
-        nisa.dma_copy(dst=out.ap([[256, 128], [1, 256]], offset=i * 128 * 256), src=x)
-    return out
-"""
-
-
-def test_counters(tmp_path: Path) -> None:
-    path = tmp_path / "a_kernel.py"
-    path.write_text(PREAMBLE + LOOP.strip())
-    a = spread((1, 4 * 128 * 256)).view(-1)
-    with nki_standin.install("nki", "trn1") as machine:
-        nki_standin.load(path).kernel(a)
-    trace = machine.trace
-    assert len(trace.records) == 4 * 4
-    assert (trace.hbm_read, trace.hbm_written) == (2 * a.numel(), 2 * a.numel())
-    assert trace.live_bytes() == 256 * (2 + 4)
-    assert trace.rotating_bytes(2) == 2 * 256 * (2 + 4)
-    record = trace.records[2]
-    assert (record.instruction, record.engine, record.operators) == ("tensor_tensor", "vector", ("add",))
-    assert (record.partitions, record.elements, record.contiguous) == (128, 256, True)
-    assert record.dtypes == ("bfloat16", "bfloat16", "float32")
+# What is registered when ----------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_registered_outside(tmp_path: Path) -> None:
@@ -171,10 +136,3 @@ def test_nothing_is_registered_outside(tmp_path: Path) -> None:
     for name in ("nki", "neuronxcc"):
         loaded = sys.modules.get(name)
         assert loaded is None or "standin" not in getattr(loaded, "__version__", "")
-
-
-def test_settings_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match="choose"):
-        Device(overflow="wrap")
-    with pytest.raises(ValueError, match="unknown target 'trn9'"), nki_standin.install("nki", "trn9"):
-        pass

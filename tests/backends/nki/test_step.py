@@ -75,9 +75,7 @@ def mixed(strategies: Sequence[StrategyLike] = ("plus", "full")) -> list[Launch]
 
 
 @pytest.mark.parametrize("strategies", [("plus", "full"), BLOCKS], ids=["elements", "blocks"])
-def test_a_step_is_what_the_reference_backend_makes_of_each_parameter(
-    strategies: Sequence[StrategyLike], kernels: str
-) -> None:
+def test_a_step_is_what_the_reference_makes_of_parameters(strategies: Sequence[StrategyLike], kernels: str) -> None:
     launches = mixed(strategies)
     found = run_step(launches)
     for given in launches:
@@ -89,9 +87,7 @@ def test_a_step_is_what_the_reference_backend_makes_of_each_parameter(
     assert next(found, None) is None
 
 
-def test_all_groups_are_one_kernel_and_the_next_step_is_the_same_one(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_groups_are_one_kernel_and_so_is_the_next_step(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     run = custom_op.function
 
@@ -158,9 +154,7 @@ def test_graphs_are_traced_through_the_operator(kernels: str) -> None:
     torch.library.opcheck(custom_op.update_tensors, (tensors, scalars, key), test_utils=checks)
 
 
-def test_on_xla_a_step_is_one_custom_call_that_takes_the_buffers_of_what_it_updates(
-    golden: Callable[[str, str], None], tmp_path: Path
-) -> None:
+def test_on_xla_a_step_is_one_custom_call_over_its_buffers(golden: Callable[[str, str], None], tmp_path: Path) -> None:
     """In a process of its own: no CPU has an implementation of the call, and torch-xla does not forget the failure."""
     pytest.importorskip("torch_xla")
     out = run_script(tmp_path, (Path(__file__).parents[2] / "support" / "nki_on_xla.py").read_text())
@@ -221,9 +215,7 @@ def test_kernels_are_chosen_only_where_there_is_a_trainium(kernels: str, monkeyp
 
 
 @pytest.mark.parametrize("plug_in", [True, False])
-def test_the_doctor_probes_kernels_where_neurons_plug_in_and_nki_are(
-    plug_in: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_probes_kernels_where_nki_is(plug_in: bool, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if plug_in else None)
     assert bool(list(get("nki").found())) is plug_in
     monkeypatch.setattr(target, "DIALECTS", {})
@@ -234,9 +226,7 @@ def test_the_doctor_probes_kernels_where_neurons_plug_in_and_nki_are(
 
 
 @pytest.mark.parametrize("limit", [20_000, 19_999])
-def test_a_tensor_beyond_its_offsets_is_rejected_and_nothing_is_updated(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_beyond_its_offsets_is_rejected_untouched(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """10,000 bf16 elements, with a limit in place of 4 GiB, here and on the stand-in."""
     monkeypatch.setattr(calls, "ADDRESSED", limit)
     p = torch.nn.Parameter(torch.ones(10_000).bfloat16())

@@ -37,13 +37,7 @@ from collage_neuron.numerics.reductions import (
     sum_to,
 )
 from collage_neuron.passes.backends.nki import calls
-from collage_neuron.passes.backends.nki.chunk_totals import (
-    Wanted,
-    of_values,
-    sums_for,
-    sums_of,
-    terms_of,
-)
+from collage_neuron.passes.backends.nki.chunk_totals import Wanted, of_values, sums_for, sums_of, terms_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.passes.backends.nki.tiling import Cut
@@ -238,9 +232,7 @@ def groups(x: Tensor, extent: str) -> list[list[Fraction]]:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_results_of_rows_are_within_their_bounds_and_almost_always_those_of_fp64(
-    view: tuple[int, int, int], machine: Machine
-) -> None:
+def test_rows_are_within_their_bounds_and_almost_always_fp64(view: tuple[int, int, int], machine: Machine) -> None:
     x = values(view, 30)
     for given in (x, x.bfloat16()):
         other, count = 0, 0

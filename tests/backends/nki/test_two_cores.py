@@ -98,9 +98,7 @@ OTHERS: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("case", "strategy", "arithmetic"), OTHERS)
-def test_the_second_reader_of_the_older_dialect_gets_the_bits_of_the_reference(
-    case: str, strategy: str, arithmetic: str
-) -> None:
+def test_the_second_reader_of_the_older_dialect_has_the_same_bits(case: str, strategy: str, arithmetic: str) -> None:
     """All magnitudes; as a device cuts it, in tiles of 4 columns and chunks of 2, and one element alone."""
     s = wild(step_of(CASES[case], strategy, arithmetic), n=900)
     k = lower_to_nki(s.update, "trn1", "beta1")
@@ -149,10 +147,7 @@ SHARED = [
 def test_what_two_cores_share_is_found(src: str, dst: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "kernel.py"
     path.write_text(SHARING.format(src=src, dst=dst))
-    with (
-        nki_standin.install("nki", "trn2"),
-        pytest.raises(StandinError, match=said) if said else nullcontext(),
-    ):
+    with nki_standin.install("nki", "trn2"), pytest.raises(StandinError, match=said) if said else nullcontext():
         nki_standin.load(path).kernel[2](torch.zeros(2, 8), torch.zeros(4, 8))
 
 
