@@ -298,8 +298,7 @@ class Storing:
                 del self.optimizer.state[p]
 
     def _write_each(self) -> None:
-        """Words get their places, parameter by parameter: objects may have other memory then."""
-        bookkeeping(self.optimizer).marks.apart = None
+        """Words get their places, parameter by parameter."""
         self.presentation.release(self._made.keys())  # what is in no state any more keeps its fp32 value
         done: set[int] = set()
         for p in self.presentation.params():

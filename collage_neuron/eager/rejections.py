@@ -21,7 +21,7 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.runtime.wrappers import why_not_summed
 from collage_neuron.settings import Settings
 from collage_neuron.states import inner_optimizers, shared_memory, step_inventory
-from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.code_inspection import looks_at_graphs
@@ -146,19 +146,21 @@ def graphs_left_out(base: type[Optimizer], optimizer: Optimizer) -> Iterator[Non
 
 def check_apart(optimizer: Optimizer) -> None:
     """Raises ValueError for memory that two values, or one and a gradient, share: as fp32 each has its own."""
+    if (seen := step_inventory.of(optimizer)) is not None and seen.lies_apart("presented"):
+        return
     params = [p for p in params_of(optimizer) if not is_left_alone(p)]
     grads = [g for g in map(_grad, params) if g is not None]
 
     def written() -> Iterator[tuple[str, torch.Tensor]]:
         known = set(map(id, grads))  # one object that is two states, or a state and a gradient, is one value
-        for p, outline in zip(params, outlines(optimizer, params, step_inventory.of(optimizer)), strict=True):
+        for p, outline in zip(params, outlines(optimizer, params, seen), strict=True):
             state: Any = dict.get(optimizer.state, p)
             for name, _, keys in outline.values:
                 owner = p if name == "param" else state[name]
                 yield from () if id(owner) in known else ((name, x) for x in (owner, *(state[key] for key in keys)))
                 known.add(id(owner))
 
-    shared_memory.check_apart(bookkeeping(optimizer).marks, "presented", written, grads)
+    shared_memory.check_apart(seen, "presented", written, grads)
 
 
 def check_states(optimizer: Optimizer) -> None:

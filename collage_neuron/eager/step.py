@@ -77,10 +77,8 @@ def take(
         check_stepped(params, _places(group, i), step_inventory.of(optimizer))
         param_checks.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
     param_checks.check_words(optimizer)
-    is_as_left = external_writes.is_as_left(optimizer)
     rejections.check_apart(optimizer)
-    if not is_as_left:
-        external_writes.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     mask = finite()
     # `bool` waits for the device; a trace that may begin before it is known asks later (`decide`).
     if mask is not None and not (trace is not None and trace.decides_later(mask)) and not bool(mask):

@@ -198,12 +198,11 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    is_as_left = external_writes.is_as_left(optimizer)
-    _check_apart(optimizer, ours)
+    if ours.seen is None or not ours.seen.lies_apart("recorded"):
+        _check_apart(optimizer)
     again = None if due or ours.compares else step_plan.again(ours, optimizer.param_groups)
     jobs = _planned(base, optimizer, due) if again is None else again.jobs
-    if not is_as_left:
-        external_writes.drop_stale(optimizer)
+    external_writes.drop_stale(optimizer)
     if again is None or again.has_other_settings:
         group_settings.warn_of_changes(base, optimizer, jobs)
     if again is None:
@@ -228,18 +227,18 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     return measured
 
 
-def _check_apart(optimizer: Optimizer, ours: Bookkeeping) -> None:
+def _check_apart(optimizer: Optimizer) -> None:
     """Raises ValueError if memory of a parameter or a state is also that of another tensor."""
-    seen = step_inventory.of(optimizer)
-    params: list[Any] = params_of(optimizer) if seen is None else seen.params
+    params = params_of(optimizer)
 
     def written() -> list[tuple[str, torch.Tensor]]:
         check_once(optimizer)
         own = ((k, x) for p in params for k, x in dict.items(optimizer.state.get(p, {})))
         return [("param", p) for p in params if not is_left_alone(p)] + [(k, x) for k, x in own if torch.is_tensor(x)]
 
-    grads = [p.grad for p in params] if seen is None else seen.grads
-    shared_memory.check_apart(ours.marks, "recorded", written, [g for g in grads if g is not None])
+    shared_memory.check_apart(
+        step_inventory.of(optimizer), "recorded", written, [p.grad for p in params if p.grad is not None]
+    )
 
 
 def _planned(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Job]:

@@ -12,12 +12,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
@@ -39,7 +38,7 @@ from collage_neuron.runtime.update_formats import as_stored, formats_of, named, 
 from collage_neuron.settings import KEYS, GroupNumbers, Settings
 from collage_neuron.states import param_checks, step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping
-from collage_neuron.states.sharding import are_sharded_alike, is_split, locals_of
+from collage_neuron.states.sharding import is_split
 from collage_neuron.states.step_inventory import Seen, are_same
 from collage_neuron.states.visible_states import buckets, kind_in
 
@@ -336,7 +335,7 @@ def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> Planned | None
     seen: Seen | None = book.seen
     if seen is None:
         return None
-    have, grads = _gradients(seen)
+    have, grads = seen.grads
     known: _Plan | None = seen.structure.table("plans").get(have)
     if known is None or known.narrow is not book.narrow or known.meanings != _meanings():
         return None
@@ -362,7 +361,7 @@ def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], names: Sequence[st
     told = list(map(_told, groups, settings))
     if seen is None or None in told or not all(map(_may_be_again, jobs)):
         return
-    have, grads = _gradients(seen)
+    have, grads = seen.grads
     if grads is None or sum(len(job.params) for job in jobs) != sum(have):
         return
     parts = [_part(seen, groups, job) for job in jobs]
@@ -374,14 +373,6 @@ def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], names: Sequence[st
 def _meanings() -> list[Any]:
     """What names in settings mean: the strategies, and the backends that other code has registered."""
     return [*STRATEGIES.items(), *REGISTERED.values()]
-
-
-def _gradients(seen: Seen) -> tuple[tuple[bool, ...], Sequence[Tensor] | None]:
-    """Which of the parameters have gradients, and the parts of these; None if one is sharded in another way."""
-    have = tuple(map(is_not, seen.grads, repeat(None)))
-    there: list[Tensor] = list(compress(seen.grads, have))  # type: ignore[arg-type]
-    parts = locals_of(there)
-    return have, parts if parts is there or are_sharded_alike(there, [*compress(seen.params, have)]) else None
 
 
 def _told(group: Mapping[str, Any], settings: GroupNumbers) -> Any:

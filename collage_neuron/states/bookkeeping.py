@@ -96,10 +96,6 @@ class Split(NamedTuple):
     """The states with low words: the place of the owner, and the name."""
     words: Sequence[tuple[int, str]]
     """The further words of the owners themselves: the place, and the key."""
-    others: Sequence[tuple[int, Any]]
-    """The states without low words."""
-    without: Sequence[torch.Tensor]
-    """The parameters without low words."""
 
     def marks(self) -> list[list[int]]:
         """The marks of the parameters now: all versions, all addresses, and what else tells them apart."""
@@ -109,11 +105,6 @@ class Split(NamedTuple):
         # A few calls for all. What is no DTensor is its own part.
         counts = versions(self.params) if shards is not self.params else [*map(torch_privates.version, shards)]
         return [counts, [*map(torch.Tensor.data_ptr, shards)], [*map(id, shards)]]
-
-    def addresses(self, states: Sequence[Mapping[Any, Any]]) -> list[int]:
-        """Those of what has no low words: nothing else of it is marked, and ids are used again."""
-        tensors = [*locals_of(self.without), *(states[i][name] for i, name in self.others)]
-        return [x.data_ptr() if type(x) in ORDINARY else 0 for x in tensors]
 
 
 class _Columns(NamedTuple):
@@ -127,16 +118,15 @@ class _Columns(NamedTuple):
     high_versions: list[int]
     words: list[torch.Tensor]
     word_versions: list[int]
-    addresses: list[int]
     stored: int
 
     @classmethod
-    def of(cls, split: Split, ids: list[int], highs: Any, words: Any, addresses: list[int]) -> _Columns:
+    def of(cls, split: Split, ids: list[int], highs: list[torch.Tensor], words: list[torch.Tensor]) -> _Columns:
         """The marks as they are now."""
-        return cls(split, ids, split.marks(), highs, versions(highs), words, versions(words), addresses, next(ORDER))
+        return cls(split, ids, split.marks(), highs, versions(highs), words, versions(words), next(ORDER))
 
 
-def _values(states: Sequence[Mapping[Any, Any]], places: Sequence[tuple[int, Any]]) -> list[torch.Tensor]:
+def _values(states: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, str]]) -> list[torch.Tensor]:
     return [states[i][key] for i, key in places]
 
 
@@ -148,8 +138,6 @@ class Marks:
         self._states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = {}
         self._all: _Columns | None = None
         self._ids: tuple[Split, set[int]] | None = None
-        self.apart: Any = None
-        """What the last step has found out about memory, a `shared_memory.Apart`; None if something is others now."""
 
     @property
     def params(self) -> dict[torch.Tensor, LowWords]:
@@ -180,9 +168,7 @@ class Marks:
         """Marks everything in `split`, which is of states with tensors of these ids, and nothing else, after a step."""
         self._params.clear()
         self._states.clear()
-        self.apart = None
-        highs, words = _values(states, split.highs), _values(states, split.words)
-        self._all = _Columns.of(split, ids, highs, words, split.addresses(states))
+        self._all = _Columns.of(split, ids, _values(states, split.highs), _values(states, split.words))
         if self._ids is not None and self._ids[0] is not split:
             self._ids = None  # parameters that are gone are not kept by it
 
@@ -191,15 +177,13 @@ class Marks:
         noted = self._of(split, ids)
         if noted is None:
             return False
-        self._all = _Columns.of(split, ids, noted.highs, noted.words, noted.addresses)
+        self._all = _Columns.of(split, ids, noted.highs, noted.words)
         return True
 
-    def are_those_of(self, split: Split, states: Sequence[Mapping[Any, Any]], ids: list[int]) -> bool:
+    def are_those_of(self, split: Split, ids: list[int]) -> bool:
         """Returns True if `mark_all` would mark the same again: nothing was written or exchanged."""
         noted = self._of(split, ids)
-        if noted is None or noted.addresses != split.addresses(states):
-            return False
-        return (noted.params, noted.high_versions) == (split.marks(), versions(noted.highs))
+        return noted is not None and (noted.params, noted.high_versions) == (split.marks(), versions(noted.highs))
 
     def _of(self, split: Split, ids: list[int]) -> _Columns | None:
         """What was noted after a step with the same structure, and the same tensors in states."""

@@ -185,31 +185,17 @@ def _gone(optimizer: Optimizer, split: Split) -> list[torch.Tensor]:
 
 def _split(in_step: step_inventory.Seen) -> Split:
     """Where there are low words."""
-    look = partial(_look_for_low_words, in_step.owners, in_step.states, in_step.params)
+    look = partial(_look_for_low_words, in_step.owners, in_step.states)
     found: Split = in_step.structure.once("low words", look)
     return found
 
 
-def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Any], params: Sequence[Any] = ()) -> Split:
+def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]) -> Split:
     names = [*enumerate(map(names_in, states))]
     watched = [(i, name) for i, of_state in names for name in of_state.watched]
     highs = [(i, name) for i, name in watched if isinstance(states[i][name], torch.Tensor)]
     words = [(i, key) for i, of_state in names for key in of_state.words]
-    own = [(i, name) for i, of_state in names for name in of_state.own if name not in of_state.watched]
-    others = [(i, name) for i, name in own if isinstance(states[i][name], torch.Tensor) and states[i][name].dim()]
-    split = [owners[i] for i, of_state in names if of_state.words]
-    has_words = set(map(id, split))
-    without = [p for p in params if id(p) not in has_words]
-    return Split(owners, split, highs, words, others, without)
-
-
-def is_as_left(optimizer: Optimizer) -> bool:
-    """Returns True if the step in progress finds the tensors of the last one, and nothing in them was written since."""
-    marks, in_step = bookkeeping(optimizer).marks, step_inventory.of(optimizer)
-    if in_step is not None and marks.are_those_of(_split(in_step), in_step.states, in_step.ids):
-        return True
-    marks.apart = None
-    return False
+    return Split(owners, [owners[i] for i, of_state in names if of_state.words], highs, words)
 
 
 def drop_stale(optimizer: Optimizer) -> None:
@@ -218,9 +204,9 @@ def drop_stale(optimizer: Optimizer) -> None:
     Raises:
         ValueError: codes were written; nothing was changed.
     """
-    book = bookkeeping(optimizer)
-    if is_as_left(optimizer):  # states are not cleared either: the low words are where the last step left them
-        return
+    book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
+    if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.ids):
+        return  # states are not cleared either: the low words are where the last step left them
     low_words.restore(optimizer, are_to_stay=True)
     state_writes.drop_stale(optimizer)
     written = {p: low for p, low in book.marks.params.items() if not low.is_of(p)}

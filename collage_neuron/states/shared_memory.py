@@ -10,15 +10,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, combinations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.native.memory import each_lies_alone
-from collage_neuron.states.bookkeeping import Marks
 from collage_neuron.states.live_objects import objects_of
-from collage_neuron.states.sharding import ORDINARY, is_sharded, locals_of
+from collage_neuron.states.sharding import ORDINARY, addresses_of, is_sharded, locals_of
+
+if TYPE_CHECKING:
+    from collage_neuron.states.step_inventory import Seen
 
 
 class Window(NamedTuple):
@@ -45,8 +47,13 @@ def share_elements(p: torch.Tensor, q: torch.Tensor) -> bool:
     return bool(_bytes_in(mask, q).any())
 
 
-def first_shared(tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor] = ()) -> tuple[int, int] | None:
-    """The numbers of two tensors that have bytes in common, one of them no `others`; None if there are none."""
+def first_shared(
+    tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor] = (), params: int = 0
+) -> tuple[int, int] | None:
+    """The numbers of two tensors that have bytes in common, one of them no `others`; None if there are none.
+
+    On XLA two tensors of one storage have, but for parameters, which come first: where in it they lie is hidden.
+    """
     by_storage: dict[int, list[tuple[Window, int, torch.Tensor]]] = defaultdict(list)
     for i, x in enumerate(chain(tensors, others)):
         if (window := _window(x) or _whole_on_xla(x)) is not None:
@@ -57,45 +64,47 @@ def first_shared(tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor]
             for other, j, y in found[at + 1 :]:
                 if not other.meets(window):  # nor does any of those that begin later
                     break
-                if min(i, j) < len(tensors) and (x.device.type == "xla" or share_elements(x, y)):
-                    return min(i, j), max(i, j)
+                first, second = min(i, j), max(i, j)
+                is_shared = second >= params if x.device.type == "xla" else share_elements(x, y)
+                if first < len(tensors) and is_shared:
+                    return first, second
     return None
 
 
 class Apart(NamedTuple):
-    """What steps of one kind write, when none of it was in the memory of something else."""
+    """Where steps of one kind have found that nothing which they write has the memory of something else."""
 
-    kind: str
+    places: tuple[list[int], list[int]]
     memories: frozenset[int]
-    addresses: set[int]
-    """Those of gradients that were in other memories: what has one of these still is, as memories have not moved."""
+    of_grads: set[int]
+    """The addresses of gradients that were in other memories: what has one of these still is."""
 
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters, called `param`, and what is in their states, by the names that it has there."""
 
 
-def check_apart(marks: Marks, kind: str, written: Callable[[], Named], grads: Sequence[torch.Tensor]) -> None:
+def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grads: Sequence[torch.Tensor]) -> None:
     """Raises ValueError if memory of what a step of this `kind` writes is also that of something else, as none may be.
 
-    What was found holds as long as steps find the same tensors (`external_writes.is_as_left`). Gradients, which are
-    others in each step, may share memory with one another: those that are written lie in one buffer in the step too.
-    It is not noticed that a state with low words has got other data (`x.data = y`): object and version stay.
+    What was found holds as long as steps find the same tensors at the same addresses (`Seen.lies_apart`). Gradients,
+    which are others in each step, may share memory with one another: those that are written lie in one buffer in the
+    step too. On XLA, which tells no addresses, it is not noticed that a tensor has got other data (`x.data = y`).
     """
-    if marks.apart is None or marks.apart.kind != kind:
+    known: Apart | None = None if seen is None else seen.structure.known.get((kind, "apart"))
+    if seen is None or known is None or known.places != seen.places:
         named = list(written())
         memories = memories_of([x for _, x in named])
         _raise_if(len(set(memories) - {0}) < len(memories) and names_of_shared(named))
-        marks.apart = Apart(kind, frozenset(memories) - {0}, set())
-    known, addresses = marks.apart.addresses, [0]
-    with suppress(RuntimeError):  # sparse ones have none, and are rejected later
-        addresses = [*map(torch.Tensor.data_ptr, grads)] if ORDINARY.issuperset(map(type, grads)) else [0]
-    if not known.issuperset(addresses):
-        _raise_if(not marks.apart.memories.isdisjoint(memories_of(grads)) and names_of_shared(written(), grads))
-        if len(known) > 16 * len(grads):  # most loops have two or three addresses for each
-            known.clear()
-        known.update(addresses)
-        known.discard(0)  # which is no address
+        known = Apart(([], []) if seen is None else seen.places, frozenset(memories) - {0}, set())
+    if not known.of_grads.issuperset(addresses := addresses_of(grads)):
+        _raise_if(not known.memories.isdisjoint(memories_of(grads)) and names_of_shared(written(), grads))
+        if len(known.of_grads) > 16 * len(grads):  # most loops have two or three addresses for each
+            known.of_grads.clear()
+        known.of_grads.update(addresses)
+        known.of_grads.discard(0)  # which is no address
+    if seen is not None:
+        seen.structure.known[kind, "apart"] = known
 
 
 def _raise_if(why: str | bool) -> None:
@@ -108,8 +117,9 @@ def _raise_if(why: str | bool) -> None:
 
 def names_of_shared(named: Named, grads: Sequence[torch.Tensor] = ()) -> str:
     """Two of these tensors that have bytes in common, in words; empty if there are none but two gradients."""
-    both = list(named)
-    found = first_shared(locals_of([x for _, x in both]), locals_of(grads))
+    both = sorted(named, key=lambda each: each[0] != "param")
+    params = sum(name == "param" for name, _ in both)
+    found = first_shared(locals_of([x for _, x in both]), locals_of(grads), params)
     names = ["a parameter" if k == "param" else f"optimizer.state[p][{k!r}]" for k, _ in both]
     return " and ".join(names[i] if i < len(names) else "a gradient" for i in found) if found else ""
 

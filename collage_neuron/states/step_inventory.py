@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, compress
-from operator import attrgetter, is_
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping, params_of
-from collage_neuron.states.sharding import Guard
+from collage_neuron.states.sharding import Guard, addresses_of, are_sharded_alike, locals_of
 
 T = TypeVar("T")
 
@@ -84,6 +84,8 @@ class Seen:
     structure: Structure
     ids: list[int]
     """Those of the tensors in the states, one after the other: nothing is kept alive by them."""
+    places: tuple[list[int], list[int]]
+    """These, and the addresses of the parameters and of the tensors in the states."""
     backends: dict[Any, Any] = field(default_factory=dict)
     """The backends of this step, by settings and device."""
 
@@ -103,9 +105,24 @@ class Seen:
         return replace(self, ids=[*map(id, compress(values, self.structure.are_tensors))])
 
     @cached_property
-    def grads(self) -> list[torch.Tensor | None]:
-        """The gradients of the parameters, as the step begins."""
-        return list(map(attrgetter("grad"), self.params))
+    def grads(self) -> tuple[tuple[bool, ...], Sequence[torch.Tensor] | None]:
+        """Which of the parameters have gradients as the step begins, and the parts of these.
+
+        None if one is sharded in another way.
+        """
+        grads = list(map(attrgetter("grad"), self.params))
+        have = tuple(map(is_not, grads, repeat(None)))
+        there = list(compress(grads, have))
+        parts = locals_of(there)
+        return have, parts if parts is there or are_sharded_alike(there, [*compress(self.params, have)]) else None
+
+    def lies_apart(self, kind: str) -> bool:
+        """Returns True if a step of a `kind` has found what lies here apart from one another (`shared_memory`)."""
+        known, grads = self.structure.known.get((kind, "apart")), self.grads[1]
+        if known is None or grads is None or known.places != self.places:
+            return False
+        found: bool = known.of_grads.issuperset(addresses_of(grads))
+        return found
 
     @cached_property
     def _by_id(self) -> dict[int, dict[str, Any]]:
@@ -165,7 +182,8 @@ def look(optimizer: Optimizer) -> Seen | None:
             book.structure = None
             return None
         book.structure = Structure(key, held, are_tensors, guard)
-    return Seen(optimizer, params, owners, states, book.structure, [*map(id, tensors)])
+    ids = [*map(id, tensors)]
+    return Seen(optimizer, params, owners, states, book.structure, ids, (ids, addresses_of([*params, *tensors])))
 
 
 def _are_plain(owners: Sequence[Any], states: Sequence[Any]) -> bool:
