@@ -87,9 +87,10 @@ Named = Iterable[tuple[str, torch.Tensor]]
 def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grads: Sequence[torch.Tensor]) -> None:
     """Raises ValueError if memory of what a step of this `kind` writes is also that of something else, as none may be.
 
-    What was found holds as long as steps find the same tensors at the same addresses (`Seen.lies_apart`). Gradients,
-    which are others in each step, may share memory with one another: those that are written lie in one buffer in the
-    step too. On XLA, which tells no addresses, it is not noticed that a tensor has got other data (`x.data = y`).
+    What was found holds as long as steps find the same tensors, and parameters at the same addresses
+    (`Seen.lies_apart`). Gradients, which are others in each step, may share memory with one another: those that are
+    written lie in one buffer in the step too. It is not noticed that a state has got other data (`x.data = y`), nor a
+    parameter on XLA, which tells no addresses: to ask all tensors takes a tenth of a step.
     """
     known: Apart | None = None if seen is None else seen.structure.known.get((kind, "apart"))
     if seen is None or known is None or known.places != seen.places:

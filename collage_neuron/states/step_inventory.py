@@ -85,7 +85,7 @@ class Seen:
     ids: list[int]
     """Those of the tensors in the states, one after the other: nothing is kept alive by them."""
     places: tuple[list[int], list[int]]
-    """These, and the addresses of the parameters and of the tensors in the states."""
+    """These, and the addresses of the parameters."""
     backends: dict[Any, Any] = field(default_factory=dict)
     """The backends of this step, by settings and device."""
 
@@ -183,7 +183,7 @@ def look(optimizer: Optimizer) -> Seen | None:
             return None
         book.structure = Structure(key, held, are_tensors, guard)
     ids = [*map(id, tensors)]
-    return Seen(optimizer, params, owners, states, book.structure, ids, (ids, addresses_of([*params, *tensors])))
+    return Seen(optimizer, params, owners, states, book.structure, ids, (ids, addresses_of(params)))
 
 
 def _are_plain(owners: Sequence[Any], states: Sequence[Any]) -> bool:
