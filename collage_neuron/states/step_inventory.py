@@ -99,10 +99,17 @@ class Seen:
         """Returns True if parameters, by their ids, have the dictionaries that the step has found."""
         return all(states.get(id(p), own) is own for p, own in zip(self.owners, self.states, strict=True))
 
-    def with_others(self) -> Seen:
-        """The same where states have got other tensors, of the same types."""
+    def with_others(self, are_ours: bool = False) -> Seen:
+        """The same where states have got other tensors, of the same types.
+
+        Those that `are_ours` have memory that the states had before, or new one.
+        """
         values = chain.from_iterable(map(dict.values, self.states))
-        return replace(self, ids=[*map(id, compress(values, self.structure.are_tensors))])
+        ids = [*map(id, compress(values, self.structure.are_tensors))]
+        known, now = self.structure.known.get(("presented", "apart")), (ids, self.places[1])
+        if are_ours and known is not None and known.places == self.places:
+            self.structure.known["presented", "apart"] = known._replace(places=now)
+        return replace(self, ids=ids, places=now)
 
     @cached_property
     def grads(self) -> tuple[tuple[bool, ...], Sequence[torch.Tensor] | None]:

@@ -191,7 +191,7 @@ class StepEnd:
         met, states = self._mode.adopted, self._optimizer.state
         left_objects.keep_met({i: states[params[i]] for (i, _), _ in met.states()}, kind, self._mode)
         if (kind.changed or met.others) and (seen := step_inventory.of(self._optimizer)) is not None:
-            bookkeeping(self._optimizer).seen = seen.with_others()
+            bookkeeping(self._optimizer).seen = seen.with_others(are_ours=True)
         if kind.before.keys != kind.left.keys:
             now = self._began.presentation.states()
             left_objects.put_in_order({i: now[id(p)] for i, p in enumerate(params) if id(p) in now}, kind)
