@@ -146,7 +146,8 @@ def graphs_left_out(base: type[Optimizer], optimizer: Optimizer) -> Iterator[Non
 
 def check_apart(optimizer: Optimizer) -> None:
     """Raises ValueError for memory that two values, or one and a gradient, share: as fp32 each has its own."""
-    if (seen := step_inventory.of(optimizer)) is not None and seen.lies_apart("presented"):
+    seen = step_inventory.of(optimizer)
+    if seen is not None and seen.lies_apart(shared_memory.PRESENTED, seen.gradients()):
         return
     params = [p for p in params_of(optimizer) if not is_left_alone(p)]
     grads = [g for g in map(_grad, params) if g is not None]
@@ -155,12 +156,12 @@ def check_apart(optimizer: Optimizer) -> None:
         known = set(map(id, grads))  # one object that is two states, or a state and a gradient, is one value
         for p, outline in zip(params, outlines(optimizer, params, seen), strict=True):
             state: Any = dict.get(optimizer.state, p)
-            for name, _, keys in outline.values:
+            for name, _, keys in outline.values if p.grad is not None else ():
                 owner = p if name == "param" else state[name]
-                yield from () if id(owner) in known else ((name, x) for x in (owner, *(state[key] for key in keys)))
+                yield from (("" if id(owner) in known else name, x) for x in (owner, *(state[key] for key in keys)))
                 known.add(id(owner))
 
-    shared_memory.check_apart(seen, "presented", written, grads)
+    shared_memory.check_apart(seen, shared_memory.PRESENTED, written, grads)
 
 
 def check_states(optimizer: Optimizer) -> None:

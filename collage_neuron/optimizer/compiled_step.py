@@ -63,36 +63,32 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
     with step_call.plain_defaults(), step_call.CollectorPaused():
-        return _take_step(base, optimizer, call)
-
-
-def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
-    check_environment()
-    ours = bookkeeping(optimizer)
-    if ours.interrupted:
-        raise StepInterrupted(ours.interrupted)
-    watcher: Watcher | None = ours.watcher
-    due = watcher is not None and watcher.due()
-    if ours.compiled_with:  # until the first step
-        replaced_params.follow(optimizer)
-        first_step_report.hint_at_source(base, optimizer)
-    coarse_writes.look(optimizer, ours)
-    if ours.leaving is None:
-        low_words.leave_all(optimizer, ours)
-    if ours.joined:
-        load_checks.join_again(optimizer)
-    ours.seen = step_inventory.look(optimizer)
-    if not step_inventory.once(optimizer, "settled", partial(_is_settled, optimizer)):
-        visible_states.widen_counts(optimizer)
-        replaced_params.settle_moved(optimizer)
+        check_environment()
+        ours = bookkeeping(optimizer)
+        if ours.interrupted:
+            raise StepInterrupted(ours.interrupted)
+        watcher: Watcher | None = ours.watcher
+        due = watcher is not None and watcher.due()
+        if ours.compiled_with:  # until the first step
+            replaced_params.follow(optimizer)
+            first_step_report.hint_at_source(base, optimizer)
+        coarse_writes.look(optimizer, ours)
+        if ours.leaving is None:
+            low_words.leave_all(optimizer, ours)
+        if ours.joined:
+            load_checks.join_again(optimizer)
         ours.seen = step_inventory.look(optimizer)
-    try:
-        measured, returned = _taken(base, optimizer, call, ours, due)
-    finally:
-        ours.seen = None
-    if watcher is not None:
-        watcher.stepped(measured)
-    return returned
+        if not step_inventory.once(optimizer, "settled", partial(_is_settled, optimizer)):
+            visible_states.widen_counts(optimizer)
+            replaced_params.settle_moved(optimizer)
+            ours.seen = step_inventory.look(optimizer)
+        try:
+            measured, returned = _taken(base, optimizer, call, ours, due)
+        finally:
+            ours.seen = None
+        if watcher is not None:
+            watcher.stepped(measured)
+        return returned
 
 
 def _is_settled(optimizer: Optimizer) -> bool:
@@ -198,9 +194,10 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    if ours.seen is None or not ours.seen.lies_apart("recorded"):
+    grads = ((), None) if ours.seen is None else ours.seen.gradients()
+    if ours.seen is None or not ours.seen.lies_apart(shared_memory.RECORDED, grads):
         _check_apart(optimizer)
-    again = None if due or ours.compares else step_plan.again(ours, optimizer.param_groups)
+    again = None if due or ours.compares else step_plan.again(ours, optimizer.param_groups, grads)
     jobs = _planned(base, optimizer, due) if again is None else again.jobs
     external_writes.drop_stale(optimizer)
     if again is None or again.has_other_settings:
@@ -229,16 +226,15 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
 
 def _check_apart(optimizer: Optimizer) -> None:
     """Raises ValueError if memory of a parameter or a state is also that of another tensor."""
-    params = params_of(optimizer)
+    params = [p for p in params_of(optimizer) if p.grad is not None]
 
     def written() -> list[tuple[str, torch.Tensor]]:
         check_once(optimizer)
         own = ((k, x) for p in params for k, x in dict.items(optimizer.state.get(p, {})))
         return [("param", p) for p in params if not is_left_alone(p)] + [(k, x) for k, x in own if torch.is_tensor(x)]
 
-    shared_memory.check_apart(
-        step_inventory.of(optimizer), "recorded", written, [p.grad for p in params if p.grad is not None]
-    )
+    grads = [p.grad for p in params]
+    shared_memory.check_apart(step_inventory.of(optimizer), shared_memory.RECORDED, written, grads)
 
 
 def _planned(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Job]:

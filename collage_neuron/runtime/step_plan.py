@@ -39,7 +39,7 @@ from collage_neuron.settings import KEYS, GroupNumbers, Settings
 from collage_neuron.states import param_checks, step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping
 from collage_neuron.states.sharding import is_split
-from collage_neuron.states.step_inventory import Seen, are_same
+from collage_neuron.states.step_inventory import Gradients, Seen, are_same
 from collage_neuron.states.visible_states import buckets, kind_in
 
 
@@ -330,12 +330,12 @@ class Planned(NamedTuple):
     """True if a setting may be another one than in the last step that was planned so."""
 
 
-def again(book: Bookkeeping, groups: Sequence[dict[str, Any]]) -> Planned | None:
+def again(book: Bookkeeping, groups: Sequence[dict[str, Any]], gradients: Gradients) -> Planned | None:
     """The next step, if its jobs are those of an earlier one with other numbers; None if that is not known."""
     seen: Seen | None = book.seen
     if seen is None:
         return None
-    have, grads = seen.grads
+    have, grads = gradients
     known: _Plan | None = seen.structure.table("plans").get(have)
     if known is None or known.narrow is not book.narrow or known.meanings != _meanings():
         return None
@@ -361,7 +361,7 @@ def note(book: Bookkeeping, groups: Sequence[dict[str, Any]], names: Sequence[st
     told = list(map(_told, groups, settings))
     if seen is None or None in told or not all(map(_may_be_again, jobs)):
         return
-    have, grads = seen.grads
+    have, grads = seen.gradients()
     if grads is None or sum(len(job.params) for job in jobs) != sum(have):
         return
     parts = [_part(seen, groups, job) for job in jobs]

@@ -22,6 +22,9 @@ from collage_neuron.states.sharding import ORDINARY, addresses_of, is_sharded, l
 if TYPE_CHECKING:
     from collage_neuron.states.step_inventory import Seen
 
+RECORDED, PRESENTED = "apart for recorded steps", "apart for all others"
+"""Kinds of steps, and tables of a structure: what they have found about memory, by which parameters have gradients."""
+
 
 class Window(NamedTuple):
     """The range of a storage that a tensor covers, in bytes."""
@@ -72,40 +75,47 @@ def first_shared(
 
 
 class Apart(NamedTuple):
-    """Where steps of one kind have found that nothing which they write has the memory of something else."""
+    """Where steps of one kind have found that nothing which they may write has the memory of something else."""
 
     places: tuple[list[int], list[int]]
+    held: list[torch.Tensor]
+    """The states of recorded steps, until these find others: ids are used again."""
     memories: frozenset[int]
     of_grads: set[int]
     """The addresses of gradients that were in other memories: what has one of these still is."""
 
 
 Named = Iterable[tuple[str, torch.Tensor]]
-"""Parameters, called `param`, and what is in their states, by the names that it has there."""
+"""Parameters, called `param`, and what is in their states, by its names there, or "" if it may be shared."""
 
 
 def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grads: Sequence[torch.Tensor]) -> None:
     """Raises ValueError if memory of what a step of this `kind` writes is also that of something else, as none may be.
 
-    What was found holds as long as steps find the same tensors, and parameters at the same addresses
-    (`Seen.lies_apart`). Gradients, which are others in each step, may share memory with one another: those that are
-    written lie in one buffer in the step too. It is not noticed that a state has got other data (`x.data = y`), nor a
-    parameter on XLA, which tells no addresses: to ask all tensors takes a tenth of a step.
+    What was found holds as long as steps find the same tensors at the same addresses (`Seen.places`). Gradients, which
+    are others in each step, may share memory with one another: those that are written lie in one buffer in the step
+    too. It is not noticed that a state of a recorded class has got other data (`x.data = y`), nor that anything has on
+    XLA, which tells no addresses.
     """
-    known: Apart | None = None if seen is None else seen.structure.known.get((kind, "apart"))
-    if seen is None or known is None or known.places != seen.places:
+    have = None if seen is None else seen.gradients()[0]
+    known: Apart | None = None if seen is None else seen.structure.table(kind).get(have)
+    places = ([], []) if seen is None else seen.places(kind)
+    if known is None or known.places != places:
         named = list(written())
         memories = memories_of([x for _, x in named])
         _raise_if(len(set(memories) - {0}) < len(memories) and names_of_shared(named))
-        known = Apart(([], []) if seen is None else seen.places, frozenset(memories) - {0}, set())
+        held = [x for name, x in named if kind is RECORDED and name != "param"]
+        known = Apart(places, held, frozenset(memories) - {0}, set())
     if not known.of_grads.issuperset(addresses := addresses_of(grads)):
-        _raise_if(not known.memories.isdisjoint(memories_of(grads)) and names_of_shared(written(), grads))
-        if len(known.of_grads) > 16 * len(grads):  # most loops have two or three addresses for each
-            known.of_grads.clear()
-        known.of_grads.update(addresses)
-        known.of_grads.discard(0)  # which is no address
+        if known.memories.isdisjoint(memories_of(grads)):
+            if len(known.of_grads) > 16 * len(grads):  # most loops have two or three addresses for each
+                known.of_grads.clear()
+            known.of_grads.update(addresses)
+            known.of_grads.discard(0)  # which is no address
+        else:
+            _raise_if(names_of_shared(written(), grads))
     if seen is not None:
-        seen.structure.known[kind, "apart"] = known
+        seen.structure.keep(seen.structure.table(kind), have, known)
 
 
 def _raise_if(why: str | bool) -> None:
@@ -118,7 +128,7 @@ def _raise_if(why: str | bool) -> None:
 
 def names_of_shared(named: Named, grads: Sequence[torch.Tensor] = ()) -> str:
     """Two of these tensors that have bytes in common, in words; empty if there are none but two gradients."""
-    both = sorted(named, key=lambda each: each[0] != "param")
+    both = sorted((each for each in named if each[0]), key=lambda each: each[0] != "param")
     params = sum(name == "param" for name, _ in both)
     found = first_shared(locals_of([x for _, x in both]), locals_of(grads), params)
     names = ["a parameter" if k == "param" else f"optimizer.state[p][{k!r}]" for k, _ in both]
@@ -129,7 +139,7 @@ def memories_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Numbers of the memories in which tensors lie; 0 for one that has none of its own."""
     try:
         if ORDINARY.issuperset(map(type, tensors)):
-            return [*map(torch_privates.storage_id, map(torch.Tensor.untyped_storage, tensors))]
+            return [*map(_number, map(torch.Tensor.untyped_storage, tensors))]
     except (RuntimeError, NotImplementedError):
         pass
     return [*map(memory_of, tensors)]
@@ -141,7 +151,7 @@ def memory_of(t: torch.Tensor) -> int:
     if t.layout is not torch.strided or t.is_meta:
         return 0
     try:
-        return torch_privates.storage_id(t.untyped_storage())
+        return _number(t.untyped_storage())
     except (RuntimeError, NotImplementedError):  # a wrapper, such as what torch_xla makes on the CPU
         return 0
 
@@ -149,7 +159,14 @@ def memory_of(t: torch.Tensor) -> int:
 def _whole_on_xla(x: torch.Tensor) -> Window | None:
     """For a tensor on XLA the whole of its storage: where in it the elements are is hidden."""
     is_there = x.device.type == "xla" and x.numel() and not is_sharded(x)
-    return Window(torch_privates.storage_id(x.untyped_storage()), 0, 1) if is_there else None
+    return Window(_number(x.untyped_storage()), 0, 1) if is_there else None
+
+
+def _number(storage: torch.UntypedStorage) -> int:
+    # Two storages may have one memory (`torch.from_dlpack`); on XLA there are no addresses.
+    with suppress(RuntimeError):
+        return storage.data_ptr() or torch_privates.storage_id(storage)
+    return torch_privates.storage_id(storage)
 
 
 def _bytes_in(mask: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -202,7 +219,7 @@ def _window(p: torch.Tensor) -> Window | None:
     with suppress(RuntimeError, NotImplementedError):  # subclasses that wrap others
         span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
         start = int(p.storage_offset()) * p.element_size()
-        return Window(torch_privates.storage_id(p.untyped_storage()), start, start + int(span) * p.element_size())
+        return Window(_number(p.untyped_storage()), start, start + int(span) * p.element_size())
     return None
 
 

@@ -24,8 +24,12 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import Guard, addresses_of, are_sharded_alike, locals_of
+from collage_neuron.states.shared_memory import PRESENTED, RECORDED
 
 T = TypeVar("T")
+
+Gradients = tuple[tuple[bool, ...], Sequence[torch.Tensor] | None]
+"""Which parameters have gradients, and the parts of these; None if one is not sharded as its parameter is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +88,6 @@ class Seen:
     structure: Structure
     ids: list[int]
     """Those of the tensors in the states, one after the other: nothing is kept alive by them."""
-    places: tuple[list[int], list[int]]
-    """These, and the addresses of the parameters."""
     backends: dict[Any, Any] = field(default_factory=dict)
     """The backends of this step, by settings and device."""
 
@@ -106,14 +108,14 @@ class Seen:
         """
         values = chain.from_iterable(map(dict.values, self.states))
         ids = [*map(id, compress(values, self.structure.are_tensors))]
-        known, now = self.structure.known.get(("presented", "apart")), (ids, self.places[1])
-        if are_ours and known is not None and known.places == self.places:
-            self.structure.known["presented", "apart"] = known._replace(places=now)
-        return replace(self, ids=ids, places=now)
+        table = self.structure.table(PRESENTED)
+        for have, known in table.items() if are_ours else ():
+            if known.places[0] == self.ids:
+                table[have] = known._replace(places=(ids, known.places[1]))
+        return replace(self, ids=ids)
 
-    @cached_property
-    def grads(self) -> tuple[tuple[bool, ...], Sequence[torch.Tensor] | None]:
-        """Which of the parameters have gradients as the step begins, and the parts of these.
+    def gradients(self) -> Gradients:
+        """Which of the parameters have gradients, and the parts of these.
 
         None if one is sharded in another way.
         """
@@ -123,12 +125,19 @@ class Seen:
         parts = locals_of(there)
         return have, parts if parts is there or are_sharded_alike(there, [*compress(self.params, have)]) else None
 
-    def lies_apart(self, kind: str) -> bool:
+    def places(self, kind: str) -> tuple[list[int], list[int]]:
+        """What says that all lies where it lay: ids of states, and addresses."""
+        if kind is RECORDED:  # the states are held, so that ids are theirs: all addresses would take a tenth of a step
+            return self.ids, addresses_of(self.params)
+        values = chain.from_iterable(map(dict.values, self.states))
+        return self.ids, addresses_of([*self.params, *compress(values, self.structure.are_tensors)])
+
+    def lies_apart(self, kind: str, grads: Gradients) -> bool:
         """Returns True if a step of a `kind` has found what lies here apart from one another (`shared_memory`)."""
-        known, grads = self.structure.known.get((kind, "apart")), self.grads[1]
-        if known is None or grads is None or known.places != self.places:
+        known = self.structure.known.get(kind, {}).get(grads[0])
+        if known is None or grads[1] is None or known.places != self.places(kind):
             return False
-        found: bool = known.of_grads.issuperset(addresses_of(grads))
+        found: bool = known.of_grads.issuperset(addresses_of(grads[1]))
         return found
 
     @cached_property
@@ -189,8 +198,7 @@ def look(optimizer: Optimizer) -> Seen | None:
             book.structure = None
             return None
         book.structure = Structure(key, held, are_tensors, guard)
-    ids = [*map(id, tensors)]
-    return Seen(optimizer, params, owners, states, book.structure, ids, (ids, addresses_of(params)))
+    return Seen(optimizer, params, owners, states, book.structure, [*map(id, tensors)])
 
 
 def _are_plain(owners: Sequence[Any], states: Sequence[Any]) -> bool:

@@ -52,6 +52,12 @@ def _of_other(o: Any, pair: Any, state: dict[str, Any], name: str, view: bool) -
     o.state[pair[1]][name] = state[name].detach() if view else state[name]
 
 
+def _with_its_id(o: Any, pair: Any, state: dict[str, Any], name: str) -> None:
+    """The new object may get the id of the one that goes."""
+    state[name] = None
+    state[name] = o.state[pair[1]][name].detach()
+
+
 def _in_one_buffer(o: Any, pair: Any, state: dict[str, Any], name: str, what: str) -> None:
     """Rows of the second begin in the middle of the first."""
     n = pair[0].numel()
@@ -66,6 +72,10 @@ WRITTEN: dict[str, Change] = {
     "a state is another parameter": _in_state(lambda p, q: q.detach()),
     "two parameters have one state": lambda o, pair, state, name: o.state.__setitem__(pair[1], state),
     "two states are one memory": partial(_of_other, view=True),
+    "two states are one memory, by another object": _with_its_id,
+    "two parameters are one memory of two storages": lambda o, pair, state, name: setattr(
+        pair[0], "data", torch.utils.dlpack.from_dlpack(pair[1].detach())
+    ),
     "two parameters are one memory": lambda o, pair, state, name: setattr(pair[0], "data", pair[1].data),
     "two parameters overlap": partial(_in_one_buffer, what="data"),
     "a gradient is its parameter": lambda o, pair, state, name: setattr(pair[0], "grad", pair[0].detach()),
@@ -137,3 +147,31 @@ def test_as_in_torch_or_rejected(name: str, change: str, is_rejected: bool, stra
     play = partial(played, name, (WRITTEN | ONE_OBJECT | READ)[change], is_rejected=is_rejected)
     (found, _), (exact, start) = play(strategy), play(None)
     assert error(found, exact, start) < {"plus": 2**-6, "split433": 2**-8}[strategy]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["Ball", "AsWritten"])
+def test_a_state_that_was_its_gradient_is_not_taken_for_apart_from_it(name: str) -> None:
+    p = Parameter(torch.ones(4, 3))
+    optimizer = collage_neuron.compile(MAKES[name]([p], lr=0.01), verbose=False)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    key = next(k for k, x in optimizer.state[p].items() if x.dim())
+    own = optimizer.state[p][key] = p.grad = torch.ones_like(p)
+    for _ in range(2):
+        optimizer.step()
+    p.grad = own.detach()
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["SGD", "Ball", "AsWritten"])
+def test_what_has_no_gradient_may_have_the_memory_of_something_else(name: str) -> None:
+    params = [Parameter(torch.full((4, 3), 2.0)) for _ in range(2)]
+    optimizer = collage_neuron.compile(MAKES[name](params, lr=0.5), verbose=False)
+    for _ in range(3):
+        params[0].grad, params[1].data = torch.ones_like(params[0]), params[0].data
+        optimizer.step()
+    assert torch.equal(*params)
+    assert not params[0].eq(2).any()
