@@ -74,14 +74,6 @@ def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return tensors if ORDINARY.issuperset(map(type, tensors)) else parts(tensors)
 
 
-def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where the local parts of `tensors` begin in memory; 0 of what does not say that."""
-    try:
-        return [*map(torch.Tensor.data_ptr, locals_of(tensors))]
-    except RuntimeError:  # sparse ones
-        return [0] * len(tensors)
-
-
 def version(t: torch.Tensor) -> int:
     """The version counter of `t`, which every write in place moves on."""
     own = own_version(t)

@@ -17,7 +17,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.native.memory import each_lies_alone
 from collage_neuron.states.live_objects import objects_of
-from collage_neuron.states.sharding import ORDINARY, addresses_of, is_sharded, locals_of
+from collage_neuron.states.sharding import ORDINARY, is_sharded, locals_of
 
 if TYPE_CHECKING:
     from collage_neuron.states.step_inventory import Seen
@@ -106,7 +106,7 @@ def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grad
         _raise_if(len(set(memories) - {0}) < len(memories) and names_of_shared(named))
         held = [x for name, x in named if kind is RECORDED and name != "param"]
         known = Apart(places, held, frozenset(memories) - {0}, set())
-    if not known.of_grads.issuperset(addresses := addresses_of(grads)):
+    if not known.of_grads.issuperset(addresses := [0] if seen is None else seen.addresses(grads)):
         if known.memories.isdisjoint(memories_of(grads)):
             if len(known.of_grads) > 16 * len(grads):  # most loops have two or three addresses for each
                 known.of_grads.clear()
@@ -164,9 +164,8 @@ def _whole_on_xla(x: torch.Tensor) -> Window | None:
 
 def _number(storage: torch.UntypedStorage) -> int:
     # Two storages may have one memory (`torch.from_dlpack`); on XLA there are no addresses.
-    with suppress(RuntimeError):
-        return storage.data_ptr() or torch_privates.storage_id(storage)
-    return torch_privates.storage_id(storage)
+    address = storage.data_ptr() if storage.device.type == "cpu" else 0
+    return address or torch_privates.storage_id(storage)
 
 
 def _bytes_in(mask: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ What is *not* part of the key is looked at by each step: gradients, versions and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress, repeat
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping, params_of
-from collage_neuron.states.sharding import Guard, addresses_of, are_sharded_alike, locals_of
+from collage_neuron.states.sharding import Guard, are_sharded_alike, locals_of
 from collage_neuron.states.shared_memory import PRESENTED, RECORDED
 
 T = TypeVar("T")
@@ -125,19 +126,31 @@ class Seen:
         parts = locals_of(there)
         return have, parts if parts is there or are_sharded_alike(there, [*compress(self.params, have)]) else None
 
+    def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Where parameters, states or gradients begin in memory, or their parts; 0 where that is not known."""
+        if self.structure.once("is on the host", self._is_on_host):
+            with suppress(RuntimeError):  # sparse gradients
+                return [*map(torch.Tensor.data_ptr, locals_of(tensors))]
+        return [0] * len(tensors)
+
+    def _is_on_host(self) -> bool:
+        """Returns True if all is on the CPU: to ask torch_xla for an address may end the process."""
+        values = chain.from_iterable(map(dict.values, self.states))
+        return all(x.is_cpu for x in (*self.params, *compress(values, self.structure.are_tensors)))
+
     def places(self, kind: str) -> tuple[list[int], list[int]]:
         """What says that all lies where it lay: ids of states, and addresses."""
         if kind is RECORDED:  # the states are held, so that ids are theirs: all addresses would take a tenth of a step
-            return self.ids, addresses_of(self.params)
+            return self.ids, self.addresses(self.params)
         values = chain.from_iterable(map(dict.values, self.states))
-        return self.ids, addresses_of([*self.params, *compress(values, self.structure.are_tensors)])
+        return self.ids, self.addresses([*self.params, *compress(values, self.structure.are_tensors)])
 
     def lies_apart(self, kind: str, grads: Gradients) -> bool:
         """Returns True if a step of a `kind` has found what lies here apart from one another (`shared_memory`)."""
         known = self.structure.known.get(kind, {}).get(grads[0])
         if known is None or grads[1] is None or known.places != self.places(kind):
             return False
-        found: bool = known.of_grads.issuperset(addresses_of(grads[1]))
+        found: bool = known.of_grads.issuperset(self.addresses(grads[1]))
         return found
 
     @cached_property
