@@ -74,12 +74,14 @@ def first_shared(
     return None
 
 
+UNHELD = "without low words"
+"""What a structure knows: the states that nothing of ours refers to between steps, so that their ids are used again."""
+
+
 class Apart(NamedTuple):
     """Where steps of one kind have found that nothing which they may write has the memory of something else."""
 
     places: tuple[list[int], list[int]]
-    held: list[torch.Tensor]
-    """The states of recorded steps, until these find others: ids are used again."""
     memories: frozenset[int]
     of_grads: set[int]
     """The addresses of gradients that were in other memories: what has one of these still is."""
@@ -94,8 +96,8 @@ def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grad
 
     What was found holds as long as steps find the same tensors at the same addresses (`Seen.places`). Gradients, which
     are others in each step, may share memory with one another: those that are written lie in one buffer in the step
-    too. It is not noticed that a state of a recorded class has got other data (`x.data = y`), nor that anything has on
-    XLA, which tells no addresses.
+    too. It is not noticed that a state with low words of a recorded class has got other data (`x.data = y`), nor that
+    anything has on XLA, which tells no addresses.
     """
     have = None if seen is None else seen.gradients()[0]
     known: Apart | None = None if seen is None else seen.structure.table(kind).get(have)
@@ -104,8 +106,7 @@ def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grad
         named = list(written())
         memories = memories_of([x for _, x in named])
         _raise_if(len(set(memories) - {0}) < len(memories) and names_of_shared(named))
-        held = [x for name, x in named if kind is RECORDED and name != "param"]
-        known = Apart(places, held, frozenset(memories) - {0}, set())
+        known = Apart(places, frozenset(memories) - {0}, set())
     if not known.of_grads.issuperset(addresses := [0] if seen is None else seen.addresses(grads)):
         if known.memories.isdisjoint(memories_of(grads)):
             if len(known.of_grads) > 16 * len(grads):  # most loops have two or three addresses for each

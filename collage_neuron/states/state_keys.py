@@ -8,7 +8,7 @@ anything in a state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -165,3 +165,10 @@ def _is_alike(x: object, p: torch.Tensor) -> bool:
         and x.dtype in (torch.float32, torch.bfloat16)
         and x.layout is torch.strided
     )
+
+
+def without_low_words(states: Sequence[Mapping[Any, Any]]) -> list[tuple[int, Any]]:
+    """The tensors in states that have none, but for numbers: which state, and the name."""
+    named = [(i, name, names_in(state).watched) for i, state in enumerate(states) for name in names_in(state).own]
+    found = [(i, name, states[i][name]) for i, name, watched in named if name not in watched]
+    return [(i, name) for i, name, x in found if isinstance(x, torch.Tensor) and x.dim()]

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import Guard, are_sharded_alike, locals_of
-from collage_neuron.states.shared_memory import PRESENTED, RECORDED
+from collage_neuron.states.shared_memory import PRESENTED, RECORDED, UNHELD
 
 T = TypeVar("T")
 
@@ -140,8 +140,9 @@ class Seen:
 
     def places(self, kind: str) -> tuple[list[int], list[int]]:
         """What says that all lies where it lay: ids of states, and addresses."""
-        if kind is RECORDED:  # the states are held, so that ids are theirs: all addresses would take a tenth of a step
-            return self.ids, self.addresses(self.params)
+        if kind is RECORDED:  # low words hold their states; all addresses would take a tenth of a step
+            others = self.structure.known.get(UNHELD, ())
+            return self.ids, self.addresses([*self.params, *(self.states[i][name] for i, name in others)])
         values = chain.from_iterable(map(dict.values, self.states))
         return self.ids, self.addresses([*self.params, *compress(values, self.structure.are_tensors)])
 
