@@ -2,6 +2,8 @@
 
 Other tensors over the old memory (a flat buffer, a second parameter) would then show weights that are not trained. One
 case cannot be detected: another tensor over exactly the memory of one parameter (`p.data`, held by somebody).
+
+Later, each step looks whether what it may write has come to lie in the memory of something else (`check_apart`).
 """
 
 from __future__ import annotations

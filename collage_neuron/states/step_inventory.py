@@ -3,8 +3,9 @@
 Most steps find what the last one found: the same parameters, with states of the same keys, types, shapes and devices.
 Everything of that kind which a check or a launch depends on is part of `Structure.key`, which is read anew in every
 step; if it equals that of the last step, results that depend on nothing else are still right and are kept with it
-(`Structure.once`). No state is kept alive, and nothing is known by the id of a state: code may free and exchange states
-as before. Parameters are known by their ids, and the structure holds them, so that no id is used again.
+(`Structure.once`). No state is kept alive: code may free and exchange states as before, and an id of a state tells it
+only beside its address, or where low words hold it (`Seen.places`). Parameters are known by their ids, and the
+structure holds them, so that no id is used again.
 
 What is *not* part of the key is looked at by each step: gradients, versions and addresses, and the numbers in states.
 """

@@ -121,7 +121,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_uninterrupted_one(tmp_path:
     assert found["kills"] == KILLS
     assert found["differences"] == []
     assert all(steps > 3 for steps in found["steps"].values())  # it got on
-    assert 3 <= found["while saving"] <= KILLS - 3  # it was hit where it hurts, and elsewhere
+    assert 0 < found["while saving"] < KILLS  # it was hit where it hurts, and elsewhere: how often is up to the machine
     assert found["left over"] > 0
 
 
