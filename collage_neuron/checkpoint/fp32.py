@@ -22,13 +22,14 @@ from collage_neuron.exact import (
     sharded_or_not,
     words_kept,
 )
+from collage_neuron.numerics.formats import is_component
 from collage_neuron.optimizer import load_inner
 from collage_neuron.optimizer.pending_models import keep_values, require_settled, waiting_values
 from collage_neuron.settings import OURS
 from collage_neuron.states import external_writes, low_words, state_writes
 from collage_neuron.states.bookkeeping import numbered
 from collage_neuron.states.sharding import is_sharded, like
-from collage_neuron.states.state_keys import is_component, is_host_scalar, may_be_read
+from collage_neuron.states.state_keys import is_host_scalar, may_be_read
 from collage_neuron.states.store import Record, is_idle, read_fp32, record_of
 
 StateDict = dict[str, Any]

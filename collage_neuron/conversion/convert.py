@@ -16,7 +16,11 @@ from collage_neuron.eager import rejections
 from collage_neuron.eager.commit import formats_as_written
 from collage_neuron.eager.step import check_sound
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming, warn_user
-from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.numerics.formats import (
+    FORMATS,
+    Format,
+    is_component,
+)
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step_report, group_settings
 from collage_neuron.optimizer.compiled import Compiled, become_compiled, change_settings, compiled_class
@@ -51,7 +55,7 @@ from collage_neuron.states import (
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error, params_of
 from collage_neuron.states.format_record import drop_placeholders
 from collage_neuron.states.inner_optimizers import base_of
-from collage_neuron.states.state_keys import is_component, is_host_scalar, split_params
+from collage_neuron.states.state_keys import is_host_scalar, split_params
 from collage_neuron.states.store import ensure_stored, read_exact, record_of, settle, store
 from collage_neuron.trace import dry_run
 

@@ -14,14 +14,18 @@ from collage_neuron.eager.memory import is_alone, pool, without_graph
 from collage_neuron.eager.moment_detection import averages, counts
 from collage_neuron.eager.presented_layout import Outline
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.numerics.formats import (
+    FORMATS,
+    Format,
+    is_component,
+)
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import strategy_checks
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded, is_sharded_like, like, local
-from collage_neuron.states.state_keys import is_component, is_value, values_in
+from collage_neuron.states.state_keys import is_value, values_in
 from collage_neuron.states.store import is_stored, record_of
 
 if TYPE_CHECKING:

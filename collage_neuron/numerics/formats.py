@@ -7,9 +7,9 @@ entry of `FORMATS`; no pass knows any of them by name. What a new one must be is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -370,3 +370,32 @@ def require_known(name: str, what: str) -> None:
 
 
 _REGISTER = "Register a format of your own (collage_neuron.FORMATS) before you compile an optimizer or load a state"
+
+
+# --- the keys of their words ------------------------------------------------------------------------------------------
+
+
+@lru_cache(1)  # computed again only if a format was added or replaced
+def _endings(formats: tuple[Format, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    further = [c for f in formats for c in f.components if c.suffix]
+    return frozenset(c.suffix for c in further), frozenset(c.suffix for c in further if c.block)
+
+
+def suffixes() -> frozenset[str]:
+    """The endings of our keys."""
+    return _endings(tuple(FORMATS.values()))[0]
+
+
+def shared_suffixes() -> frozenset[str]:
+    """The endings of the words that blocks of elements share."""
+    return _endings(tuple(FORMATS.values()))[1]
+
+
+def is_component(key: Any, state: Iterable[Any]) -> bool:
+    """Returns True if `key` of a state is that of a further component of another one, or of the parameter.
+
+    A key that is not text is a state's own.
+    """
+    if not isinstance(key, str):
+        return False
+    return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())

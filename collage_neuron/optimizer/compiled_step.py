@@ -37,7 +37,6 @@ from collage_neuron.states import (
 )
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import settle_gradients
-from collage_neuron.states.state_keys import without_low_words
 from collage_neuron.trace import dry_run, replay_validation, replayed_steps
 from collage_neuron.trace.code_inspection import Asked
 from collage_neuron.trace.recorded_classes import is_traced, settings_of
@@ -234,8 +233,7 @@ def _check_apart(optimizer: Optimizer) -> None:
         own = ((k, x) for p in params for k, x in dict.items(optimizer.state.get(p, {})))
         return [("param", p) for p in params if not is_left_alone(p)] + [(k, x) for k, x in own if torch.is_tensor(x)]
 
-    if (seen := step_inventory.of(optimizer)) is not None:
-        seen.structure.once(shared_memory.UNHELD, lambda: without_low_words(seen.states))
+    seen = step_inventory.of(optimizer)
     shared_memory.check_apart(seen, shared_memory.RECORDED, written, [p.grad for p in params])
 
 

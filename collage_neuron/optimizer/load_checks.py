@@ -9,20 +9,17 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import RoundedWeights, warn_user
-from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.numerics.formats import (
+    FORMATS,
+    Format,
+    is_component,
+    suffixes,
+)
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, visible_states
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
 from collage_neuron.states.sharding import check_placements, is_sharded, local
-from collage_neuron.states.state_keys import (
-    is_component,
-    is_host_scalar,
-    name_of,
-    split_params,
-    split_words,
-    suffixes,
-    words_of,
-)
+from collage_neuron.states.state_keys import is_host_scalar, name_of, split_params, split_words, words_of
 from collage_neuron.states.store import is_idle, may_be_word, read_exact
 
 Saved = Mapping[str, Any]

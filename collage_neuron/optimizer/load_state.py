@@ -18,7 +18,10 @@ from torch.optim import Optimizer
 
 from collage_neuron.eager import rejections
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.formats import (
+    Format,
+    is_component,
+)
 from collage_neuron.numerics.strategies import formats_of_shape, param_format
 from collage_neuron.optimizer.load_checks import (
     Saved,
@@ -36,7 +39,7 @@ from collage_neuron.states import external_writes, format_record, low_words, vis
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of, numbered, params_of
 from collage_neuron.states.format_record import drop_placeholders
 from collage_neuron.states.sharding import like
-from collage_neuron.states.state_keys import is_component, is_host_scalar, split_params, split_words, words_of
+from collage_neuron.states.state_keys import is_host_scalar, split_params, split_words, words_of
 from collage_neuron.states.store import ensure_stored, is_idle, record_of, settle
 from collage_neuron.states.visible_states import buckets
 from collage_neuron.trace import dry_run

@@ -96,6 +96,8 @@ class Split(NamedTuple):
     """The states with low words: the place of the owner, and the name."""
     words: Sequence[tuple[int, str]]
     """The further words of the owners themselves: the place, and the key."""
+    coded: Sequence[tuple[int, str]] = ()
+    """Those of `highs` that are in codes."""
 
     def marks(self) -> list[list[int]]:
         """The marks of the parameters now: all versions, all addresses, and what else tells them apart."""

@@ -119,21 +119,22 @@ def before_load(params: Iterable[torch.Tensor]) -> None:
 
 
 class Sample(NamedTuple):
-    """Some bits of some parameters after the last step: writes through `p.data`, which nobody counts, show there."""
+    """Some bits of weights and codes after the last step: writes through `p.data`, which nobody counts, show there."""
 
     bits: list[tuple[torch.Tensor, bytes]]
+    codes: list[state_writes.Coded]
     is_away: bool = False
     """True if parameters were others when a load was about to write them: an average, in most cases."""
 
     @classmethod
-    def of(cls, params: Sequence[torch.Tensor]) -> Sample:
+    def of(cls, params: Sequence[torch.Tensor], codes: list[state_writes.Coded]) -> Sample:
         """Those of up to four of the parameters; none on devices."""
-        return cls([(p, found) for p in params[:: 1 + len(params) // 3] if (found := some_bits(p))])
+        return cls([(p, found) for p in params[:: 1 + len(params) // 3] if (found := some_bits(p))], codes)
 
     def before_load(self, known: Mapping[torch.Tensor, LowWords]) -> Sample:
         """The sample of those that nobody is known to have written since."""
         own = [(p, bits) for p, bits in self.bits if p in known and known[p].is_of(p)]
-        return Sample(own, self.is_away or any(some_bits(p) != bits for p, bits in own))
+        return Sample(own, self.codes, self.is_away or any(some_bits(p) != bits for p, bits in own))
 
     def now(self) -> list[bytes]:
         """The same bits now."""
@@ -170,7 +171,7 @@ def remember_step(optimizer: Optimizer, ended: bool = True) -> None:
         book.marks.mark_all(split, states, [] if in_step is None else in_step.with_others().ids)
     if before:
         book.marks.params.update(before)
-    book.sample = Sample.of(split.params)
+    book.sample = Sample.of(split.params, state_writes.some_codes(split, states) if split.coded else [])
     if ended:
         coarse_writes.sample_after_step(book, split.params)
 
@@ -195,7 +196,8 @@ def _look_for_low_words(owners: Sequence[torch.Tensor], states: Sequence[Mapping
     watched = [(i, name) for i, of_state in names for name in of_state.watched]
     highs = [(i, name) for i, name in watched if isinstance(states[i][name], torch.Tensor)]
     words = [(i, key) for i, of_state in names for key in of_state.words]
-    return Split(owners, [owners[i] for i, of_state in names if of_state.words], highs, words)
+    coded = [(i, name) for i, name in highs if name in names[i][1].coded]
+    return Split(owners, [owners[i] for i, of_state in names if of_state.words], highs, words, coded)
 
 
 def drop_stale(optimizer: Optimizer) -> None:
@@ -205,6 +207,8 @@ def drop_stale(optimizer: Optimizer) -> None:
         ValueError: codes were written; nothing was changed.
     """
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
+    if book.sample is not None and book.sample.codes:
+        state_writes.warn_of_uncounted(optimizer, book.sample.codes)
     if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.ids):
         return  # states are not cleared either: the low words are where the last step left them
     low_words.restore(optimizer, are_to_stay=True)

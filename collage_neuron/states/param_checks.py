@@ -11,10 +11,11 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import warn_user
+from collage_neuron.numerics.formats import shared_suffixes
 from collage_neuron.states import step_inventory, visible_states
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.sharding import check_placements
-from collage_neuron.states.state_keys import is_shared_word, name_of, shared_suffixes, split_words
+from collage_neuron.states.state_keys import is_shared_word, name_of, split_words
 
 
 def remember(optimizer: Optimizer) -> None:

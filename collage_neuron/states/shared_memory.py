@@ -76,10 +76,6 @@ def first_shared(
     return None
 
 
-UNHELD = "without low words"
-"""What a structure knows: the states that nothing of ours refers to between steps, so that their ids are used again."""
-
-
 class Apart(NamedTuple):
     """Where steps of one kind have found that nothing which they may write has the memory of something else."""
 
@@ -98,12 +94,11 @@ def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grad
 
     What was found holds as long as steps find the same tensors at the same addresses (`Seen.places`). Gradients, which
     are others in each step, may share memory with one another: those that are written lie in one buffer in the step
-    too. It is not noticed that a state with low words of a recorded class has got other data (`x.data = y`), nor that
-    anything has on XLA, which tells no addresses.
+    too. On XLA, which tells no addresses, other data (`x.data = y`) is not noticed.
     """
     have = None if seen is None else seen.gradients()[0]
     known: Apart | None = None if seen is None else seen.structure.table(kind).get(have)
-    places = ([], []) if seen is None else seen.places(kind)
+    places = ([], []) if seen is None else seen.places()
     if known is None or known.places != places:
         named = list(written())
         memories = memories_of([x for _, x in named])

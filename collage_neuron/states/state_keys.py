@@ -8,14 +8,14 @@ anything in a state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.numerics.formats import is_component, shared_suffixes, suffixes
 from collage_neuron.states.sharding import is_sharded_like
 
 
@@ -33,32 +33,6 @@ class Names:
     """Keys that are `split` or `coded`: what other code writes into them is looked for."""
     words: tuple[str, ...]
     """Keys of the parameter's further words."""
-
-
-@lru_cache(1)  # computed again only if a format was added or replaced
-def _endings(formats: tuple[Format, ...]) -> tuple[frozenset[str], frozenset[str]]:
-    further = [c for f in formats for c in f.components if c.suffix]
-    return frozenset(c.suffix for c in further), frozenset(c.suffix for c in further if c.block)
-
-
-def suffixes() -> frozenset[str]:
-    """The endings of our keys."""
-    return _endings(tuple(FORMATS.values()))[0]
-
-
-def shared_suffixes() -> frozenset[str]:
-    """The endings of the words that blocks of elements share."""
-    return _endings(tuple(FORMATS.values()))[1]
-
-
-def is_component(key: Any, state: Iterable[Any]) -> bool:
-    """Returns True if `key` is a further component of another state (or of the parameter) and not a state itself.
-
-    A key that is not text is a state's own.
-    """
-    if not isinstance(key, str):
-        return False
-    return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())
 
 
 def name_of(key: Any, state: Iterable[Any]) -> Any:
@@ -165,10 +139,3 @@ def _is_alike(x: object, p: torch.Tensor) -> bool:
         and x.dtype in (torch.float32, torch.bfloat16)
         and x.layout is torch.strided
     )
-
-
-def without_low_words(states: Sequence[Mapping[Any, Any]]) -> list[tuple[int, Any]]:
-    """The tensors in states that have none, but for numbers: which state, and the name."""
-    named = [(i, name, names_in(state).watched) for i, state in enumerate(states) for name in names_in(state).own]
-    found = [(i, name, states[i][name]) for i, name, watched in named if name not in watched]
-    return [(i, name) for i, name, x in found if isinstance(x, torch.Tensor) and x.dim()]

@@ -10,16 +10,17 @@ encoded (`store.kept_format`). Codes that were moved or copied are as they were.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.eft import round_to, widen
 from collage_neuron.numerics.formats import MASTER, Format, format_named
 from collage_neuron.states import word_encoding
-from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import local, version
+from collage_neuron.states.bookkeeping import Split, bookkeeping
+from collage_neuron.states.sharding import local, some_bits, version
 from collage_neuron.states.state_keys import names_in
 from collage_neuron.states.store import Record, kept_format, record_of
 
@@ -100,10 +101,52 @@ def _check_unwritten(p: torch.Tensor, name: str, now: torch.Tensor, noted: Noted
     if now.dtype == before.dtype and (version(before) != its_version or not torch.equal(on_host(now), on_host(before))):
         raise ValueError(
             f"the state {name!r} of a parameter of shape {list(p.shape)} was written between steps, and it holds codes "
-            f"({record.get(name, 'of blocks')}, {now.dtype}), not values. Nothing was updated: assign a floating-point "
-            f"tensor of values, optimizer.state[p][{name!r}] = torch.zeros_like(p, dtype=torch.float32), which the "
-            "next step encodes, or use optimizer.state_dict() and load_state_dict(), which hold values"
+            f"({record.get(name, 'of blocks')}, {now.dtype}), not values. Nothing was updated: {_INSTEAD.format(name)}"
         )
+
+
+_INSTEAD = (
+    "assign a floating-point tensor of values, optimizer.state[p][{!r}] = torch.zeros_like(p, dtype=torch.float32), "
+    "which the next step encodes, or use optimizer.state_dict() and load_state_dict(), which hold values"
+)
+
+
+class Coded(NamedTuple):
+    """A state in codes after a step, with some of its bits."""
+
+    param: torch.Tensor
+    name: str
+    codes: torch.Tensor
+    version: int
+    bits: bytes
+
+
+def some_codes(split: Split, states: Sequence[Mapping[str, Any]]) -> list[Coded]:
+    """Up to four of the states in codes; none on devices."""
+    some = [(split.owners[i], name, states[i][name]) for i, name in split.coded[:: 1 + len(split.coded) // 4]]
+    return [Coded(*each, version(each[2]), some_bits(each[2])) for each in some]
+
+
+UNCOUNTED = "codes were written"
+"""In `Bookkeeping.told` once it was said."""
+
+
+def warn_of_uncounted(optimizer: Optimizer, sample: Sequence[Coded]) -> None:
+    """Warns, once, if codes were written, and torch has not counted that: `x.data.zero_()`, `x.data = y`.
+
+    What a collective of torch.distributed brings is right, if it brings all words, and not counted either.
+    """
+    told = bookkeeping(optimizer).told
+    for p, name, codes, then, bits in sample if UNCOUNTED not in told else ():
+        is_there = dict.get(optimizer.state, p, {}).get(name) is codes and version(codes) == then
+        if is_there and (now := some_bits(codes)) != bits and len(now) == len(bits):
+            told.add(UNCOUNTED)
+            warn_user(
+                f"the state {name!r} of a parameter of shape {list(p.shape)} was written between steps, in a way that "
+                f"torch does not count, and it holds codes ({codes.dtype}), which are read as such. If another process "
+                f"has sent them, with the other words of the state, all is well; if values were written, it is not: "
+                f"{_INSTEAD.format(name)}"
+            )
 
 
 FAR = 100.0

@@ -4,8 +4,7 @@ Most steps find what the last one found: the same parameters, with states of the
 Everything of that kind which a check or a launch depends on is part of `Structure.key`, which is read anew in every
 step; if it equals that of the last step, results that depend on nothing else are still right and are kept with it
 (`Structure.once`). No state is kept alive: code may free and exchange states as before, and an id of a state tells it
-only beside its address, or where low words hold it (`Seen.places`). Parameters are known by their ids, and the
-structure holds them, so that no id is used again.
+only beside its address. Parameters are known by their ids, and the structure holds them, so that no id is used again.
 
 What is *not* part of the key is looked at by each step: gradients, versions and addresses, and the numbers in states.
 """
@@ -23,10 +22,11 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import FORMATS
+from collage_neuron import torch_privates
+from collage_neuron.numerics.formats import FORMATS, is_component
 from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import Guard, are_sharded_alike, locals_of
-from collage_neuron.states.shared_memory import PRESENTED, RECORDED, UNHELD
+from collage_neuron.states.shared_memory import PRESENTED
 
 T = TypeVar("T")
 
@@ -43,6 +43,8 @@ class Structure:
     """The parameters that have these states: those of the groups, the owners, and those whose formats are recorded."""
     are_tensors: tuple[bool, ...]
     """For each value in the states, one after the other, True if it is a tensor."""
+    are_own: tuple[bool, ...]
+    """The same if it is one of the optimizer's own, of some dimensions: no further word, and no count."""
     guard: Callable[..., bool]
     """Says of parameters and of the tensors in states whether they are of the same types, dtypes, shapes, ..."""
     known: dict[Any, Any] = field(default_factory=dict)
@@ -136,24 +138,25 @@ class Seen:
 
     def _is_on_host(self) -> bool:
         """Returns True if all is on the CPU: to ask torch_xla for an address may end the process."""
-        values = chain.from_iterable(map(dict.values, self.states))
-        return all(x.is_cpu for x in (*self.params, *compress(values, self.structure.are_tensors)))
+        return all(x.is_cpu for x in self._own())
 
-    def places(self, kind: str) -> tuple[list[int], list[int]]:
-        """What says that all lies where it lay: ids of states, and addresses."""
-        if kind is RECORDED:  # low words hold their states; all addresses would take a tenth of a step
-            others = self.structure.known.get(UNHELD, ())
-            return self.ids, self.addresses([*self.params, *(self.states[i][name] for i, name in others)])
+    def places(self) -> tuple[list[int], list[int]]:
+        """What says that all lies where it lay: ids of what is in states, and addresses, but of further words."""
+        return self.ids, self.addresses(self._own())
+
+    def _own(self) -> list[torch.Tensor]:
         values = chain.from_iterable(map(dict.values, self.states))
-        return self.ids, self.addresses([*self.params, *compress(values, self.structure.are_tensors)])
+        return [*self.params, *compress(values, self.structure.are_own)]
 
     def lies_apart(self, kind: str, grads: Gradients) -> bool:
         """Returns True if a step of a `kind` has found what lies here apart from one another (`shared_memory`)."""
         known = self.structure.known.get(kind, {}).get(grads[0])
-        if known is None or grads[1] is None or known.places != self.places(kind):
+        if known is None or grads[1] is None or known.places[0] != self.ids:
             return False
-        found: bool = known.of_grads.issuperset(self.addresses(grads[1]))
-        return found
+        addresses: list[int] = known.places[1]
+        if any(addresses) and not torch_privates.are_at([*locals_of(self._own())], addresses, [*range(len(addresses))]):
+            return False
+        return bool(known.of_grads.issuperset(self.addresses(grads[1])))
 
     @cached_property
     def _by_id(self) -> dict[int, dict[str, Any]]:
@@ -212,7 +215,9 @@ def look(optimizer: Optimizer) -> Seen | None:
         if guard is None:
             book.structure = None
             return None
-        book.structure = Structure(key, held, are_tensors, guard)
+        named = chain.from_iterable(((k, x, state) for k, x in state.items()) for state in states)
+        are_own = tuple(torch.is_tensor(x) and x.dim() > 0 and not is_component(k, state) for k, x, state in named)
+        book.structure = Structure(key, held, are_tensors, are_own, guard)
     return Seen(optimizer, params, owners, states, book.structure, [*map(id, tensors)])
 
 

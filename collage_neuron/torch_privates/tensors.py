@@ -120,6 +120,9 @@ def are_held_once(tensors: Iterable[torch.Tensor]) -> bool:
     return all(n <= 2 for n in counts)  # the tensor, and the object in `storages`
 
 
+are_at: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
+"""Says of tensors, addresses and numbers of these whether they lie there: `data_ptr` of each takes twice as long."""
+
 users: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in torch's stubs
 """How often something in C++ refers to what is inside a tensor; the object of Python's counts once."""
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from collage_neuron import torch_privates
+from collage_neuron.numerics.formats import is_component
 from collage_neuron.passes.analysis.state_roles import pattern, roles_of
 from collage_neuron.passes.functionalize.captured_graph import captured_of
 from collage_neuron.passes.functionalize.recorded_ops import Recorder, Ref
 from collage_neuron.passes.ir.update import Captured, Recording
 from collage_neuron.states import step_inventory
 from collage_neuron.states.sharding import is_sharded
-from collage_neuron.states.state_keys import is_component
 from collage_neuron.trace import adopted_tensors
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.materialize import Cones

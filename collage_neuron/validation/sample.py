@@ -19,14 +19,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import FORMATS_KEPT, Format, format_named
+from collage_neuron.numerics.formats import (
+    FORMATS_KEPT,
+    Format,
+    format_named,
+    is_component,
+)
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import SKIPPED
 from collage_neuron.states import visible_states, word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner_optimizers import own_class
 from collage_neuron.states.sharding import ORDINARY, is_sharded, local, set_gradient
-from collage_neuron.states.state_keys import is_component, is_shared_word, names_in
+from collage_neuron.states.state_keys import is_shared_word, names_in
 from collage_neuron.states.store import ensure_stored, kept_format, record_of
 from collage_neuron.states.visible_states import ParamShaped, Shaped, visible
 

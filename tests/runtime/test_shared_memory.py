@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from traced_updates import error
 
 import collage_neuron
+from collage_neuron.numerics.formats import is_component
 
 
 class AsWritten(Ball):
@@ -48,8 +49,11 @@ def _in_state(value: Callable[[Any, Any], Any]) -> Change:
     return lambda o, pair, state, name: state.update({name: value(*pair)})
 
 
-def _of_other(o: Any, pair: Any, state: dict[str, Any], name: str, view: bool) -> None:
-    o.state[pair[1]][name] = state[name].detach() if view else state[name]
+def _of_other(o: Any, pair: Any, state: dict[str, Any], name: str, view: bool | None) -> None:
+    if view is None:
+        o.state[pair[1]][name].data = state[name].data
+    else:
+        o.state[pair[1]][name] = state[name].detach() if view else state[name]
 
 
 def _with_its_id(o: Any, pair: Any, state: dict[str, Any], name: str) -> None:
@@ -73,6 +77,7 @@ WRITTEN: dict[str, Change] = {
     "two parameters have one state": lambda o, pair, state, name: o.state.__setitem__(pair[1], state),
     "two states are one memory": partial(_of_other, view=True),
     "two states are one memory, by another object": _with_its_id,
+    "two states are one memory, by their data": partial(_of_other, view=None),
     "two parameters are one memory of two storages": lambda o, pair, state, name: setattr(
         pair[0], "data", torch.utils.dlpack.from_dlpack(pair[1].detach())
     ),
@@ -108,7 +113,8 @@ def played(name: str, change: Change, strategy: str | None, is_rejected: bool) -
         for p in params:
             p.grad = torch.randn(4, 3, generator=draws).bfloat16().to(p.dtype)
         state = optimizer.state[params[0]]
-        changing = partial(change, optimizer, params[:2], state, next((k for k, x in state.items() if x.dim()), ""))
+        own = (k for k, x in state.items() if x.dim() and not is_component(k, state))
+        changing = partial(change, optimizer, params[:2], state, next(own, ""))
         if t == 5 and not is_rejected:
             changing()
         if t == 5 and is_rejected and strategy is not None:
@@ -120,6 +126,7 @@ def played(name: str, change: Change, strategy: str | None, is_rejected: bool) -
 
 def check_rejected(changing: Callable[[], object], params: list[Any], optimizer: Any) -> None:
     own = [(p, p.data, p.grad, dict(optimizer.state[p])) for p in params]
+    data = [(x, x.data) for p in params for x in optimizer.state[p].values()]
     changing()
     tensors = [x for p in params for x in (p, p.grad, *optimizer.state[p].values())]
     before = [x.detach().clone() for x in tensors]
@@ -127,8 +134,10 @@ def check_rejected(changing: Callable[[], object], params: list[Any], optimizer:
         with pytest.raises(ValueError, match=r"share memory.*nothing was updated"):
             optimizer.step()
     assert all(map(torch.equal, tensors, before))
-    for p, data, grad, state in own:
-        p.data, p.grad, optimizer.state[p] = data, grad, state
+    for x, before in data:
+        x.data = before
+    for p, values, grad, state in own:
+        p.data, p.grad, optimizer.state[p] = values, grad, state
 
 
 RECORDED = sorted(MAKES.keys() - {"Ball", "AsWritten"})

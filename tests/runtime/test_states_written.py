@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -277,17 +278,25 @@ def test_other_writes_are_rejected_wherever_codes_would_be_read(strategy: str, w
     assert not torch.equal(exact_value(optimizer, p), before)
 
 
+@pytest.mark.parametrize("by_address", [False, True])
 @pytest.mark.parametrize("strategy", ["split422", "split311"])
-def test_codes_written_through_data_are_taken_as_they_are(strategy: str) -> None:
-    """Documented as not noticed: no version counter moves. What is read is what the written codes stand for."""
+def test_codes_written_through_data_are_read_as_codes_with_a_warning(strategy: str, by_address: bool) -> None:
+    """No version counter moves, as where another process has sent them; what they stand for is read."""
     p, optimizer = stepped(strategy)
-    before = value(optimizer, "exp_avg").clone()
-    optimizer.state[p]["exp_avg"].data.neg_()
+    before, codes = value(optimizer, "exp_avg").clone(), optimizer.state[p]["exp_avg"]
+    if by_address:
+        codes.data = codes.neg()
+    else:
+        codes.data.neg_()
     assert torch.equal(value(optimizer, "exp_avg"), -before)
     weights = exact_value(optimizer, p)
     p.grad = torch.zeros_like(p)
-    optimizer.step()
+    with pytest.warns(UserWarning, match=r"'exp_avg' .* holds codes .*: assign a floating-point tensor"):
+        optimizer.step()
     assert bool((exact_value(optimizer, p) > weights).all())  # against the direction of all steps before
+    codes.data.neg_()
+    with warnings.catch_warnings(action="error"):
+        optimizer.step()  # it is said once
 
 
 def test_integers_that_are_no_codes_are_rejected() -> None:

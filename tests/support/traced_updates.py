@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
-from collage_neuron.states.state_keys import is_component
+from collage_neuron.numerics.formats import is_component
 
 Update = Callable[[Any, Any, Any, dict[str, Any], float, int], object]
 
