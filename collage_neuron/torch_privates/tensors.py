@@ -120,7 +120,11 @@ def are_held_once(tensors: Iterable[torch.Tensor]) -> bool:
     return all(n <= 2 for n in counts)  # the tensor, and the object in `storages`
 
 
-are_at: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
+def _lie_at(tensors: Sequence[torch.Tensor], addresses: list[int], _: list[int]) -> bool:
+    return [*map(torch.Tensor.data_ptr, tensors)] == addresses
+
+
+are_at: Callable[..., bool] = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _lie_at)  # not in torch 2.13
 """Says of tensors, addresses and numbers of these whether they lie there: `data_ptr` of each takes twice as long."""
 
 users: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in torch's stubs
