@@ -16,11 +16,7 @@ from collage_neuron.eager import rejections
 from collage_neuron.eager.commit import formats_as_written
 from collage_neuron.eager.step import check_sound
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate, naming, warn_user
-from collage_neuron.numerics.formats import (
-    FORMATS,
-    Format,
-    is_component,
-)
+from collage_neuron.numerics.formats import FORMATS, Format, is_component
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step_report, group_settings
 from collage_neuron.optimizer.compiled import Compiled, become_compiled, change_settings, compiled_class

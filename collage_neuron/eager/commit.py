@@ -14,11 +14,7 @@ from collage_neuron.eager.memory import is_alone, pool, without_graph
 from collage_neuron.eager.moment_detection import averages, counts
 from collage_neuron.eager.presented_layout import Outline
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import (
-    FORMATS,
-    Format,
-    is_component,
-)
+from collage_neuron.numerics.formats import FORMATS, Format, is_component
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import DRAWN, Settings

@@ -9,12 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import RoundedWeights, warn_user
-from collage_neuron.numerics.formats import (
-    FORMATS,
-    Format,
-    is_component,
-    suffixes,
-)
+from collage_neuron.numerics.formats import FORMATS, Format, is_component, suffixes
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import external_writes, format_record, visible_states
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of

@@ -18,10 +18,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.eager import rejections
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import (
-    Format,
-    is_component,
-)
+from collage_neuron.numerics.formats import Format, is_component
 from collage_neuron.numerics.strategies import formats_of_shape, param_format
 from collage_neuron.optimizer.load_checks import (
     Saved,

@@ -20,14 +20,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import (
-    FORMATS,
-    FORMATS_KEPT,
-    Format,
-    is_component,
-    require_known,
-    suffixes,
-)
+from collage_neuron.numerics.formats import FORMATS, FORMATS_KEPT, Format, is_component, require_known, suffixes
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import beside, like, local, rewrite_data

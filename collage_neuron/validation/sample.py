@@ -19,12 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import (
-    FORMATS_KEPT,
-    Format,
-    format_named,
-    is_component,
-)
+from collage_neuron.numerics.formats import FORMATS_KEPT, Format, format_named, is_component
 from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import SKIPPED
 from collage_neuron.states import visible_states, word_encoding
