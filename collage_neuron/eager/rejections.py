@@ -147,7 +147,7 @@ def graphs_left_out(base: type[Optimizer], optimizer: Optimizer) -> Iterator[Non
 def check_apart(optimizer: Optimizer) -> None:
     """Raises ValueError for memory that two values, or one and a gradient, share: as fp32 each has its own."""
     seen = step_inventory.of(optimizer)
-    if seen is not None and seen.lies_apart(shared_memory.PRESENTED, seen.gradients()):
+    if seen is not None and shared_memory.lies_apart(seen, shared_memory.PRESENTED, seen.gradients()):
         return
     params = [p for p in params_of(optimizer) if not is_left_alone(p)]
     grads = [g for g in map(_grad, params) if g is not None]

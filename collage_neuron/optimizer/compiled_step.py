@@ -195,7 +195,7 @@ def _note_interruption(optimizer: Optimizer, error: BaseException, written: Writ
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     grads = ((), None) if ours.seen is None else ours.seen.gradients()
-    if ours.seen is None or not ours.seen.lies_apart(shared_memory.RECORDED, grads):
+    if ours.seen is None or not shared_memory.lies_apart(ours.seen, shared_memory.RECORDED, grads):
         _check_apart(optimizer)
     again = None if due or ours.compares else step_plan.again(ours, optimizer.param_groups, grads)
     jobs = _planned(base, optimizer, due) if again is None else again.jobs

@@ -79,22 +79,35 @@ def restore(optimizer: Optimizer, are_to_stay: bool = False) -> list[torch.Tenso
 
 
 def _take_over(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """What another optimizer noted of these, if their states have the very words that it noted, counts from now on."""
-    noted = noted_words()
+    """What another optimizer noted of these, if their states have the very words that it noted, counts from now on.
+
+    So does what was noted of another parameter whose words and whose memory a parameter has now.
+    """
+    noted, taken = noted_words(), list[tuple[torch.Tensor, LowWords, Record]]()
     for p in params:
         words = words_of(optimizer.state[p]).values()
         left, of_left = getattr(p, LEFT, (None, {}))
-        found = [(x, low) for x, q, low in (noted[id(word)] for word in words if id(word) in noted) if q is p]
-        if found and found[0][0] is not optimizer:
-            note_as(optimizer, p, found[0][1], record_of(found[0][0], p))
+        found = [noted[id(word)] for word in words if id(word) in noted]
+        x, q, low = found[0] if found else (optimizer, p, low_words_of(optimizer, p))
+        if x is not optimizer and q is p:
+            taken.append((p, low, record_of(x, p)))
         elif left is not None and any(word is w for word in words for w in left.words.values()):
-            note_as(optimizer, p, left, of_left)
-        elif any(id(word) in noted for word in words):  # the state is another parameter's, and the weights are not
-            state, low = optimizer.state[p], bookkeeping(optimizer).marks.params[p]
+            taken.append((p, left, of_left))
+        elif q is not p and _has_memory_of(p, low):
+            taken.append((p, low._replace(mark=mark_of(p)), record_of(x, q)))
+        elif q is not p:  # the state is another parameter's, and the weights are not
+            state, own = optimizer.state[p], bookkeeping(optimizer).marks.params[p]
             for key in words_of(state):
                 del state[key]
-            state.update(low.words)
+            state.update(own.words)
             step_inventory.changed(optimizer)
+    for p, low, record in [(p, low, dict(record)) for p, low, record in taken]:
+        note_as(optimizer, p, low, record)
+
+
+def _has_memory_of(p: torch.Tensor, low: LowWords) -> bool:
+    """Returns True if `p` has the memory of the parameter that low words were noted of: that is told by its address."""
+    return low.mark is not None and low.mark[1] != 0 and low.mark[1] == mark_of(p)[1]
 
 
 def note_as(optimizer: Optimizer, p: torch.Tensor, low: LowWords, record: Mapping[str, str]) -> None:

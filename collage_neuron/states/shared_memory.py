@@ -8,30 +8,35 @@ Later, each step looks whether what it may write has come to lie in the memory o
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, combinations
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate
+from operator import itemgetter, le
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.native.memory import each_lies_alone
 from collage_neuron.states.live_objects import objects_of
-from collage_neuron.states.sharding import ORDINARY, is_sharded, locals_of
+from collage_neuron.states.sharding import is_sharded, locals_of
 
 if TYPE_CHECKING:
-    from collage_neuron.states.step_inventory import Seen
+    from collage_neuron.states.step_inventory import Gradients, Seen
+
+T = TypeVar("T")
 
 RECORDED, PRESENTED = "apart for recorded steps", "apart for all others"
 """Kinds of steps, and tables of a structure: what they have found about memory, by which parameters have gradients."""
 
 
 class Window(NamedTuple):
-    """The range of a storage that a tensor covers, in bytes."""
+    """A range of memory: of addresses on the host, where two storages may overlap (NumPy), else of one storage."""
 
     storage: int
+    """Its identity; 0 on the host."""
     start: int
     end: int
 
@@ -40,16 +45,49 @@ class Window(NamedTuple):
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
 
+class Windows:
+    """Ranges in order, of which each knows how far it and those before it reach."""
+
+    def __init__(self, windows: Iterable[Window]) -> None:
+        found = sorted(windows)
+        self.starts = [(window.storage, window.start) for window in found]
+        self.reach = [*accumulate(((window.storage, window.end) for window in found), max)]
+
+    def are_apart(self) -> bool:
+        """Returns True if no two overlap."""
+        return all(map(le, self.reach, self.starts[1:]))
+
+    def meet(self, other: Window) -> bool:
+        """Returns True if one of them overlaps another one."""
+        before = bisect_left(self.starts, (other.storage, other.end))
+        return before > 0 and self.reach[before - 1] > (other.storage, other.start)
+
+
+def _meeting(windows: Iterable[tuple[Window | None, T]]) -> Iterator[tuple[T, T]]:
+    """All pairs of what has ranges that overlap."""
+    found = sorted(((w, x) for w, x in windows if w is not None), key=itemgetter(0))
+    for i, (window, x) in enumerate(found):
+        for k in range(i + 1, len(found)):
+            other, y = found[k]
+            if not other.meets(window):  # nor does any of those that begin later
+                break
+            yield x, y
+
+
 def share_elements(p: torch.Tensor, q: torch.Tensor) -> bool:
     """Returns True if two tensors whose windows meet have bytes in common: they may interleave (`x[:, ::2]`).
 
-    It marks the bytes of one in a mask that is as long as the storage, and looks there for those of the other.
+    It marks the bytes of one in a mask that is as long as both, and looks there for those of the other.
     """
     if p.is_contiguous() and q.is_contiguous():
         return True
-    mask = torch.zeros(p.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
-    _bytes_in(mask, p).fill_(True)
-    return bool(_bytes_in(mask, q).any())
+    of_p, of_q = _window(p), _window(q)
+    assert of_p is not None
+    assert of_q is not None
+    first, last = min(of_p.start, of_q.start), max(of_p.end, of_q.end)
+    mask = torch.zeros(last - first, dtype=torch.bool, device="cpu")
+    _bytes_in(mask, p, of_p.start - first).fill_(True)
+    return bool(_bytes_in(mask, q, of_q.start - first).any())
 
 
 def first_shared(
@@ -59,28 +97,43 @@ def first_shared(
 
     On XLA two tensors of one storage have, but for parameters, which come first: where in it they lie is hidden.
     """
-    by_storage: dict[int, list[tuple[Window, int, torch.Tensor]]] = defaultdict(list)
-    for i, x in enumerate(chain(tensors, others)):
-        if (window := _window(x) or _whole_on_xla(x)) is not None:
-            by_storage[window.storage].append((window, i, x))
-    for found in by_storage.values():
-        found.sort(key=lambda each: each[0].start)
-        for at, (window, i, x) in enumerate(found):
-            for other, j, y in found[at + 1 :]:
-                if not other.meets(window):  # nor does any of those that begin later
-                    break
-                first, second = min(i, j), max(i, j)
-                is_shared = second >= params if x.device.type == "xla" else share_elements(x, y)
-                if first < len(tensors) and is_shared:
-                    return first, second
+    both = [*tensors, *others]
+    for pair in _meeting((_window(x) or _whole_on_xla(x), i) for i, x in enumerate(both)):
+        first, second = sorted(pair)
+        x, y = both[first], both[second]
+        is_shared = second >= params if x.device.type == "xla" else share_elements(x, y)
+        if first < len(tensors) and is_shared:
+            return first, second
     return None
+
+
+class Places(NamedTuple):
+    """What says that all lies where it lay."""
+
+    ids: list[int]
+    """Those of the tensors in states."""
+    addresses: list[int]
+    """Those of `Seen.lying`."""
+    numbers: list[int]
+
+    @classmethod
+    def of(cls, seen: Seen) -> Places:
+        """The places now."""
+        addresses = [*map(torch.Tensor.data_ptr, seen.lying())]
+        return cls(seen.ids, addresses, [*range(len(addresses))])
+
+    def are_those_of(self, seen: Seen) -> bool:
+        """Returns True if all lies there now."""
+        return self.ids == seen.ids and torch_privates.are_at(
+            seen.lying(), self.addresses, [*range(len(self.addresses))]
+        )
 
 
 class Apart(NamedTuple):
     """Where steps of one kind have found that nothing which they may write has the memory of something else."""
 
-    places: tuple[list[int], list[int]]
-    memories: frozenset[int]
+    places: Places
+    memories: Windows
     of_grads: set[int]
     """The addresses of gradients that were in other memories: what has one of these still is."""
 
@@ -92,20 +145,19 @@ Named = Iterable[tuple[str, torch.Tensor]]
 def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grads: Sequence[torch.Tensor]) -> None:
     """Raises ValueError if memory of what a step of this `kind` writes is also that of something else, as none may be.
 
-    What was found holds as long as steps find the same tensors at the same addresses (`Seen.places`). Gradients, which
+    What was found holds as long as steps find the same tensors at the same addresses (`Places`). Gradients, which
     are others in each step, may share memory with one another: those that are written lie in one buffer in the step
     too. On XLA, which tells no addresses, other data (`x.data = y`) is not noticed.
     """
     have = None if seen is None else seen.gradients()[0]
     known: Apart | None = None if seen is None else seen.structure.table(kind).get(have)
-    places = ([], []) if seen is None else seen.places()
-    if known is None or known.places != places:
+    if known is None or seen is None or not known.places.are_those_of(seen):
         named = list(written())
-        memories = memories_of([x for _, x in named])
-        _raise_if(len(set(memories) - {0}) < len(memories) and names_of_shared(named))
-        known = Apart(places, frozenset(memories) - {0}, set())
-    if not known.of_grads.issuperset(addresses := [0] if seen is None else seen.addresses(grads)):
-        if known.memories.isdisjoint(memories_of(grads)):
+        memories = Windows(_memories([x for _, x in named]))
+        _raise_if(not memories.are_apart() and names_of_shared(named))
+        known = Apart(Places([], [], []) if seen is None else Places.of(seen), memories, set())
+    if not known.of_grads.issuperset(addresses := [0] if seen is None else _addresses(seen, grads)):
+        if not any(map(known.memories.meet, _memories(grads))):
             if len(known.of_grads) > 16 * len(grads):  # most loops have two or three addresses for each
                 known.of_grads.clear()
             known.of_grads.update(addresses)
@@ -114,6 +166,37 @@ def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grad
             _raise_if(names_of_shared(written(), grads))
     if seen is not None:
         seen.structure.keep(seen.structure.table(kind), have, known)
+
+
+def lies_apart(seen: Seen, kind: str, grads: Gradients) -> bool:
+    """Returns True if a step of a `kind` has found what lies here apart from one another."""
+    known = seen.structure.known.get(kind, {}).get(grads[0])
+    if known is None or grads[1] is None or not known.places.are_those_of(seen):
+        return False
+    return bool(known.of_grads.issuperset(_addresses(seen, grads[1])))
+
+
+def with_ours(seen: Seen) -> Seen:
+    """What a step has found, where states have got tensors of ours: of memory that they had before, or of new one."""
+    found, table = seen.with_others(), seen.structure.table(PRESENTED)
+    for have, known in table.items():
+        if known.places.ids == seen.ids:
+            table[have] = known._replace(places=known.places._replace(ids=found.ids))
+    return found
+
+
+def _addresses(seen: Seen, grads: Sequence[torch.Tensor]) -> list[int]:
+    """Where gradients begin in memory, or their parts; 0 where that is not known."""
+    if seen.structure.once("tell addresses", lambda: all(map(tells, seen.params))):
+        with suppress(RuntimeError):  # sparse gradients
+            return [*map(torch.Tensor.data_ptr, locals_of(grads))]
+    return [0] * len(grads)
+
+
+def tells(t: torch.Tensor) -> bool:
+    """Returns True if `t` tells where it lies: to ask torch_xla for an address may end the process."""
+    t = torch_privates.part(t)
+    return t.is_cpu and t.layout is torch.strided and not t.is_nested
 
 
 def _raise_if(why: str | bool) -> None:
@@ -133,43 +216,43 @@ def names_of_shared(named: Named, grads: Sequence[torch.Tensor] = ()) -> str:
     return " and ".join(names[i] if i < len(names) else "a gradient" for i in found) if found else ""
 
 
-def memories_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers of the memories in which tensors lie; 0 for one that has none of its own."""
-    try:
-        if ORDINARY.issuperset(map(type, tensors)):
-            return [*map(_number, map(torch.Tensor.untyped_storage, tensors))]
-    except (RuntimeError, NotImplementedError):
-        pass
-    return [*map(memory_of, tensors)]
-
-
 def memory_of(t: torch.Tensor) -> int:
     """A number of the memory in which `t` lies; 0 if it has none of its own."""
+    memory = _memory_of(t)
+    return 0 if memory is None else memory.start or memory.storage
+
+
+def _memory_of(t: torch.Tensor) -> Window | None:
+    """The memory in which `t` lies, whole; None if it has none of its own."""
     t = torch_privates.part(t)
-    if t.layout is not torch.strided or t.is_meta:
-        return 0
-    try:
-        return _number(t.untyped_storage())
-    except (RuntimeError, NotImplementedError):  # a wrapper, such as what torch_xla makes on the CPU
-        return 0
+    if t.layout is torch.strided and not t.is_meta:
+        with suppress(RuntimeError, NotImplementedError):  # a wrapper, such as what torch_xla makes on the CPU
+            return _whole(t.untyped_storage())
+    return None
+
+
+def _memories(tensors: Iterable[torch.Tensor]) -> list[Window]:
+    return [memory for memory in map(_memory_of, tensors) if memory is not None]
+
+
+def _whole(storage: torch.UntypedStorage) -> Window:
+    # Two storages may have one memory (`torch.from_dlpack`); on XLA there are no addresses.
+    address = storage.data_ptr() if storage.device.type == "cpu" else 0
+    return (
+        Window(0, address, address + storage.nbytes()) if address else Window(torch_privates.storage_id(storage), 0, 1)
+    )
 
 
 def _whole_on_xla(x: torch.Tensor) -> Window | None:
     """For a tensor on XLA the whole of its storage: where in it the elements are is hidden."""
     is_there = x.device.type == "xla" and x.numel() and not is_sharded(x)
-    return Window(_number(x.untyped_storage()), 0, 1) if is_there else None
+    return _whole(x.untyped_storage()) if is_there else None
 
 
-def _number(storage: torch.UntypedStorage) -> int:
-    # Two storages may have one memory (`torch.from_dlpack`); on XLA there are no addresses.
-    address = storage.data_ptr() if storage.device.type == "cpu" else 0
-    return address or torch_privates.storage_id(storage)
-
-
-def _bytes_in(mask: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """The part of a mask with an entry for each byte of a storage that `p` covers."""
+def _bytes_in(mask: torch.Tensor, p: torch.Tensor, at: int) -> torch.Tensor:
+    """The part of a mask, with an entry for each byte, that `p` covers, which begins `at` one of them."""
     size = p.element_size()
-    return mask.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), p.storage_offset() * size)
+    return mask.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), at)
 
 
 def is_given_back(t: torch.Tensor) -> bool:
@@ -191,22 +274,13 @@ def check_unshared(of_optimizer: Iterable[torch.Tensor], of_model: Iterable[torc
     """Raises ValueError for parameters that share memory with other tensors which would not see their updates."""
     owned = list(dict.fromkeys(of_optimizer))
     windows = {p: w for p in dict.fromkeys([*owned, *of_model]) if (w := _window(p)) is not None}
-    by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for p, window in windows.items():
-        by_storage[window.storage].append(p)
-    for params in by_storage.values():
-        for p, q in combinations(params, 2):
-            both = {id(p), id(q)} <= set(map(id, owned))
-            concerned = both or torch.float32 in (p.dtype, q.dtype)
-            if concerned and windows[p].meets(windows[q]) and share_elements(p, q):
-                raise _refusal(p, f"with another parameter, of shape {list(q.shape)}", "make them one parameter object")
-    parts = [
-        p
-        for p in windows
-        if p.dtype == torch.float32
-        and (p.untyped_storage().nbytes() > p.nbytes or len(by_storage[windows[p].storage]) > 1)
-    ]
-    _check_seen_by_others({p: windows[p] for p in parts}, {windows[p].storage for p in parts})
+    for p, q in _meeting((w, p) for p, w in windows.items()):
+        both = {id(p), id(q)} <= set(map(id, owned))
+        if (both or torch.float32 in (p.dtype, q.dtype)) and share_elements(p, q):
+            raise _refusal(p, f"with another parameter, of shape {list(q.shape)}", "make them one parameter object")
+    in_storages = Counter(map(memory_of, windows))
+    parts = [p for p in windows if p.untyped_storage().nbytes() > p.nbytes or in_storages[memory_of(p)] > 1]
+    _check_seen_by_others({p: windows[p] for p in parts if p.dtype == torch.float32})
 
 
 def _window(p: torch.Tensor) -> Window | None:
@@ -215,16 +289,18 @@ def _window(p: torch.Tensor) -> Window | None:
         return None
     with suppress(RuntimeError, NotImplementedError):  # subclasses that wrap others
         span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-        start = int(p.storage_offset()) * p.element_size()
-        return Window(_number(p.untyped_storage()), start, start + int(span) * p.element_size())
+        whole = _whole(p.untyped_storage())
+        start = whole.start + int(p.storage_offset()) * p.element_size()
+        return Window(whole.storage, start, start + int(span) * p.element_size())
     return None
 
 
-def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int]) -> None:
+def _check_seen_by_others(parts: dict[torch.Tensor, Window]) -> None:
     """Raises for a range that a live tensor covers too, unless that is a view of the range or covers all of it."""
     living = objects_of((torch.Tensor, torch.nn.Parameter)) if parts else ()  # but those of subclasses
+    all_parts = Windows(parts.values())
     for other in living:
-        if (window := _window(other)) is None or window.storage not in storages:
+        if (window := _window(other)) is None or not all_parts.meet(window):
             continue
         for p, own in parts.items():
             if other is p or own == window or not own.meets(window) or torch_privates.base_of(other) is p:

@@ -12,7 +12,6 @@ What is *not* part of the key is looked at by each step: gradients, versions and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress, repeat
@@ -22,11 +21,10 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import FORMATS, is_component
 from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping, params_of
 from collage_neuron.states.sharding import Guard, are_sharded_alike, locals_of
-from collage_neuron.states.shared_memory import PRESENTED
+from collage_neuron.states.shared_memory import tells
 
 T = TypeVar("T")
 
@@ -43,8 +41,8 @@ class Structure:
     """The parameters that have these states: those of the groups, the owners, and those whose formats are recorded."""
     are_tensors: tuple[bool, ...]
     """For each value in the states, one after the other, True if it is a tensor."""
-    are_own: tuple[bool, ...]
-    """The same if it is one of the optimizer's own, of some dimensions: no further word, and no count."""
+    lie_somewhere: tuple[bool, ...]
+    """For each parameter and each value in the states, True if it tells its address, and is no further word."""
     guard: Callable[..., bool]
     """Says of parameters and of the tensors in states whether they are of the same types, dtypes, shapes, ..."""
     known: dict[Any, Any] = field(default_factory=dict)
@@ -105,18 +103,10 @@ class Seen:
         """Returns True if parameters, by their ids, have the dictionaries that the step has found."""
         return all(states.get(id(p), own) is own for p, own in zip(self.owners, self.states, strict=True))
 
-    def with_others(self, are_ours: bool = False) -> Seen:
-        """The same where states have got other tensors, of the same types.
-
-        Those that `are_ours` have memory that the states had before, or new one.
-        """
+    def with_others(self) -> Seen:
+        """The same where states have got other tensors, of the same types."""
         values = chain.from_iterable(map(dict.values, self.states))
-        ids = [*map(id, compress(values, self.structure.are_tensors))]
-        table = self.structure.table(PRESENTED)
-        for have, known in table.items() if are_ours else ():
-            if known.places[0] == self.ids:
-                table[have] = known._replace(places=(ids, known.places[1]))
-        return replace(self, ids=ids)
+        return replace(self, ids=[*map(id, compress(values, self.structure.are_tensors))])
 
     def gradients(self) -> Gradients:
         """Which of the parameters have gradients, and the parts of these.
@@ -129,34 +119,10 @@ class Seen:
         parts = locals_of(there)
         return have, parts if parts is there or are_sharded_alike(there, [*compress(self.params, have)]) else None
 
-    def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Where parameters, states or gradients begin in memory, or their parts; 0 where that is not known."""
-        if self.structure.once("is on the host", self._is_on_host):
-            with suppress(RuntimeError):  # sparse gradients
-                return [*map(torch.Tensor.data_ptr, locals_of(tensors))]
-        return [0] * len(tensors)
-
-    def _is_on_host(self) -> bool:
-        """Returns True if all is on the CPU: to ask torch_xla for an address may end the process."""
-        return all(x.is_cpu for x in self._own())
-
-    def places(self) -> tuple[list[int], list[int]]:
-        """What says that all lies where it lay: ids of what is in states, and addresses, but of further words."""
-        return self.ids, self.addresses(self._own())
-
-    def _own(self) -> list[torch.Tensor]:
+    def lying(self) -> Sequence[torch.Tensor]:
+        """The parameters and states, or parts of these, of which each step looks where they lie."""
         values = chain.from_iterable(map(dict.values, self.states))
-        return [*self.params, *compress(values, self.structure.are_own)]
-
-    def lies_apart(self, kind: str, grads: Gradients) -> bool:
-        """Returns True if a step of a `kind` has found what lies here apart from one another (`shared_memory`)."""
-        known = self.structure.known.get(kind, {}).get(grads[0])
-        if known is None or grads[1] is None or known.places[0] != self.ids:
-            return False
-        addresses: list[int] = known.places[1]
-        if any(addresses) and not torch_privates.are_at([*locals_of(self._own())], addresses, [*range(len(addresses))]):
-            return False
-        return bool(known.of_grads.issuperset(self.addresses(grads[1])))
+        return locals_of([*compress(chain(self.params, values), self.structure.lie_somewhere)])
 
     @cached_property
     def _by_id(self) -> dict[int, dict[str, Any]]:
@@ -215,9 +181,9 @@ def look(optimizer: Optimizer) -> Seen | None:
         if guard is None:
             book.structure = None
             return None
-        named = chain.from_iterable(((k, x, state) for k, x in state.items()) for state in states)
-        are_own = tuple(torch.is_tensor(x) and x.dim() > 0 and not is_component(k, state) for k, x, state in named)
-        book.structure = Structure(key, held, are_tensors, are_own, guard)
+        own = chain.from_iterable(((not is_component(k, state), x) for k, x in state.items()) for state in states)
+        lie = tuple(is_own and torch.is_tensor(x) and tells(x) for is_own, x in chain(zip(repeat(True), params), own))
+        book.structure = Structure(key, held, are_tensors, lie, guard)
     return Seen(optimizer, params, owners, states, book.structure, [*map(id, tensors)])
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.process_agreement import LAUNCHES
 from collage_neuron.runtime.step_call import Measured
-from collage_neuron.states import step_inventory
+from collage_neuron.states import shared_memory, step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace import adopted_tensors, left_objects, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
@@ -191,7 +191,7 @@ class StepEnd:
         met, states = self._mode.adopted, self._optimizer.state
         left_objects.keep_met({i: states[params[i]] for (i, _), _ in met.states()}, kind, self._mode)
         if (kind.changed or met.others) and (seen := step_inventory.of(self._optimizer)) is not None:
-            bookkeeping(self._optimizer).seen = seen.with_others(are_ours=True)
+            bookkeeping(self._optimizer).seen = shared_memory.with_ours(seen)
         if kind.before.keys != kind.left.keys:
             now = self._began.presentation.states()
             left_objects.put_in_order({i: now[id(p)] for i, p in enumerate(params) if id(p) in now}, kind)

@@ -358,8 +358,13 @@ def exchanged(params: list[Any], optimizers: list[Any]) -> None:
     state[params[0]], state[params[1]] = state[params[1]], state[params[0]]
 
 
+def exchanged_with_memory(params: list[Any], optimizers: list[Any]) -> None:
+    exchanged(params, optimizers)
+    params[0].data, params[1].data = params[1].data, params[0].data
+
+
 @pytest.mark.parametrize("strategy", ["split433", "split423", "fp32"])
-@pytest.mark.parametrize("edits", [[moved], [moved, back], [exchanged]])
+@pytest.mark.parametrize("edits", [[moved], [moved, back], [exchanged], [exchanged_with_memory]])
 def test_a_parameter_keeps_its_value_whatever_becomes_of_lists_and_states(edits: list[Any], strategy: str) -> None:
     ends: list[list[torch.Tensor]] = []
     for is_compiled in (False, True):

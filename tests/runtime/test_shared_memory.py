@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from case_arena import Ball
@@ -70,6 +72,14 @@ def _in_one_buffer(o: Any, pair: Any, state: dict[str, Any], name: str, what: st
         setattr(p, what, part.view_as(p))
 
 
+def _in_two_storages(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Two arrays of NumPy, which are storages of torch's, over bytes that overlap."""
+    whole = np.zeros(2 * first.nbytes, np.uint8)
+    for x, start in ((first, 0), (second, first.nbytes // 2)):
+        own = torch.from_numpy(whole[start : start + x.nbytes]).view(x.dtype).view(x.shape)
+        x.data = own.copy_(x.detach())
+
+
 WRITTEN: dict[str, Change] = {
     "a state is its gradient, seen anew": _in_state(lambda p, q: p.grad.detach()),
     "a state is its parameter, seen anew": _in_state(lambda p, q: p.detach()),
@@ -80,6 +90,10 @@ WRITTEN: dict[str, Change] = {
     "two states are one memory, by their data": partial(_of_other, view=None),
     "two parameters are one memory of two storages": lambda o, pair, state, name: setattr(
         pair[0], "data", torch.utils.dlpack.from_dlpack(pair[1].detach())
+    ),
+    "two parameters overlap in two storages": lambda o, pair, state, name: _in_two_storages(*pair),
+    "two states overlap in two storages": lambda o, pair, state, name: _in_two_storages(
+        state[name], o.state[pair[1]][name]
     ),
     "two parameters are one memory": lambda o, pair, state, name: setattr(pair[0], "data", pair[1].data),
     "two parameters overlap": partial(_in_one_buffer, what="data"),
@@ -156,6 +170,35 @@ def test_as_in_torch_or_rejected(name: str, change: str, is_rejected: bool, stra
     play = partial(played, name, (WRITTEN | ONE_OBJECT | READ)[change], is_rejected=is_rejected)
     (found, _), (exact, start) = play(strategy), play(None)
     assert error(found, exact, start) < {"plus": 2**-6, "split433": 2**-8}[strategy]
+
+
+BESIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "meta": lambda x: x.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
+    "mkldnn": lambda x: x.to_mkldnn(),
+}
+"""Tensors without addresses, in the state of a third parameter."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("count", "AdamW"), ("()", "SGD"), ("()", "Ball"), *product(BESIDE, ("Ball", "AsWritten"))],
+)
+def test_other_data_is_noticed_whatever_a_tensor_is_or_lies_beside(what: str, name: str) -> None:
+    params = [Parameter(torch.ones(() if what == "()" else (4, 3))) for _ in range(3)]
+    optimizer = collage_neuron.compile(MAKES[name](params, lr=0.01), verbose=False)
+    for t in range(4):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        if t == 0 and what in BESIDE:
+            optimizer.state[params[2]]["other"] = BESIDE[what](torch.ones(4, 4))
+    first, second = (optimizer.state[p] for p in params[:2])
+    key = next(k for k in first if not is_component(k, first) and (what == "count") == (k == "step"))
+    first[key].data = second[key].data
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.step()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
