@@ -118,7 +118,9 @@ class Guard:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-        """That of `tensors`; None if one is neither an ordinary tensor nor a DTensor with one in it."""
+        """That of `tensors`; None if one is neither an ordinary tensor nor a DTensor with one in it, or is nested."""
+        if any(t.is_nested for t in tensors):
+            return None  # torch's guard would end the process
         if ORDINARY.issuperset(map(type, tensors)):
             return guard(tensors)  # without a call of Python's
         return cls(tensors) if ORDINARY.issuperset(map(type, locals_of(tensors))) else None

@@ -9,6 +9,7 @@ import torch
 
 import collage_neuron
 from collage_neuron import torch_privates
+from collage_neuron.states.sharding import Guard
 
 
 def run(count: int = 3, steps: int = 3, **kwargs: Any) -> tuple[list[torch.nn.Parameter], Any]:
@@ -79,3 +80,8 @@ def test_a_guard_notices_a_tensor_that_takes_the_place_of_another_one(twice: boo
     guard = torch_privates.guard(tensors)
     assert guard(*tensors)
     assert not guard(first, tensors[1], tensors[1], *tensors[3:])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_of_a_nested_tensor_there_is_no_guard_which_would_end_the_process() -> None:
+    assert Guard.of([torch.ones(2), torch.nested.nested_tensor([torch.ones(1)])]) is None
