@@ -81,28 +81,29 @@ def restore(optimizer: Optimizer, are_to_stay: bool = False) -> list[torch.Tenso
 def _take_over(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     """What another optimizer noted of these, if their states have the very words that it noted, counts from now on.
 
-    So does what was noted of another parameter whose words and whose memory a parameter has now.
+    So does what was noted of another parameter whose words and whose memory a parameter has now, in the same formats.
     """
-    noted, taken = noted_words(), list[tuple[torch.Tensor, LowWords, Record]]()
+    noted = noted_words()
     for p in params:
         words = words_of(optimizer.state[p]).values()
         left, of_left = getattr(p, LEFT, (None, {}))
         found = [noted[id(word)] for word in words if id(word) in noted]
         x, q, low = found[0] if found else (optimizer, p, low_words_of(optimizer, p))
         if x is not optimizer and q is p:
-            taken.append((p, low, record_of(x, p)))
+            note_as(optimizer, p, low, record_of(x, p))
         elif left is not None and any(word is w for word in words for w in left.words.values()):
-            taken.append((p, left, of_left))
-        elif q is not p and _has_memory_of(p, low):
-            taken.append((p, low._replace(mark=mark_of(p)), record_of(x, q)))
-        elif q is not p:  # the state is another parameter's, and the weights are not
-            state, own = optimizer.state[p], bookkeeping(optimizer).marks.params[p]
-            for key in words_of(state):
-                del state[key]
-            state.update(own.words)
+            note_as(optimizer, p, left, of_left)
+        elif q is not p:
+            state, known = optimizer.state[p], bookkeeping(optimizer).marks.params
             step_inventory.changed(optimizer)
-    for p, low, record in [(p, low, dict(record)) for p, low, record in taken]:
-        note_as(optimizer, p, low, record)
+            own = words_of(state)
+            if _has_memory_of(p, low) and record_of(x, q) == record_of(optimizer, p):
+                state.update({key: word.clone() for key, word in own.items()})  # the other one may get its own again
+                known[p] = low._replace(mark=mark_of(p)).with_words(words_of(state))
+            else:  # the state is another parameter's, and the weights are not
+                for key in own:
+                    del state[key]
+                state.update(known[p].words)
 
 
 def _has_memory_of(p: torch.Tensor, low: LowWords) -> bool:

@@ -101,6 +101,25 @@ class Cones:
         """Returns True if a tensor is given other data."""
         return any(call.func is set_data for call in self.calls)
 
+    def are_in_order(self) -> bool:
+        """Returns True if all may run on one memory: no call, and no value, needs what another one has overwritten.
+
+        What is large would be let go in between, and computed again from what the step begins with.
+        """
+        ran, read, wrote = set[int](), Counter[int](), Counter[int]()
+        for (place, before), runs, _ in self.known:
+            for i in (run.number for run in runs if run.number not in ran):
+                call = self.prepared[i]
+                needs = {*map(self.memory, call.needs), *call.written}
+                if any(wrote[m] > i for m in needs) or any(read[m] > i for m in call.written):
+                    return False
+                ran.add(i)
+                read.update({m: i + 1 - read[m] for m in needs if read[m] <= i})
+                wrote.update({m: i + 1 - wrote[m] for m in call.written})
+            if wrote[self.memory(place)] > before:
+                return False
+        return True
+
     def guess_again(self, k: int, wrong: Sequence[int]) -> None:
         """Numbers of a value were guessed wrongly: some are known when it is asked for, and others then."""
         self.schedule, self.guesses = None, self.guesses + 1
@@ -184,7 +203,9 @@ class Values:
         self._last: list[float] = []
         """The numbers of the last step."""
 
-    def ahead(self, calls: list[Call], of: tuple[int, int], numbers: Sequence[float]) -> torch.Tensor | None:
+    def ahead(
+        self, calls: list[Call], of: tuple[int, int], numbers: Sequence[float], is_number: bool = False
+    ) -> torch.Tensor | None:
         """A value that was computed ahead, if it is asked for as in the last step; most are, so this comes first."""
         ahead, cones, k = self._ahead, self._cones, self._asked
         if ahead is None or cones is None or cones.calls is not calls or k not in ahead.values:
@@ -192,21 +213,23 @@ class Values:
         if cones.known[k].of != of or not ahead.is_right(k, numbers):
             return None
         self._asked += 1
-        return ahead.values[k]
+        return ahead.value(k, is_number)
 
-    def value(self, cones: Cones, place: int, before: int, numbers: list[float], began: Beginning) -> torch.Tensor:
+    def value(
+        self, cones: Cones, of: tuple[int, int], numbers: list[float], began: Beginning, is_number: bool = False
+    ) -> torch.Tensor:
         """What is at a place after so many calls, for reading. The calls of before are the first ones of these.
 
         Raises:
             Uncompiled: too many calls would run once more.
         """
-        cones.grow(before)
-        k, cone = self._asked, self._cone(cones, (place, before), numbers, began)
+        cones.grow(of[1])
+        k, cone = self._asked, self._cone(cones, of, numbers, began)
         self._ran += len(cone.runs)
-        if self._ran > MOST * (before + 64):
+        if self._ran > MOST * (of[1] + 64):
             raise Uncompiled("values are read that depend on most of the step")
         if self._ahead is not None and k in self._ahead.values:
-            return self._ahead.values[k]
+            return self._ahead.value(k, is_number)
         return self._computed(cones, cone, numbers, began)
 
     def _computed(self, cones: Cones, cone: Cone, numbers: Sequence[float], began: Beginning) -> torch.Tensor:

@@ -10,7 +10,7 @@ another, all that was computed ahead is forgotten.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -54,6 +54,8 @@ class Beginning(NamedTuple):
     """Copies the values at places into tensors; None if they are not to be read ahead, False if one is missing."""
     like: Callable[[int], torch.Tensor | None]
     """What lies as the value at a place does; None if a call makes it."""
+    device: torch.device
+    """That of the parameters."""
 
 
 class Level(NamedTuple):
@@ -70,7 +72,7 @@ class Schedule:
 
     def __init__(self, cones: Cones, began: Beginning, first: int, last: Sequence[float]) -> None:
         """Numbers are known up to the position `first`, and those of the `last` step."""
-        self._cones = cones
+        self._cones, self._device = cones, began.device
         self.calls: dict[int, Prepared] = {}
         """Those that run, by their numbers."""
         self.done: dict[int, int] = {}
@@ -110,6 +112,8 @@ class Schedule:
 
     def _batch(self, calls: Sequence[Prepared]) -> Batch:
         needs = calls[0].needs
+        if self._device.type != "cpu":  # where calls are noted, and run together in any case
+            return Batch(calls, False, ())
         return Batch(calls, is_elementwise(calls[0], self._shapes), self._shapes[needs[0]] if needs else ())
 
     def _add_value(self, k: int, began: Beginning) -> None:
@@ -125,6 +129,8 @@ class Schedule:
 
     def _add_call(self, i: int, j: int, began: Beginning) -> bool:
         """Adds the call `j` of a value to the first level in which it can run; False if it runs when asked for."""
+        if i in self.calls:  # what is large would be let go, and computed again
+            return True
         call = self._cones.prepared[i]
         if call.meets and self._is_initial(call.call.first, began):
             self.calls[i] = call
@@ -151,16 +157,20 @@ class Schedule:
         if not all(place in self._shapes or self._is_initial(place, began) for place in call.needs):
             return False
         self._shapes.update(zip(call.returns, (x.shape for x in call.call.makes or ()), strict=True))
-        is_small = all(prod(self._shapes[place]) <= SMALL for place in (*call.needs, *call.returns))
-        return is_small and all(self._cones.wrong[at] < WRONG for at in _positions(call))
+        are_small = all(self._is_small(self._shapes[place]) for place in (*call.needs, *call.returns))
+        return are_small and all(self._cones.wrong[at] < WRONG for at in _positions(call))
 
     def _is_initial(self, place: int, began: Beginning) -> bool:
         """Returns True for what the step begins with, with a copy that is made ahead, if it is small."""
         like = began.like(place)
-        if like is None or not like.is_contiguous() or like.numel() > SMALL:
+        if like is None or not like.is_contiguous() or not self._is_small(like.shape):
             return False
         self._shapes[place] = self._initial[place] = tuple(like.shape)
         return True
+
+    def _is_small(self, shape: Sequence[int]) -> bool:
+        """Returns True for what may be computed ahead: on a device, where each wait costs more than a call, all."""
+        return self._device.type != "cpu" or prod(shape) <= SMALL
 
     def _level(self, number: int) -> Level:
         return self._levels.setdefault(number, Level({}, []))
@@ -176,7 +186,8 @@ class Schedule:
     def _found_stacks(self) -> Iterator[tuple[Places, tuple[int, ...]]]:
         """The tensors, with their shapes, in which what the step begins with lies: as the first calls have it."""
         left = dict(self._initial)
-        for batch in chain.from_iterable(batches for batches, *_ in self._batches):
+        together = self._batches if self._device.type == "cpu" else ()
+        for batch in chain.from_iterable(batches for batches, *_ in together):
             for places in (places for kind, places in batch.columns if kind is int):
                 if all(place in left for place in places) and len({*places}) == len(places):
                     yield places, left[places[0]]
@@ -190,9 +201,10 @@ class Schedule:
         if self._kept is not None:
             return self._kept
         shapes = {places: (len(places), *shape) for places, shape in self._shapes_of_stacks.items()}
-        stacks = {places: torch.empty(x, dtype=torch.float32, device="cpu") for places, x in shapes.items()}
+        stacks = {places: torch.empty(x, dtype=torch.float32, device=self._device) for places, x in shapes.items()}
         found = stacks, [*chain.from_iterable(stack.unbind() for stack in stacks.values())]
-        self._kept = found if sum(map(prod, shapes.values())) <= KEPT else None
+        is_kept = self._device.type == "cpu" and sum(map(prod, shapes.values())) <= KEPT
+        self._kept = found if is_kept else None
         return found
 
     def run(self, numbers: Sequence[float], last: Sequence[float], copy_into: Callable[..., bool]) -> Ahead | None:
@@ -211,7 +223,16 @@ class Schedule:
             if places:
                 values.update(zip(asked, there.at(places), strict=True))
                 values.update((k, values[k].clone()) for k in self._overwritten.intersection(asked))
-        return Ahead(self, guess, there, values)
+        return Ahead(self, guess, there, values, {} if self._device.type == "cpu" else _on_host(values))
+
+
+def _on_host(values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Those of one element, read from a device at once: waiting for each alone would run a program for each."""
+    numbers = {k: x for k, x in values.items() if x.numel() == 1 and x.dtype == torch.float32}
+    if not numbers:
+        return {}
+    read = torch.stack([x.reshape(()) for x in numbers.values()]).cpu()
+    return dict(zip(numbers, read.unbind(), strict=True))
 
 
 def look(cones: Cones, numbers: Sequence[float], last: Sequence[float], began: Beginning) -> Ahead | None:
@@ -223,7 +244,7 @@ def look(cones: Cones, numbers: Sequence[float], last: Sequence[float], began: B
     if most < 0 or len(last) < max(len(numbers), cones.prepared[most].numbers.stop):  # it has raised, or ended earlier
         return None
     if cones.schedule is None or len(cones.schedule.positions) < len(known):
-        if any(cone.is_anew for cone in known) or cones.sets_data:
+        if any(cone.is_anew for cone in known) or cones.sets_data or not cones.are_in_order():
             return None
         cones.schedule = Schedule(cones, began, len(numbers), last)
     # What earlier values needed and was not computed ahead would be missing.
@@ -241,6 +262,12 @@ class Ahead:
     guess: list[float]
     there: There
     values: dict[int, torch.Tensor]
+    on_host: dict[int, torch.Tensor]
+    """Numbers of a device that were read."""
+
+    def value(self, k: int, is_number: bool) -> torch.Tensor:
+        """One of the values; a number may be on the host."""
+        return self.on_host[k] if is_number and k in self.on_host else self.values[k]
 
     @cached_property
     def _guesses(self) -> list[tuple[float, ...]]:

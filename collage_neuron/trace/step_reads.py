@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collage_neuron.trace.structure_guard import CallSequence
     from collage_neuron.trace.tensor_places import TensorPlaces
 
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+
 
 class Sources(NamedTuple):
     """Where a step has the values from that it begins with."""
@@ -68,33 +70,35 @@ class StepReads:
             self._earlier.append(found)
         return found
 
-    def value(self, place: int, before: int | None = None) -> torch.Tensor:
-        """The value that a tensor has now, or had after so many calls, for reading.
+    def value(self, place: int, before: int | None = None, is_number: bool = False) -> torch.Tensor:
+        """The value that a tensor has now, or had after so many calls, for reading; a number may be on the host.
 
         Raises:
             Uncompiled: it cannot be computed alone.
         """
         before = self._course.at if before is None else before
-        found = self._values.ahead(self._course.whole, (place, before), self._course.numbers)
+        found = self._values.ahead(self._course.whole, (place, before), self._course.numbers, is_number)
         if found is not None:
             return found
         self._sources.decide()
-        began = Beginning(self._copied, self._copied_into if self._sources.copy_into else None, self._like)
+        device = self._places.tensors[0].device
+        began = Beginning(self._copied, self._copied_into if self._sources.copy_into else None, self._like, device)
         with torch_privates.unobserved():
-            return self._values.value(self._so_far, place, before, self._course.numbers, began)
+            return self._values.value(self._so_far, (place, before), self._course.numbers, began, is_number)
 
     def told(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         """What an operation tells of values."""
         with torch_privates.unobserved():
-            places = self._places.of_each(args)
-            return func(*(x if i is None else self.value(i) for i, x in zip(places, args, strict=True)), **kwargs)
+            places, is_number = self._places.of_each(args), func is _NUMBER
+            given = (x if i is None else self.value(i, None, is_number) for i, x in zip(places, args, strict=True))
+            return func(*given, **kwargs)
 
     def add_numbers(self, reads: Iterable[tuple[int, int]]) -> None:
         """Adds the values of tensors of one element to the numbers: their places, and after how many calls."""
         asked = list(reads)
         with torch_privates.unobserved(), self._sources.reading(asked) if asked else nullcontext():
             for place, before in asked:
-                self._course.numbers.append(float(self.value(place, before)))
+                self._course.numbers.append(float(self.value(place, before, is_number=True)))
 
     def _copied(self, place: int) -> torch.Tensor:
         self._places.check_inside([place])

@@ -363,8 +363,15 @@ def exchanged_with_memory(params: list[Any], optimizers: list[Any]) -> None:
     params[0].data, params[1].data = params[1].data, params[0].data
 
 
+def taken_over(params: list[Any], optimizers: list[Any]) -> None:
+    """The second one begins anew, with its old low words as far as they fit: none may be the first one's too."""
+    state = optimizers[0].state
+    params[0].data, state[params[0]] = params[1].data, state.pop(params[1])
+    params[1].data = torch.ones_like(params[1])
+
+
 @pytest.mark.parametrize("strategy", ["split433", "split423", "fp32"])
-@pytest.mark.parametrize("edits", [[moved], [moved, back], [exchanged], [exchanged_with_memory]])
+@pytest.mark.parametrize("edits", [[moved], [moved, back], [exchanged], [exchanged_with_memory], [taken_over]])
 def test_a_parameter_keeps_its_value_whatever_becomes_of_lists_and_states(edits: list[Any], strategy: str) -> None:
     ends: list[list[torch.Tensor]] = []
     for is_compiled in (False, True):
@@ -383,7 +390,8 @@ def test_a_parameter_keeps_its_value_whatever_becomes_of_lists_and_states(edits:
         own = {p: x for x in made for group in x.param_groups for p in group["params"]}
         ends.append([exact_value(own[p], p) if is_compiled else p.detach() for p in params])
     for plain, ours in zip(*ends, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=0.0, atol=2.0**-18)  # bf16 alone is off by 2 ** -9
+        bound = 2.0**-8 if taken_over in edits and strategy != "fp32" else 2.0**-18  # an old low word, or what there is
+        torch.testing.assert_close(ours, plain, rtol=0.0, atol=bound)
 
 
 @pytest.mark.parametrize("make", [AdamW, torch.optim.SGD])
