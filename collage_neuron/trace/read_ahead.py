@@ -73,6 +73,8 @@ class Schedule:
     def __init__(self, cones: Cones, began: Beginning, first: int, last: Sequence[float]) -> None:
         """Numbers are known up to the position `first`, and those of the `last` step."""
         self._cones, self._device = cones, began.device
+        self._is_lazy = began.device.type == "xla"
+        """True where calls are noted, and run together when a value is read."""
         self.calls: dict[int, Prepared] = {}
         """Those that run, by their numbers."""
         self.done: dict[int, int] = {}
@@ -112,7 +114,7 @@ class Schedule:
 
     def _batch(self, calls: Sequence[Prepared]) -> Batch:
         needs = calls[0].needs
-        if self._device.type != "cpu":  # where calls are noted, and run together in any case
+        if self._is_lazy:
             return Batch(calls, False, ())
         return Batch(calls, is_elementwise(calls[0], self._shapes), self._shapes[needs[0]] if needs else ())
 
@@ -169,8 +171,8 @@ class Schedule:
         return True
 
     def _is_small(self, shape: Sequence[int]) -> bool:
-        """Returns True for what may be computed ahead: on a device, where each wait costs more than a call, all."""
-        return self._device.type != "cpu" or prod(shape) <= SMALL
+        """Returns True for what may be computed ahead: on XLA, where a wait costs more than a call, everything."""
+        return self._is_lazy or prod(shape) <= SMALL
 
     def _level(self, number: int) -> Level:
         return self._levels.setdefault(number, Level({}, []))
@@ -186,7 +188,7 @@ class Schedule:
     def _found_stacks(self) -> Iterator[tuple[Places, tuple[int, ...]]]:
         """The tensors, with their shapes, in which what the step begins with lies: as the first calls have it."""
         left = dict(self._initial)
-        together = self._batches if self._device.type == "cpu" else ()
+        together = () if self._is_lazy else self._batches
         for batch in chain.from_iterable(batches for batches, *_ in together):
             for places in (places for kind, places in batch.columns if kind is int):
                 if all(place in left for place in places) and len({*places}) == len(places):
@@ -203,7 +205,7 @@ class Schedule:
         shapes = {places: (len(places), *shape) for places, shape in self._shapes_of_stacks.items()}
         stacks = {places: torch.empty(x, dtype=torch.float32, device=self._device) for places, x in shapes.items()}
         found = stacks, [*chain.from_iterable(stack.unbind() for stack in stacks.values())]
-        is_kept = self._device.type == "cpu" and sum(map(prod, shapes.values())) <= KEPT
+        is_kept = not self._is_lazy and sum(map(prod, shapes.values())) <= KEPT
         self._kept = found if is_kept else None
         return found
 
@@ -223,7 +225,7 @@ class Schedule:
             if places:
                 values.update(zip(asked, there.at(places), strict=True))
                 values.update((k, values[k].clone()) for k in self._overwritten.intersection(asked))
-        return Ahead(self, guess, there, values, {} if self._device.type == "cpu" else _on_host(values))
+        return Ahead(self, guess, there, values, _on_host(values) if self._is_lazy else {})
 
 
 def _on_host(values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -154,7 +154,9 @@ class TracedStep:
         are_same = presentation.is_as_before and presentation.gradients.are_as_before
         known = presentation.inside if are_same else ()
         on_host = all(map(_is_cpu, params))
-        may_read_ahead = self.of_part is None and not presentation.has_shards
+        # Elsewhere operations run at once, and what is large would be there for all parameters together.
+        may_read_ahead = on_host or all(p.device.type == "xla" for p in params)
+        may_read_ahead = may_read_ahead and self.of_part is None and not presentation.has_shards
         sources = Sources(
             self._copy_of,
             self._copy_into if may_read_ahead else None,
