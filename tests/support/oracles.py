@@ -149,7 +149,7 @@ def slots_of(setting: Setting, steps: range) -> list[list[float]]:
     """The numbers that AdamW's update uses in each of `steps` (counted from 1).
 
     Its own code runs once; with other counts, what it has computed is computed again
-    (tests/trace/test_scalar_program.py).
+    (tests/trace/test_number_tape.py).
     """
     p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     p.grad = torch.zeros_like(p)
