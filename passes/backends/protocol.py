@@ -153,9 +153,6 @@ class Backend(ABC):
     domains: str = ""
     """If its results differ where numbers are very small or large: where, and what to do, as a sentence."""
 
-    passes_once: bool = False
-    """True if it runs an update in one pass over memory, at once: other work on words is then best left to it too."""
-
     @abstractmethod
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure] | None:
         """Runs a step, all launches on one kind of device, and writes the new components in place.

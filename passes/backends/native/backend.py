@@ -80,7 +80,6 @@ class Native(Backend):
     sees_as = True
     layouts = REFERENCE.layouts
     counts_first = True
-    passes_once = True
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
