@@ -230,11 +230,11 @@ class Schedule:
 
 def _on_host(values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Those of one element, read from a device at once: waiting for each alone would run a program for each."""
-    numbers = {k: x for k, x in values.items() if x.numel() == 1 and x.dtype == torch.float32}
+    numbers = {k: x for k, x in values.items() if x.numel() == 1 and x.dtype in (torch.float32, torch.bool)}
     if not numbers:
         return {}
-    read = torch.stack([x.reshape(()) for x in numbers.values()]).cpu()
-    return dict(zip(numbers, read.unbind(), strict=True))
+    read = torch.stack([x.reshape(()).to(torch.float32) for x in numbers.values()]).cpu()
+    return {k: each.to(x.dtype) for (k, x), each in zip(numbers.items(), read.unbind(), strict=True)}
 
 
 def look(cones: Cones, numbers: Sequence[float], last: Sequence[float], began: Beginning) -> Ahead | None:

@@ -134,7 +134,16 @@ def of_the_second_as_it_was(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -
     p.sub_(g, alpha=lr / (1 + read(second.norm())))
 
 
+def that_asks_first(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """What it reads is true or false."""
+    size = g.norm()
+    m = s.setdefault("m", torch.zeros_like(p)).lerp_(g / size if size > 5 else g, 0.1)
+    READ.append(bool(torch.isfinite(m).all()))
+    p.sub_(m, alpha=lr if READ[-1] else 0.0)
+
+
 UPDATES = (
+    that_asks_first,
     and_ends_earlier,
     of_the_second_as_it_was,
     in_inference_mode_at_times,

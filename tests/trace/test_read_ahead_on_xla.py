@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from reading_updates import READ, UPDATES, of_rows
+from reading_updates import READ, UPDATES, of_rows, that_asks_first
 from torch.nn import Parameter
 from traced_updates import Stepping, stepped_beside
 from xla_runs import compiled, met, run, torch_xla
@@ -43,13 +43,18 @@ def counts() -> list[int]:
     return [int((met.metric_data(name) or [0])[0]) for name in (EXECUTIONS, READS)]
 
 
-def test_a_step_waits_for_its_numbers_once_or_twice(xla: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(torch.optim.Adafactor, (3, 2)), (lambda params: Stepping(params, update=that_asks_first), (2, 1))],
+    ids=["Adafactor", "that_asks_first"],
+)
+def test_a_step_waits_for_its_numbers_once_or_twice(make: Any, expected: tuple[int, int], xla: torch.device) -> None:
     """Adafactor reads two numbers of each of twelve tensors, the second of what the first one scales."""
-    optimizer = compiled(torch.optim.Adafactor, ((32, 32),) * 12, xla, strategy="plus", backend="xla")
+    optimizer = compiled(make, ((32, 32),) * 12, xla, strategy="plus", backend="xla")
     run(optimizer, 6)
     torch_xla.sync(wait=True)
     before = counts()
     optimizer.step()
     torch_xla.sync(wait=True)
     executions, reads = (now - then for now, then in zip(counts(), before, strict=True))
-    assert (executions, reads) == (3, 2)  # of which one takes the updates
+    assert (executions, reads) == expected  # of which one execution takes the updates
