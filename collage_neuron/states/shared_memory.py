@@ -115,6 +115,7 @@ class Places(NamedTuple):
     addresses: list[int]
     """Those of `Seen.lying`."""
     numbers: list[int]
+    """0, 1, 2, ..., as torch asks for them."""
 
     @classmethod
     def of(cls, seen: Seen) -> Places:
@@ -124,9 +125,7 @@ class Places(NamedTuple):
 
     def are_those_of(self, seen: Seen) -> bool:
         """Returns True if all lies there now."""
-        return self.ids == seen.ids and torch_privates.are_at(
-            seen.lying(), self.addresses, [*range(len(self.addresses))]
-        )
+        return self.ids == seen.ids and torch_privates.are_at(seen.lying(), self.addresses, self.numbers)
 
 
 class Apart(NamedTuple):
