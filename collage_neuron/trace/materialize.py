@@ -101,6 +101,11 @@ class Cones:
         """Returns True if a tensor is given other data."""
         return any(call.func is set_data for call in self.calls)
 
+    def needs(self) -> int:
+        """How many numbers a step has given when it has made all calls that run for its values."""
+        last = max((run.number for cone in self.known for run in cone.runs), default=-1)
+        return 0 if last < 0 else self.prepared[last].numbers.stop
+
     def are_in_order(self) -> bool:
         """Returns True if all may run on one memory: no call, and no value, needs what another one has overwritten.
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 SMALL = 4096
 """Of up to so many elements what was computed stays, and may be computed ahead."""
 
-KEPT = 1 << 19
-"""Up to so many elements of what a step begins with have memory between steps, too: 2 MiB."""
+KEPT = 1 << 20
+"""Up to so many elements of what a step begins with have memory between steps, too: 4 MiB."""
 
 FEWEST = 4
 """Values for which it pays."""
@@ -109,6 +109,11 @@ class Schedule:
         """For each value, what gives those numbers, the first one twice: always a tuple."""
         self._shapes_of_stacks = dict(self._found_stacks())
         self._kept: tuple[Stacks, list[torch.Tensor]] | None = None
+        self.needs = cones.needs()
+        """How many numbers it goes by."""
+        earlier = (run.number for cone in cones.known[: cones.begins] for run in cone.runs)
+        self.is_whole = bool(self.calls) and all(i in self.calls for i in earlier)
+        """False if what earlier values needed and was not computed ahead would be missing."""
         self._alike = dict(_alike(last, first, {at for own in self.positions for at in own}))
         """Numbers that were like one that is known, and which that is."""
 
@@ -242,18 +247,16 @@ def look(cones: Cones, numbers: Sequence[float], last: Sequence[float], began: B
     known = cones.known
     if began.copy_into is None or len(known) < cones.begins + FEWEST or cones.guesses > MOST_GUESSES:
         return None
-    most = max((run.number for cone in known for run in cone.runs), default=-1)
-    if most < 0 or len(last) < max(len(numbers), cones.prepared[most].numbers.stop):  # it has raised, or ended earlier
-        return None
-    if cones.schedule is None or len(cones.schedule.positions) < len(known):
+    schedule = cones.schedule
+    if schedule is None or len(schedule.positions) < len(known):
         if any(cone.is_anew for cone in known) or cones.sets_data or not cones.are_in_order():
             return None
-        cones.schedule = Schedule(cones, began, len(numbers), last)
-    # What earlier values needed and was not computed ahead would be missing.
-    earlier = (run.number for cone in known[: cones.begins] for run in cone.runs)
-    if not cones.schedule.calls or not all(number in cones.schedule.calls for number in earlier):
+        if len(last) < cones.needs():
+            return None
+        schedule = cones.schedule = Schedule(cones, began, len(numbers), last)
+    if not schedule.is_whole or len(last) < max(schedule.needs, len(numbers)):  # it has raised, or ended earlier
         return None
-    return cones.schedule.run(numbers, last, began.copy_into)
+    return schedule.run(numbers, last, began.copy_into)
 
 
 @dataclass(frozen=True, eq=False)
