@@ -65,3 +65,14 @@ def unobserved() -> Iterator[None]:
         return
     with without_modes(), torch.inference_mode(False), torch.no_grad():
         yield
+
+
+@contextmanager
+def unobserved_on_xla() -> Iterator[None]:
+    """The same, in which views of torch_xla's tensors alias these, as anywhere else.
+
+    Within an operation on a placeholder torch leaves out the key by which they do (`Functionalize`). torch_xla takes
+    other code then, in which a write through a view is lost, and the first row of a square matrix is its first column.
+    """
+    with unobserved(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize, False):
+        yield

@@ -241,7 +241,7 @@ class Values:
         if self._ahead is not None:
             self._there.tensors = self._ahead.there.by_places()
         there, (place, _) = _There() if cone.is_anew else self._there, cone.of
-        done = () if self._ahead is None else self._ahead.schedule.calls
+        done = () if self._ahead is None or cone.is_anew else self._ahead.schedule.calls
         for i, lets_go in cone.runs:
             if i not in done:
                 _run(cones.prepared[i], i, there, numbers, began.copy)
@@ -286,17 +286,17 @@ class Values:
         assert self._cones is not None
         self._ahead = look(self._cones, numbers, self._last, began)
         if self._ahead is not None:
-            self._there = _There()
+            self._there = _There(lets_go=not self._ahead.schedule.is_lazy)
             self._there.done = dict(self._ahead.schedule.done)
 
 
 class _There:
     """Tensors by their places, and after how many calls what has their memory is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, lets_go: bool = True) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self.done: dict[int, int] = {}
-        self.has_large = False
+        self.has_large, self._lets_go = False, lets_go
 
     def put(self, place: int, t: torch.Tensor) -> torch.Tensor:
         """A tensor is at a place from now on."""
@@ -306,7 +306,7 @@ class _There:
 
     def let_go(self, cones: Cones, memories: Sequence[int]) -> None:
         """Nothing needs what has this memory any more; what is small stays."""
-        for memory in memories:
+        for memory in memories if self._lets_go else ():
             own = [place for place in cones.places(memory) if place in self.tensors]
             if any(self.tensors[place].numel() > SMALL for place in own):  # a view may be small: all of it goes
                 for place in own:

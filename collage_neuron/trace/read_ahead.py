@@ -73,8 +73,9 @@ class Schedule:
     def __init__(self, cones: Cones, began: Beginning, first: int, last: Sequence[float]) -> None:
         """Numbers are known up to the position `first`, and those of the `last` step."""
         self._cones, self._device = cones, began.device
-        self._is_lazy = began.device.type == "xla"
-        """True where calls are noted, and run together when a value is read."""
+        self.is_lazy = began.device.type == "xla"
+        """True where calls are noted, and run together when a value is read. There, what is large is computed ahead too
+        and not let go, and no call may be left to run, once more, when a value is asked for."""
         self.calls: dict[int, Prepared] = {}
         """Those that run, by their numbers."""
         self.done: dict[int, int] = {}
@@ -111,15 +112,15 @@ class Schedule:
         self._kept: tuple[Stacks, list[torch.Tensor]] | None = None
         self.needs = cones.needs()
         """How many numbers it goes by."""
-        earlier = (run.number for cone in cones.known[: cones.begins] for run in cone.runs)
-        self.is_whole = bool(self.calls) and all(i in self.calls for i in earlier)
+        needed = cones.known if self.is_lazy else cones.known[: cones.begins]
+        self.is_whole = bool(self.calls) and all(run.number in self.calls for cone in needed for run in cone.runs)
         """False if what earlier values needed and was not computed ahead would be missing."""
         self._alike = dict(_alike(last, first, {at for own in self.positions for at in own}))
         """Numbers that were like one that is known, and which that is."""
 
     def _batch(self, calls: Sequence[Prepared]) -> Batch:
         needs = calls[0].needs
-        if self._is_lazy:
+        if self.is_lazy:
             return Batch(calls, False, ())
         return Batch(calls, is_elementwise(calls[0], self._shapes), self._shapes[needs[0]] if needs else ())
 
@@ -159,7 +160,7 @@ class Schedule:
     def _may_run(self, call: Prepared, read: set[int], written: set[int], began: Beginning) -> bool:
         if not (read | written).isdisjoint(self._late_written) or not written.isdisjoint(self._late_read):
             return False
-        if call.plain is None or call.meets or len(call.returns) > 1:
+        if call.plain is None or call.meets or call.call.rule.is_list:
             return False
         if not all(place in self._shapes or self._is_initial(place, began) for place in call.needs):
             return False
@@ -177,7 +178,7 @@ class Schedule:
 
     def _is_small(self, shape: Sequence[int]) -> bool:
         """Returns True for what may be computed ahead: on XLA, where a wait costs more than a call, everything."""
-        return self._is_lazy or prod(shape) <= SMALL
+        return self.is_lazy or prod(shape) <= SMALL
 
     def _level(self, number: int) -> Level:
         return self._levels.setdefault(number, Level({}, []))
@@ -193,7 +194,7 @@ class Schedule:
     def _found_stacks(self) -> Iterator[tuple[Places, tuple[int, ...]]]:
         """The tensors, with their shapes, in which what the step begins with lies: as the first calls have it."""
         left = dict(self._initial)
-        together = () if self._is_lazy else self._batches
+        together = () if self.is_lazy else self._batches
         for batch in chain.from_iterable(batches for batches, *_ in together):
             for places in (places for kind, places in batch.columns if kind is int):
                 if all(place in left for place in places) and len({*places}) == len(places):
@@ -210,7 +211,7 @@ class Schedule:
         shapes = {places: (len(places), *shape) for places, shape in self._shapes_of_stacks.items()}
         stacks = {places: torch.empty(x, dtype=torch.float32, device=self._device) for places, x in shapes.items()}
         found = stacks, [*chain.from_iterable(stack.unbind() for stack in stacks.values())]
-        is_kept = not self._is_lazy and sum(map(prod, shapes.values())) <= KEPT
+        is_kept = not self.is_lazy and sum(map(prod, shapes.values())) <= KEPT
         self._kept = found if is_kept else None
         return found
 
@@ -230,7 +231,7 @@ class Schedule:
             if places:
                 values.update(zip(asked, there.at(places), strict=True))
                 values.update((k, values[k].clone()) for k in self._overwritten.intersection(asked))
-        return Ahead(self, guess, there, values, _on_host(values) if self._is_lazy else {})
+        return Ahead(self, guess, there, values, _on_host(values) if self.is_lazy else {})
 
 
 def _on_host(values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -53,6 +53,8 @@ class StepReads:
     ) -> None:
         self._places, self._course, self._adopted = places, course, adopted
         self._earlier, self._sources, self._values = list(earlier), sources, Values()
+        on_xla = bool(places.tensors) and places.tensors[0].device.type == "xla"
+        self._computing = torch_privates.unobserved_on_xla if on_xla else torch_privates.unobserved
 
     @property
     def cones(self) -> Cones:
@@ -83,12 +85,12 @@ class StepReads:
         self._sources.decide()
         device = self._places.tensors[0].device
         began = Beginning(self._copied, self._copied_into if self._sources.copy_into else None, self._like, device)
-        with torch_privates.unobserved():
+        with self._computing():
             return self._values.value(self._so_far, (place, before), self._course.numbers, began, is_number)
 
     def told(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         """What an operation tells of values."""
-        with torch_privates.unobserved():
+        with self._computing():
             places, is_number = self._places.of_each(args), func is _NUMBER
             given = (x if i is None else self.value(i, None, is_number) for i, x in zip(places, args, strict=True))
             return func(*given, **kwargs)

@@ -142,8 +142,31 @@ def that_asks_first(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(m, alpha=lr if READ[-1] else 0.0)
 
 
+def of_what_it_was_in_some_steps(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """A norm that is read after others is of what was written since."""
+    m = s.setdefault("m", torch.zeros_like(p)).add_(g)
+    before, last = m.norm(), place(o, p) == len(o.param_groups[0]["params"]) - 1
+    o.kept.setdefault("before", before)
+    m.mul_(0.5)
+    p.sub_(m, alpha=lr / (1 + read(m.norm())))
+    if last and t % 3 == 0:
+        p.mul_(1 - 0.1 * lr / (1 + read(before) + read(o.kept["before"])))
+    if last:
+        o.kept.clear()
+
+
+def of_parts_and_stacks(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """What is stacked is not computed ahead."""
+    m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
+    first = read((m.unbind(0) if m.dim() else [m])[0].norm())
+    both = read(torch.stack([m, g]).norm()) + read(m.norm())
+    p.sub_(m, alpha=lr * first / (1 + both + read(torch.stack([m, -g]).norm())))
+
+
 UPDATES = (
+    of_parts_and_stacks,
     that_asks_first,
+    of_what_it_was_in_some_steps,
     and_ends_earlier,
     of_the_second_as_it_was,
     in_inference_mode_at_times,

@@ -17,11 +17,14 @@ MADE_ON_THE_HOST = (of_rows,)
 """They do not run on XLA in plain torch either."""
 
 
-def found(update: Any, shapes: Any, xla: torch.device) -> tuple[list[torch.Tensor], list[float]]:
+def found(
+    update: Any, shapes: Any, xla: torch.device, strategy: str = "fp32"
+) -> tuple[list[torch.Tensor], list[float]]:
     torch.manual_seed(0)
-    params = [Parameter(torch.randn(shape).bfloat16().to(xla)) for shape in shapes]
+    dtype = torch.bfloat16 if strategy else torch.float32
+    params = [Parameter(torch.randn(shape).bfloat16().to(xla, dtype)) for shape in shapes]
     READ.clear()
-    _, values = stepped_beside(lambda own: Stepping(own, update=update), params, "fp32", 6, validate="off")
+    _, values = stepped_beside(lambda own: Stepping(own, update=update), params, strategy, 6, validate="off")
     return [x.cpu() for x in values], READ.copy()
 
 
@@ -35,8 +38,9 @@ def test_values_are_those_of_numbers_that_are_read_when_asked_for(
     monkeypatch.setattr("collage_neuron.trace.read_ahead.FEWEST", 10**6)
     expected, asked = found(update, shapes, xla)
     assert ahead == pytest.approx(asked, rel=2**-17)  # a larger program may add up in another order
-    for x, y in zip(values, expected, strict=True):
+    for x, y, plain in zip(values, expected, found(update, shapes, xla, "")[0], strict=True):
         torch.testing.assert_close(x, y, rtol=2**-17, atol=2**-17)
+        torch.testing.assert_close(x, plain, rtol=1e-5, atol=1e-5)
 
 
 def counts() -> list[int]:
