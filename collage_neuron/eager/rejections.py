@@ -153,13 +153,16 @@ def check_apart(optimizer: Optimizer) -> None:
     grads = [g for g in map(_grad, params) if g is not None]
 
     def written() -> Iterator[tuple[str, torch.Tensor]]:
-        known = set(map(id, grads))  # one object that is two states, or a state and a gradient, is one value
+        # One object that is two states, or a state and a gradient, is one value; but two if each has scales of its own.
+        known, coded = set(map(id, grads)), set[int]()
         for p, outline in zip(params, outlines(optimizer, params, seen), strict=True):
             state: Any = dict.get(optimizer.state, p)
-            for name, _, keys in outline.values if p.grad is not None else ():
+            for name, fmt, keys in outline.values if p.grad is not None else ():
                 owner = p if name == "param" else state[name]
-                yield from (("" if id(owner) in known else name, x) for x in (owner, *(state[key] for key in keys)))
+                is_one = id(owner) in known and id(owner) not in coded
+                yield from (("" if is_one else name, x) for x in (owner, *(state[key] for key in keys)))
                 known.add(id(owner))
+                coded |= {id(owner)} if fmt.is_coded else set()
 
     shared_memory.check_apart(seen, shared_memory.PRESENTED, written, grads)
 

@@ -312,7 +312,8 @@ class Context:
                 self.presentation.restore_words()
                 return
             with suppress(Exception):  # code may have kept values, which it could read in plain torch
-                self._trace.compute("step() raised")
+                if not isinstance(error, StepSkipped):
+                    self._trace.compute("step() raised")
             self._trace.end()
         if self.presentation.is_on:
             self.presentation.leave()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states.shared_memory import overlaps_itself
+from collage_neuron.states.shared_memory import is_given_back, overlaps_itself
 from collage_neuron.states.step_inventory import Seen
 
 
@@ -117,6 +117,11 @@ def check_param(p: torch.Tensor, where: object) -> None:
         raise ValueError(
             f"{where}, shape {list(p.shape)}, was made under torch.inference_mode, where autograd and in-place updates "
             "cannot follow it: make the model outside of it, or copy it there (copy.deepcopy)"
+        )
+    if is_given_back(p):
+        raise ValueError(
+            f"{where}, shape {list(p.shape)}, has no memory: it was given back (untyped_storage().resize_(0)), as FSDP "
+            "does between steps; compile where the parameter has its values"
         )
     if not p.is_contiguous() and overlaps_itself(p):
         raise ValueError(

@@ -21,7 +21,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.native.memory import each_lies_alone
 from collage_neuron.states.live_objects import objects_of
-from collage_neuron.states.sharding import is_sharded, locals_of
+from collage_neuron.states.sharding import ORDINARY, is_sharded, locals_of
 
 if TYPE_CHECKING:
     from collage_neuron.states.step_inventory import Gradients, Seen
@@ -63,27 +63,23 @@ class Windows:
         return before > 0 and self.reach[before - 1] > (other.storage, other.start)
 
 
-def _meeting(windows: Iterable[tuple[Window | None, T]]) -> Iterator[tuple[T, T]]:
-    """All pairs of what has ranges that overlap."""
+def _meeting(windows: Iterable[tuple[Window | None, T]]) -> Iterator[tuple[tuple[Window, T], tuple[Window, T]]]:
+    """All pairs of what has ranges that overlap, with these."""
     found = sorted(((w, x) for w, x in windows if w is not None), key=itemgetter(0))
     for i, (window, x) in enumerate(found):
         for k in range(i + 1, len(found)):
-            other, y = found[k]
-            if not other.meets(window):  # nor does any of those that begin later
+            if not found[k][0].meets(window):  # nor does any of those that begin later
                 break
-            yield x, y
+            yield (window, x), found[k]
 
 
-def share_elements(p: torch.Tensor, q: torch.Tensor) -> bool:
+def share_elements(p: torch.Tensor, of_p: Window, q: torch.Tensor, of_q: Window) -> bool:
     """Returns True if two tensors whose windows meet have bytes in common: they may interleave (`x[:, ::2]`).
 
     It marks the bytes of one in a mask that is as long as both, and looks there for those of the other.
     """
     if p.is_contiguous() and q.is_contiguous():
         return True
-    of_p, of_q = _window(p), _window(q)
-    assert of_p is not None
-    assert of_q is not None
     first, last = min(of_p.start, of_q.start), max(of_p.end, of_q.end)
     mask = torch.zeros(last - first, dtype=torch.bool, device="cpu")
     _bytes_in(mask, p, of_p.start - first).fill_(True)
@@ -98,11 +94,12 @@ def first_shared(
     On XLA two tensors of one storage have, but for parameters, which come first: where in it they lie is hidden.
     """
     both = [*tensors, *others]
-    for pair in _meeting((_window(x) or _whole_on_xla(x), i) for i, x in enumerate(both)):
-        first, second = sorted(pair)
-        x, y = both[first], both[second]
-        is_shared = second >= params if x.device.type == "xla" else share_elements(x, y)
-        if first < len(tensors) and is_shared:
+    for (own, i), (other, j) in _meeting((_window(x) or _whole_on_xla(x), i) for i, x in enumerate(both)):
+        first, second = sorted((i, j))
+        if first >= len(tensors):
+            continue
+        on_xla = both[i].device.type == "xla"
+        if second >= params if on_xla else share_elements(both[i], own, both[j], other):
             return first, second
     return None
 
@@ -156,7 +153,7 @@ def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grad
         _raise_if(not memories.are_apart() and names_of_shared(named))
         known = Apart(Places([], [], []) if seen is None else Places.of(seen), memories, set())
     if not known.of_grads.issuperset(addresses := [0] if seen is None else _addresses(seen, grads)):
-        if not any(map(known.memories.meet, _memories(grads))):
+        if not any(map(known.memories.meet, {*_memories(grads)})):
             if len(known.of_grads) > 16 * len(grads):  # most loops have two or three addresses for each
                 known.of_grads.clear()
             known.of_grads.update(addresses)
@@ -230,7 +227,10 @@ def _memory_of(t: torch.Tensor) -> Window | None:
     return None
 
 
-def _memories(tensors: Iterable[torch.Tensor]) -> list[Window]:
+def _memories(tensors: Sequence[torch.Tensor]) -> list[Window]:
+    with suppress(RuntimeError, NotImplementedError):
+        if ORDINARY.issuperset(map(type, tensors)):
+            return [*map(_whole, map(torch.Tensor.untyped_storage, tensors))]
     return [memory for memory in map(_memory_of, tensors) if memory is not None]
 
 
@@ -273,12 +273,19 @@ def check_unshared(of_optimizer: Iterable[torch.Tensor], of_model: Iterable[torc
     """Raises ValueError for parameters that share memory with other tensors which would not see their updates."""
     owned = list(dict.fromkeys(of_optimizer))
     windows = {p: w for p in dict.fromkeys([*owned, *of_model]) if (w := _window(p)) is not None}
-    for p, q in _meeting((w, p) for p, w in windows.items()):
+    for (of_p, p), (of_q, q) in _meeting((w, p) for p, w in windows.items()):
         both = {id(p), id(q)} <= set(map(id, owned))
-        if (both or torch.float32 in (p.dtype, q.dtype)) and share_elements(p, q):
+        if (both or torch.float32 in (p.dtype, q.dtype)) and share_elements(p, of_p, q, of_q):
             raise _refusal(p, f"with another parameter, of shape {list(q.shape)}", "make them one parameter object")
     in_storages = Counter(map(memory_of, windows))
-    parts = [p for p in windows if p.untyped_storage().nbytes() > p.nbytes or in_storages[memory_of(p)] > 1]
+    # Memory that is not torch's own (NumPy, DLPack) may have other storages, and views that no tensor tells of.
+    parts = [
+        p
+        for p in windows
+        if (memory := p.untyped_storage()).nbytes() > p.nbytes
+        or in_storages[memory_of(p)] > 1
+        or not memory.resizable()
+    ]
     _check_seen_by_others({p: windows[p] for p in parts if p.dtype == torch.float32})
 
 
@@ -304,7 +311,7 @@ def _check_seen_by_others(parts: dict[torch.Tensor, Window]) -> None:
         for p, own in parts.items():
             if other is p or own == window or not own.meets(window) or torch_privates.base_of(other) is p:
                 continue
-            if share_elements(p, other):
+            if share_elements(p, own, other, window):
                 raise _refusal(
                     p,
                     f"with a tensor of shape {list(other.shape)}, of which it is a view",

@@ -67,12 +67,18 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def unobserved_on_xla() -> Iterator[None]:
-    """The same, in which views of torch_xla's tensors alias these, as anywhere else.
+def with_aliases() -> AbstractContextManager[None]:
+    """A context in which views of torch_xla's tensors alias these, as anywhere else.
 
     Within an operation on a placeholder torch leaves out the key by which they do (`Functionalize`). torch_xla takes
     other code then, in which a write through a view is lost, and the first row of a square matrix is its first column.
     """
-    with unobserved(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize, False):
+    made: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize, False)
+    return made
+
+
+@contextmanager
+def unobserved_on_xla() -> Iterator[None]:
+    """Both contexts: what is computed within an operation on a placeholder is what it is elsewhere."""
+    with unobserved(), with_aliases():
         yield

@@ -311,6 +311,8 @@ class DeferredCalls:
         return Writing(numbers, is_constant, self._place, self.adopted.meet).each(given)
 
     def _now(self, why: str, func: Any, args: Any, kwargs: Any) -> Any:
+        lists = (x if isinstance(x, (list, tuple)) else [x] for x in (*args, *kwargs.values()))
+        all_wait = all(map(waits, filter(torch.is_tensor, chain.from_iterable(lists))))
         self.fill(why)
         if "out" in kwargs or _writes(func):
             own = kwargs.get("out", args[0])
@@ -321,7 +323,10 @@ class DeferredCalls:
             self._late = [(t, self.given[id(t)]) for t in late]
             for t, other in self._late:
                 put_off(t, other)
-        return func(*valued(args), **dict(zip(kwargs, valued(kwargs.values()), strict=True)))
+        given, named = valued(args), dict(zip(kwargs, valued(kwargs.values()), strict=True))
+        # With a tensor of torch_xla's among them, torch is just about to make what this returns alias.
+        with self.reads.aliasing() if all_wait else nullcontext():
+            return func(*given, **named)
 
     def settle(self) -> None:
         """Gives values to what has none itself; before anything else looks at it."""
@@ -382,7 +387,7 @@ class DeferredCalls:
         self._course.steady = ()  # first: what runs from here on is not noted again
         try:
             self.places.check_inside()
-            with torch_privates.unobserved():
+            with self.reads.computing():
                 self._compute()
                 for call in calls:
                     self._run(call, numbers)

@@ -54,7 +54,10 @@ class StepReads:
         self._places, self._course, self._adopted = places, course, adopted
         self._earlier, self._sources, self._values = list(earlier), sources, Values()
         on_xla = bool(places.tensors) and places.tensors[0].device.type == "xla"
-        self._computing = torch_privates.unobserved_on_xla if on_xla else torch_privates.unobserved
+        self.computing = torch_privates.unobserved_on_xla if on_xla else torch_privates.unobserved
+        """A context in which torch computes, and nothing else."""
+        self.aliasing = torch_privates.with_aliases if on_xla else nullcontext
+        """One in which a step computes that runs as written from there on."""
 
     @property
     def cones(self) -> Cones:
@@ -85,12 +88,12 @@ class StepReads:
         self._sources.decide()
         device = self._places.tensors[0].device
         began = Beginning(self._copied, self._copied_into if self._sources.copy_into else None, self._like, device)
-        with self._computing():
+        with self.computing():
             return self._values.value(self._so_far, (place, before), self._course.numbers, began, is_number)
 
     def told(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         """What an operation tells of values."""
-        with self._computing():
+        with self.computing():
             places, is_number = self._places.of_each(args), func is _NUMBER
             given = (x if i is None else self.value(i, None, is_number) for i, x in zip(places, args, strict=True))
             return func(*given, **kwargs)

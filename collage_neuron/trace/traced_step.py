@@ -152,7 +152,7 @@ class TracedStep:
         self._names: dict[int, adopted_tensors.Name] | None = None
         self._inside = inside
         are_same = presentation.is_as_before and presentation.gradients.are_as_before
-        known = presentation.inside if are_same else ()
+        known = presentation.inside = presentation.inside if are_same else ()  # it may begin again (`go_on`)
         on_host = all(map(_is_cpu, params))
         # Elsewhere operations run at once, and what is large would be there for all parameters together.
         may_read_ahead = on_host or all(p.device.type == "xla" for p in params)

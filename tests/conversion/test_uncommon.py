@@ -233,6 +233,14 @@ def base(dtype: torch.dtype) -> torch.Tensor:
 
 SHARED = r"shares its memory with another parameter"
 IN_ONE_PLACE = r"strides \[\d, 1\]: several of its elements lie in the same place"
+
+
+def given_back(optimizer: AdamW) -> AdamW:
+    for p in optimizer.param_groups[0]["params"]:
+        p.untyped_storage().resize_(0)
+    return optimizer
+
+
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[torch.dtype], Any]]] = {
     "expanded": (ValueError, IN_ONE_PLACE, lambda d: of([torch.ones(4, 3, dtype=d)[:1].expand(4, 3)])),
     "as_strided": (ValueError, IN_ONE_PLACE, lambda d: of([torch.ones(4, 3, dtype=d).as_strided((3, 3), (1, 1))])),
@@ -246,6 +254,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[torch.dtype], Any]]] = 
         TypeError,
         r"is sparse \(torch.sparse_coo\); only dense parameters .*to_dense",
         lambda d: of([torch.eye(3, dtype=d).to_sparse()]),
+    ),
+    "a parameter whose memory was given back": (
+        ValueError,
+        r"has no memory: it was given back .*compile where",
+        lambda d: given_back(of([torch.ones(4, dtype=d)])),
     ),
 }  # fmt: skip
 
@@ -263,6 +276,15 @@ def test_a_buffer_that_is_held_sees_parameters_that_interleave() -> None:
     held = base(F32)
     with pytest.raises(ValueError, match=r"shares its memory with a tensor of shape .*, of which it is a view"):
         collage_neuron.compile(of([held[:, ::2], held[:, 1::2]]))
+
+
+@pytest.mark.parametrize(
+    "view", [lambda t: torch.from_numpy(t.numpy()[:2]), lambda t: torch.utils.dlpack.from_dlpack(t[:2])]
+)
+def test_a_buffer_that_is_held_sees_parameters_of_other_storages(view: Any) -> None:
+    held = base(F32)
+    with pytest.raises(ValueError, match=r"shares its memory with a tensor of shape"):
+        collage_neuron.compile(of([view(held)]))
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -172,6 +172,19 @@ def test_as_in_torch_or_rejected(name: str, change: str, is_rejected: bool, stra
     assert error(found, exact, start) < {"plus": 2**-6, "split433": 2**-8}[strategy]
 
 
+def test_one_object_is_not_two_states_in_codes() -> None:
+    """Each would be read with scales of its own."""
+    params = [Parameter(torch.ones(4, 3)) for _ in range(2)]
+    optimizer = collage_neuron.compile(Ball(params, lr=0.01), strategy="split422", verbose=False)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    optimizer.state[params[0]]["m"] = optimizer.state[params[1]]["m"]
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.step()
+
+
 BESIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "meta": lambda x: x.to("meta"),
     "sparse": torch.Tensor.to_sparse,

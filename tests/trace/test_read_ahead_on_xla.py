@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,3 +63,41 @@ def test_a_step_waits_for_its_numbers_once_or_twice(make: Any, expected: tuple[i
     torch_xla.sync(wait=True)
     executions, reads = (now - then for now, then in zip(counts(), before, strict=True))
     assert (executions, reads) == expected  # of which one execution takes the updates
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    x.view(-1).mul_(0.5)
+    return x
+
+
+AS_WRITTEN: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "topk": lambda o, p, m: halved(m.topk(2, 0)[0]).sum(0),
+    "max": lambda o, p, m: halved(m.max(0)[0]),
+    "a row of a square": lambda o, p, m: m.sort()[0][0],
+    "argmax, then a view of the parameter": lambda o, p, m: halved(p)[0] * m.argmax(),
+    "a view, then a number of the last step": lambda o, p, m: halved(m)[0] + kept(o, m),
+    "a graph": lambda o, p, m: with_graph(m),
+}
+"""What a step does that runs as written from there on."""
+
+
+def kept(o: Any, m: torch.Tensor) -> torch.Tensor:
+    o.kept["size"] = o.kept.get("size", 0.0) * 0.5 + m.norm()
+    return torch.clamp(o.kept["size"], max=1.0)
+
+
+def with_graph(m: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        v = m * 1.0
+    return halved(v.detach())[0]
+
+
+@pytest.mark.parametrize("name", AS_WRITTEN)
+def test_views_alias_in_a_step_that_runs_as_written_from_its_middle_on(name: str, xla: torch.device) -> None:
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
+        p.sub_(m.add_(AS_WRITTEN[name](o, p, m)), alpha=0.1)
+
+    values, plain = (found(update, ((5, 5), (4, 5)), xla, strategy)[0] for strategy in ("fp32", ""))
+    for x, y in zip(values, plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)

@@ -275,3 +275,27 @@ def test_a_resumed_run_whose_steps_read_numbers_has_the_bits_of_one_that_went_on
 
     whole, saved = run(1)
     assert all(map(torch.equal, run(5, saved)[0], whole))
+
+
+class Closed(torch.optim.Optimizer):
+    """A step that calls its closure first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.mul_(0.9)
+
+
+def test_a_closure_runs_once_where_gradients_are_missing_in_turn(recwarn: pytest.WarningsRecorder) -> None:
+    """The step begins again after it, and did so with what was known of the last one, which has had other gradients."""
+    calls: list[int] = []
+    params = [Parameter(torch.ones(4, 6)) for _ in range(2)]
+    optimizer: Any = collage_neuron.compile(Closed(params, {}), verbose=False, validate="off")
+    for t in range(8):
+        for i, p in enumerate(params):
+            p.grad = torch.ones_like(p) if (t + i) % 2 else None
+        optimizer.step(lambda: calls.append(1))
+    assert len(calls) == 8
+    assert not recwarn.list
