@@ -317,8 +317,7 @@ class DeferredCalls:
         if "out" in kwargs or _writes(func):
             own = kwargs.get("out", args[0])
             each = own if isinstance(own, (list, tuple)) else [own]
-            # C++ returns what was inside `t` when the operation began, and `fill` has exchanged that with the value: it
-            # is put back until the step settles, so that the caller gets the object `t`.
+            # C++ returns what was in `t` before `fill`. It stays there until the step settles: the caller gets `t`.
             late = [t for t in each if id(t) in self.given and id(t) not in self.adopted.just_now]
             self._late = [(t, self.given[id(t)]) for t in late]
             for t, other in self._late:
