@@ -72,8 +72,9 @@ class CompilesEach:
                 self.compile(_outermost(one, self.waiting))
             return object.__getattribute__(one, name)
 
+        # Of all classes, as a suite that runs unmodified makes them: there is no other way in.
         Optimizer.__new__, Optimizer.__getattribute__ = new, get  # type: ignore[assignment, method-assign]
-        Tensor.__setattr__ = _set_narrow  # type: ignore[assignment]
+        Tensor.__setattr__ = _set_narrow  # type: ignore[assignment]  # likewise
         register_module_forward_pre_hook(self._before_forward)  # type: ignore[arg-type]  # it may return arguments
         register_module_forward_hook(_widened)
         return self

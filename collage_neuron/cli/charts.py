@@ -87,6 +87,7 @@ def charts_of(logs: Sequence[Log]) -> Iterator[Chart]:
     for state in _keys(logs, lambda r: r.get("total", {}).get("stalled", {})):
         yield Chart(f"Stalled: {state}", "per cent of them", stalled(state), note=note, axis=PER_CENT)
     for kind in _keys(logs, _memory):
+        # mypy infers no lambda that binds a name of the loop.
         yield Chart(kind, "MiB", lambda r, kind=kind: _memory(r)[kind], axis={"rangemode": "tozero"})  # type: ignore[misc]
 
 
