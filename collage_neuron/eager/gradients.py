@@ -20,7 +20,7 @@ from collage_neuron import torch_privates
 from collage_neuron.eager.memory import Pool, are_alone, bits, is_alone, pool
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.sharding import ORDINARY, gradient, is_sharded, local, writable_gradient
-from collage_neuron.states.shared_memory import first_shared, memory_of
+from collage_neuron.states.shared_memory import common_base, first_shared, memory_of
 
 if TYPE_CHECKING:
     from collage_neuron.trace.step_kinds import Placeholders
@@ -188,14 +188,15 @@ class Gradients:
 
     def _buffer(self, found: Mapping[int, torch.Tensor]) -> Parts:
         first = next(iter(found.values()))
-        flat = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
+        on_xla = first.device.type == "xla"
+        flat = _base_on_xla(found.values()) if on_xla else first.new_empty(0).set_(first.untyped_storage())
         known = pool(self.optimizer).buffers
         before, wide = known.get(memory_of(first), (flat, None))
         if wide is None or before.dtype != flat.dtype or before.numel() != flat.numel():
             wide = torch.empty_like(flat, dtype=torch.float32)
         wide.copy_(flat)
         known[memory_of(first)] = flat, wide
-        parts = {key: (x, wide.as_strided(x.shape, x.stride(), x.storage_offset())) for key, x in found.items()}
+        parts = {key: (x, _same_part(x, flat, wide)) for key, x in found.items()}
         # not of what is presented, whose insides are exchanged: of the same memory
         self._buffers += [(x.detach(), w.detach()) for x, w in parts.values()]
         return parts
@@ -296,7 +297,7 @@ class Gradients:
     def write(self, left: Left, params: Iterable[Any]) -> None:
         """The gradients after the step: a loop that does not clear them accumulates into them."""
         for flat, wide in self._buffers:
-            if not _are_same([(wide, flat)]):
+            if flat.device.type == "xla" or not _are_same([(wide, flat)]):
                 flat.copy_(wide)
         both: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         small: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
@@ -321,6 +322,24 @@ class Gradients:
         for g in self.of.values() if not are_alone([g.wide for g in self.of.values()]) else ():
             if id(g.owner) not in self._in_buffers and not is_alone(g.wide):
                 known[id(g.owner)] = weakref.ref(g.owner), _giving(g.wide)
+
+
+def _base_on_xla(found: Collection[torch.Tensor]) -> torch.Tensor:
+    """What all are views of, and whose views tell where they lie, as no address does on XLA."""
+    base = common_base(found)
+    if base is None or {base.dtype} != {x.dtype for x in found}:
+        raise UnsupportedUpdate(
+            "gradients lie in one memory, with one another or with what the optimizer holds, and are not views of one "
+            "tensor, so that nothing tells where on an XLA device: clone() them"
+        )
+    return base
+
+
+def _same_part(x: torch.Tensor, flat: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """The part of `wide` that `x` is of `flat`."""
+    if x.device.type != "xla":
+        return wide.as_strided(x.shape, x.stride(), x.storage_offset())
+    return wide if x is flat else torch_privates.same_view(x, wide)
 
 
 def _parts_held(grads: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:

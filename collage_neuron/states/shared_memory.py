@@ -91,17 +91,43 @@ def first_shared(
 ) -> tuple[int, int] | None:
     """The numbers of two tensors that have bytes in common, one of them no `others`; None if there are none.
 
-    On XLA two tensors of one storage have, but for parameters, which come first: where in it they lie is hidden.
+    On XLA tensors that are not views of one have, but for parameters, which come first: where they lie is hidden.
     """
-    both = [*tensors, *others]
-    for (own, i), (other, j) in _meeting((_window(x) or _whole_on_xla(x), i) for i, x in enumerate(both)):
+    places = _places([*tensors, *others])
+    for (own, i), (other, j) in _meeting((window, i) for i, (window, _) in enumerate(places)):
         first, second = sorted((i, j))
         if first >= len(tensors):
             continue
-        on_xla = both[i].device.type == "xla"
-        if second >= params if on_xla else share_elements(both[i], own, both[j], other):
+        p, q = places[i][1], places[j][1]
+        if second >= params if p is None or q is None else share_elements(p, own, q, other):
             return first, second
     return None
+
+
+def common_base(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The one tensor that each of these is, or is a view of; None if there is none that is known."""
+    bases = [x if (base := torch_privates.base_of(x)) is None else base for x in tensors]
+    return bases[0] if len({*map(id, bases)}) == 1 else None
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Window | None, torch.Tensor | None]]:
+    """The window of each, and a tensor with its strides; None if these are hidden."""
+    on_xla: dict[int, list[torch.Tensor]] = {}
+    for x in tensors:
+        if x.device.type == "xla" and x.numel() and not is_sharded(x):
+            on_xla.setdefault(memory_of(x), []).append(x)
+    found = {id(x): _place_on_xla(x, base) for alike in on_xla.values() for base in [common_base(alike)] for x in alike}
+    return [found.get(id(x)) or (_window(x), x) for x in tensors]
+
+
+def _place_on_xla(x: torch.Tensor, base: torch.Tensor | None) -> tuple[Window, torch.Tensor | None]:
+    whole = _whole(x.untyped_storage())
+    if base is None:
+        return whole, None
+    seen = torch.empty(base.shape, dtype=base.dtype, device="meta")
+    seen = seen if x is base else torch_privates.same_view(x, seen)
+    start, size = int(seen.storage_offset()), seen.element_size()
+    return Window(whole.storage, start * size, (start + _span(seen)) * size), seen
 
 
 class Places(NamedTuple):
@@ -242,10 +268,9 @@ def _whole(storage: torch.UntypedStorage) -> Window:
     )
 
 
-def _whole_on_xla(x: torch.Tensor) -> Window | None:
-    """For a tensor on XLA the whole of its storage: where in it the elements are is hidden."""
-    is_there = x.device.type == "xla" and x.numel() and not is_sharded(x)
-    return _whole(x.untyped_storage()) if is_there else None
+def _span(x: torch.Tensor) -> int:
+    """The elements from the first one to the last one, with those between that are not in `x`."""
+    return 1 + sum(int((n - 1) * s) for n, s in zip(x.shape, x.stride(), strict=True))
 
 
 def _bytes_in(mask: torch.Tensor, p: torch.Tensor, at: int) -> torch.Tensor:
@@ -294,10 +319,9 @@ def _window(p: torch.Tensor) -> Window | None:
     if is_sharded(p) or p.device.type in ("xla", "meta") or p.layout is not torch.strided or p.numel() == 0:
         return None
     with suppress(RuntimeError, NotImplementedError):  # subclasses that wrap others
-        span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
         whole = _whole(p.untyped_storage())
         start = whole.start + int(p.storage_offset()) * p.element_size()
-        return Window(whole.storage, start, start + int(span) * p.element_size())
+        return Window(whole.storage, start, start + _span(p) * p.element_size())
     return None
 
 

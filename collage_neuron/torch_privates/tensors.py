@@ -64,6 +64,15 @@ def base_of(t: torch.Tensor) -> torch.Tensor | None:
     return t._base
 
 
+def same_view(t: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The view of another tensor that `t` is of its base: torch_xla's tensors say by no offset or stride which it is.
+
+    torch's own `_view_func` returns None where the bases lie on other devices.
+    """
+    made: torch.Tensor = t._view_func_unsafe(other)
+    return made
+
+
 def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
     """Exchanges what is inside two tensor objects; the objects, their attributes and all that refers to them stay.
 

@@ -116,3 +116,42 @@ def test_a_skipped_step_a_monitor_and_a_checkpoint(xla: torch.device) -> None:
     run(optimizer, 2, first=5)
     run(resumed, 2, first=5)
     assert all(map(torch.equal, exact(optimizer, params), exact(resumed, others)))
+
+
+def halved(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
+    """Writes to the gradient that it was given."""
+    p.sub_(s.setdefault("m", torch.zeros_like(p)).add_(g.mul_(0.5)), alpha=lr)
+
+
+PARTS = {
+    "next to one another": lambda flat: [flat[:12].view(4, 3), flat[12:].view(4, 3)],
+    "transposed": lambda flat: [flat[12:].view(3, 4).t(), flat[:12].view(3, 4).t()],
+    "alternating": lambda flat: [flat.view(4, 6)[:, ::2], flat.view(4, 6)[:, 1::2]],
+    "overlapping": lambda flat: [flat[:12].view(4, 3), flat[6:18].view(4, 3)],
+}
+"""Gradients of two parameters in one tensor, as DDP lays them out, or others."""
+
+
+def _run_in_one_buffer(update: Update, parts: Any, device: torch.device) -> tuple[Any, list[Tensor]]:
+    optimizer = xla_runs.compiled(by(update), ((4, 3),) * 2, device, strategy="fp32")
+    params, flat = optimizer.param_groups[0]["params"], torch.empty(0)
+    for number in range(4):
+        flat = torch.randn(24, generator=torch.Generator().manual_seed(number)).bfloat16().to(device)
+        for p, part in zip(params, parts(flat), strict=True):
+            p.grad = part
+        optimizer.step()
+    return optimizer, [*exact(optimizer, params), flat.float().cpu()]
+
+
+@pytest.mark.parametrize("update", [halved, cubic])
+@pytest.mark.parametrize("layout", PARTS)
+def test_gradients_in_one_buffer(layout: str, update: Update, xla: torch.device) -> None:
+    _, on_cpu = _run_in_one_buffer(update, PARTS[layout], torch.device("cpu"))
+    optimizer, on_xla = _run_in_one_buffer(update, PARTS[layout], xla)
+    torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
+    assert bool(bookkeeping(optimizer).as_written) == (update is cubic)
+
+
+def test_gradients_in_one_buffer_that_do_not_tell_where_are_rejected(xla: torch.device) -> None:
+    with pytest.raises(collage_neuron.UnsupportedUpdate, match=r"clone\(\) them"):
+        _run_in_one_buffer(cubic, lambda flat: [flat[:12].view(4, 3).detach(), flat[12:].view(4, 3).detach()], xla)
