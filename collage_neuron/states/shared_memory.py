@@ -91,15 +91,21 @@ def first_shared(
 ) -> tuple[int, int] | None:
     """The numbers of two tensors that have bytes in common, one of them no `others`; None if there are none.
 
-    On XLA tensors that are not views of one have, but for parameters, which come first: where they lie is hidden.
+    On XLA tensors of one storage that are not views of one tensor have, but for parameters, which come first, that are
+    parts of it: where they lie is hidden.
     """
-    places = _places([*tensors, *others])
+    both = [*tensors, *others]
+    places = _places(both)
     for (own, i), (other, j) in _meeting((window, i) for i, (window, _) in enumerate(places)):
         first, second = sorted((i, j))
         if first >= len(tensors):
             continue
         p, q = places[i][1], places[j][1]
-        if second >= params if p is None or q is None else share_elements(p, own, q, other):
+        if p is None or q is None:
+            is_shared = second >= params or any(x.nbytes == x.untyped_storage().nbytes() for x in (both[i], both[j]))
+        else:
+            is_shared = share_elements(p, own, q, other)
+        if is_shared:
             return first, second
     return None
 
@@ -137,18 +143,24 @@ class Places(NamedTuple):
     """Those of the tensors in states."""
     addresses: list[int]
     """Those of `Seen.lying`."""
-    numbers: list[int]
-    """0, 1, 2, ..., as torch asks for them."""
+    numbers: list[int] | None
+    """0, 1, 2, ..., as torch asks for them; None if some do not lie on the host."""
 
     @classmethod
     def of(cls, seen: Seen) -> Places:
         """The places now."""
-        addresses = [*map(torch.Tensor.data_ptr, seen.lying())]
-        return cls(seen.ids, addresses, [*range(len(addresses))])
+        lying = seen.lying()
+        on_host = all(t.is_cpu for t in lying)
+        return cls(seen.ids, _addresses_of(lying, on_host), [*range(len(lying))] if on_host else None)
 
     def are_those_of(self, seen: Seen) -> bool:
         """Returns True if all lies there now."""
-        return self.ids == seen.ids and torch_privates.are_at(seen.lying(), self.addresses, self.numbers)
+        if self.ids != seen.ids:
+            return False
+        lying = seen.lying()
+        if self.numbers is None:
+            return _addresses_of(lying, on_host=False) == self.addresses
+        return torch_privates.are_at(lying, self.addresses, self.numbers)
 
 
 class Apart(NamedTuple):
@@ -169,7 +181,7 @@ def check_apart(seen: Seen | None, kind: str, written: Callable[[], Named], grad
 
     What was found holds as long as steps find the same tensors at the same addresses (`Places`). Gradients, which
     are others in each step, may share memory with one another: those that are written lie in one buffer in the step
-    too. On XLA, which tells no addresses, other data (`x.data = y`) is not noticed.
+    too. On XLA parameters may share a storage.
     """
     have = None if seen is None else seen.gradients()[0]
     known: Apart | None = None if seen is None else seen.structure.table(kind).get(have)
@@ -211,14 +223,22 @@ def _addresses(seen: Seen, grads: Sequence[torch.Tensor]) -> list[int]:
     """Where gradients begin in memory, or their parts; 0 where that is not known."""
     if seen.structure.once("tell addresses", lambda: all(map(tells, seen.params))):
         with suppress(RuntimeError):  # sparse gradients
-            return [*map(torch.Tensor.data_ptr, locals_of(grads))]
+            on_host = seen.structure.once("on the host", lambda: all(p.is_cpu for p in seen.params))
+            return _addresses_of(locals_of(grads), on_host)
     return [0] * len(grads)
 
 
+def _addresses_of(tensors: Iterable[torch.Tensor], on_host: bool) -> list[int]:
+    """Where tensors begin in memory; on XLA, where to ask for an address may end the process, their storages."""
+    if on_host:
+        return [*map(torch.Tensor.data_ptr, tensors)]
+    return [t.data_ptr() if t.is_cpu else torch_privates.storage_id(t.untyped_storage()) for t in tensors]
+
+
 def tells(t: torch.Tensor) -> bool:
-    """Returns True if `t` tells where it lies: to ask torch_xla for an address may end the process."""
+    """Returns True if `t` tells where it lies."""
     t = torch_privates.part(t)
-    return t.is_cpu and t.layout is torch.strided and not t.is_nested
+    return t.device.type in ("cpu", "xla") and t.layout is torch.strided and not t.is_nested
 
 
 def _raise_if(why: str | bool) -> None:

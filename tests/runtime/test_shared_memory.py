@@ -214,6 +214,25 @@ def test_other_data_is_noticed_whatever_a_tensor_is_or_lies_beside(what: str, na
         optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["SGD", "Ball"])
+@pytest.mark.parametrize("what", ["two states", "a state and a weight", "two weights"])
+def test_other_data_is_noticed_on_xla(what: str, name: str, xla: torch.device) -> None:
+    """By storages: to ask for an address there may end the process."""
+    params = [Parameter(torch.ones(4, 3, device=xla)) for _ in range(2)]
+    optimizer = collage_neuron.compile(MAKES[name](params, lr=0.01), verbose=False, strategy="split433")
+    for t in range(4):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if t < 3:
+            optimizer.step()
+    states = [optimizer.state[p] for p in params]
+    first, second = (next(x for k, x in s.items() if x.dim() and not is_component(k, s)) for s in states)
+    one, other = params if what == "two weights" else (first, second if what == "two states" else params[1])
+    one.data = other.data
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["Ball", "AsWritten"])
 def test_a_state_that_was_its_gradient_is_not_taken_for_apart_from_it(name: str) -> None:
