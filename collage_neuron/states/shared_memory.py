@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from operator import itemgetter, le
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -150,8 +151,8 @@ class Places(NamedTuple):
     def of(cls, seen: Seen) -> Places:
         """The places now."""
         lying = seen.lying()
-        on_host = all(t.is_cpu for t in lying)
-        return cls(seen.ids, _addresses_of(lying, on_host), [*range(len(lying))] if on_host else None)
+        numbers = [*range(len(lying))] if all(t.is_cpu for t in lying) else None
+        return cls(seen.ids, _storages_on_xla(lying), numbers)
 
     def are_those_of(self, seen: Seen) -> bool:
         """Returns True if all lies there now."""
@@ -159,7 +160,7 @@ class Places(NamedTuple):
             return False
         lying = seen.lying()
         if self.numbers is None:
-            return _addresses_of(lying, on_host=False) == self.addresses
+            return _storages_on_xla(lying) == self.addresses
         return torch_privates.are_at(lying, self.addresses, self.numbers)
 
 
@@ -221,17 +222,21 @@ def with_ours(seen: Seen) -> Seen:
 
 def _addresses(seen: Seen, grads: Sequence[torch.Tensor]) -> list[int]:
     """Where gradients begin in memory, or their parts; 0 where that is not known."""
-    if seen.structure.once("tell addresses", lambda: all(map(tells, seen.params))):
+    if (asked := seen.structure.once("addresses", lambda: _asking(seen.params))) is not None:
         with suppress(RuntimeError):  # sparse gradients
-            on_host = seen.structure.once("on the host", lambda: all(p.is_cpu for p in seen.params))
-            return _addresses_of(locals_of(grads), on_host)
+            return [*asked(locals_of(grads))]
     return [0] * len(grads)
 
 
-def _addresses_of(tensors: Iterable[torch.Tensor], on_host: bool) -> list[int]:
-    """Where tensors begin in memory; on XLA, where to ask for an address may end the process, their storages."""
-    if on_host:
-        return [*map(torch.Tensor.data_ptr, tensors)]
+def _asking(params: Iterable[torch.Tensor]) -> Callable[[Iterable[torch.Tensor]], Iterable[int]] | None:
+    """What asks gradients of these for their addresses; None if some tell none."""
+    if not all(map(tells, params)):
+        return None
+    return partial(map, torch.Tensor.data_ptr) if all(p.is_cpu for p in params) else _storages_on_xla
+
+
+def _storages_on_xla(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The storages of tensors, as to ask for an address may end the process; where those on the host begin."""
     return [t.data_ptr() if t.is_cpu else torch_privates.storage_id(t.untyped_storage()) for t in tensors]
 
 
