@@ -106,10 +106,15 @@ class LaidOut(NamedTuple):
 class Conversions:
     """Conversions that run together: those of one update are one launch, unless each has random bits of its own."""
 
-    def __init__(self, laid: dict[Update, LaidOut] | None = None) -> None:
-        """Begins without conversions; `laid` has what backends know of earlier ones, and is added to."""
+    def __init__(
+        self, laid: dict[Update, LaidOut] | None = None, numbers: Callable[[int], int] = lambda count: 0
+    ) -> None:
+        """Begins without conversions; `laid` has what backends know of earlier ones, and is added to.
+
+        `numbers` gives them numbers, so many (`bookkeeping.node_numbers`).
+        """
         self._launches: dict[Backend, dict[tuple[Update, torch.device], list[Launch]]] = {}
-        self._laid = laid
+        self._laid, self._numbers = laid, numbers
 
     def __bool__(self) -> bool:
         return bool(self._launches)
@@ -165,7 +170,8 @@ class Conversions:
         self._launches.clear()
 
     def _with_layout(self, launch: Launch) -> Launch:
-        """The launch, with what a backend has found out about tensors that are laid out alike."""
+        """The launch, numbered, with what a backend has found out about tensors that are laid out alike."""
+        launch = launch._replace(node=self._numbers(len(launch.reads)))
         if self._laid is None or launch.update.draws or launch.kept is not None:
             return launch
         tensors = [*chain.from_iterable(launch.reads), *chain.from_iterable(launch.writes)]
@@ -304,7 +310,7 @@ class Copies:
         """By the ids of their objects."""
         self._gradients: Mapping[int, torch.Tensor] = {}
         self._groups: Groups = {}
-        self._laid: Any = None
+        self._conversions: Callable[[], Conversions] = Conversions
         self._made: dict[int, torch.Tensor] = {}
         """Those that nobody has taken yet, by the ids of the values' objects."""
         self._roles: set[str] = set()
@@ -317,14 +323,20 @@ class Copies:
         """Returns True in a step that has asked for some."""
         return bool(self._values)
 
-    def begin(self, values: Iterable[Value], gradients: Mapping[int, torch.Tensor], groups: Groups, laid: Any) -> None:
-        """A step asks for the first one. Gradients are by ids too; what backends know of layouts is `laid`."""
+    def begin(
+        self,
+        values: Iterable[Value],
+        gradients: Mapping[int, torch.Tensor],
+        groups: Groups,
+        conversions: Callable[[], Conversions],
+    ) -> None:
+        """A step asks for the first one. Gradients are by ids too."""
         self._values, self._gradients = {id(v.owner): v for v in values}, gradients
-        self._groups, self._laid = groups, laid
+        self._groups, self._conversions = groups, conversions
 
     def end(self) -> None:
         """Lets go of the objects of the step."""
-        self._values, self._gradients, self._groups, self._laid = {}, {}, {}, None
+        self._values, self._gradients, self._groups, self._conversions = {}, {}, {}, Conversions
         self._made, self._roles = {}, set()
 
     def of(self, owner: torch.Tensor) -> torch.Tensor:
@@ -353,7 +365,7 @@ class Copies:
 
     def _decode(self, into: Mapping[int, torch.Tensor]) -> None:
         # The objects have placeholders inside: the first word is in the shell.
-        asked, filling, part = [self._values[key] for key in into], Conversions(self._laid), torch_privates.part
+        asked, filling, part = [self._values[key] for key in into], self._conversions(), torch_privates.part
         before, found = self._last
         if not step_inventory.are_same(before, asked):
             has_shards = any(part(v.shell) is not v.shell for v in asked)

@@ -10,7 +10,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.eager import codec
-from collage_neuron.eager.memory import is_alone, pool, without_graph
+from collage_neuron.eager.memory import is_alone, without_graph
 from collage_neuron.eager.moment_detection import averages, counts
 from collage_neuron.eager.presented_layout import Outline
 from collage_neuron.errors import UnsupportedUpdate
@@ -93,7 +93,7 @@ class Storing:
         self.presentation, self.optimizer = presentation, presentation.optimizer
         self.grads, self._at_end = grads, new
         self.stored: dict[int, list[Stored]] = {}
-        self._encoding = codec.Conversions(pool(self.optimizer).laid_out)
+        self._encoding = presentation.conversions()
         self._made: dict[int, Stored] = {}
         self._states: dict[int, Any] = {}
         self._looked_up = codec.Lookup()

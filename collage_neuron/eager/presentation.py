@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime import process_agreement
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
-from collage_neuron.states.bookkeeping import Pin, bookkeeping
+from collage_neuron.states.bookkeeping import Pin, bookkeeping, node_numbers
 from collage_neuron.states.sharding import is_sharded, local, version
 from collage_neuron.states.shared_memory import memory_of
 
@@ -168,14 +169,19 @@ class Presentation:
 
         They, and the words, may be laid out as before in a step that does what the last one did.
         """
-        filling = Conversions(pool(self.optimizer).laid_out)
+        filling = self.conversions()
         for each in self.alike:
             each.decode(filling, is_as_before)
         filling.run()
 
-    def _decode_each(self, values: Sequence[Value], into: Sequence[torch.Tensor], laid: Any = None) -> None:
-        """Fills fp32 tensors with values; what backends know of their layout is `laid`."""
-        lookup, filling = Lookup(), Conversions(laid)
+    def conversions(self, are_all: bool = True) -> Conversions:
+        """To which conversions are added; if it is not of `are_all`, nothing is known of the layout of its tensors."""
+        laid = pool(self.optimizer).laid_out if are_all else None
+        return Conversions(laid, partial(node_numbers, self.optimizer))
+
+    def _decode_each(self, values: Sequence[Value], into: Sequence[torch.Tensor], are_all: bool = False) -> None:
+        """Fills fp32 tensors with values."""
+        lookup, filling = Lookup(), self.conversions(are_all)
         for v, x in zip(values, into, strict=True):
             backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
             filling.decode(backend, v.fmt, v.words(self.is_on), x, v.name)
@@ -258,7 +264,7 @@ class Presentation:
         self._copies.end()
         memory = pool(self.optimizer)
         made = [memory.fill(v.owner, v.shell) for v in self.values]
-        self._decode_each(self.values, made, memory.laid_out)
+        self._decode_each(self.values, made, are_all=True)
         self._shells.update((id(v.owner), v.shell) for v in self.values)
         self.gradients.compute(self._waiting)  # first: parameters have them
         for v, into in zip(self.values, made, strict=True):
@@ -271,8 +277,7 @@ class Presentation:
     def copies(self) -> Copies:
         """Copies of the values that wait, of parameters, states and gradients; it is called without gradients."""
         if not self._copies.has_begun:
-            laid = pool(self.optimizer).laid_out
-            self._copies.begin(self.values, self.gradients.sources(), self.groups, laid)
+            self._copies.begin(self.values, self.gradients.sources(), self.groups, self.conversions)
         return self._copies
 
     def can_wait(self) -> bool:

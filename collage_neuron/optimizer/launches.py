@@ -17,7 +17,7 @@ from collage_neuron.passes.ir.update import Recording, Update
 from collage_neuron.runtime.process_agreement import across
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import step_inventory, visible_states
-from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.bookkeeping import bookkeeping, node_numbers, params_of
 from collage_neuron.states.sharding import first_element, gradients, is_sharded, locals_of, writable_gradient
 from collage_neuron.states.store import ensure_stored, record_of
 
@@ -66,7 +66,8 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
     small = visible_states.states_of(states, captured) if captured.small else ()
     between = across if update.between and any(map(is_sharded, job.params)) else None
-    return Launch(update, vector, reads, writes, finite, kept, in_place=seen is not None, small=small, across=between)
+    node = node_numbers(optimizer, len(reads))
+    return Launch(update, vector, reads, writes, finite, kept, seen is not None, small, node, between)
 
 
 def _vector(update: Update, recording: Recording, drawing: Sequence[float]) -> torch.Tensor:

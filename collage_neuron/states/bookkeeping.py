@@ -263,6 +263,10 @@ class Bookkeeping:
     """True while our `state_dict` or `load_state_dict` runs, which calls torch's."""
     told_of_writes: bool = False
     """True if the user was warned of it."""
+    number: int = 0
+    """That of the optimizer among those that are alive (`note_compiled`)."""
+    nodes: int = 0
+    """How many numbers the step in progress has given to what it adds to lazy graphs (`node_numbers`)."""
     as_written: str = ""
     """Not empty if steps run as written (`eager`): why they are not compiled."""
     copies: Any = None
@@ -382,8 +386,22 @@ _LIVING: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
 
 
 def note_compiled(optimizer: Optimizer) -> None:
-    """Lists a compiled optimizer among `compiled_optimizers`, as long as it lives."""
-    _LIVING[id(optimizer)] = optimizer
+    """Lists a compiled optimizer among `compiled_optimizers`, as long as it lives, by a number of its own."""
+    book = bookkeeping(optimizer)
+    if _LIVING.get(book.number) is not optimizer:
+        book.number = next(n for n in range(len(_LIVING) + 1, 0, -1) if n not in _LIVING)
+        _LIVING[book.number] = optimizer
+
+
+def node_numbers(optimizer: Optimizer, count: int) -> int:
+    """The first of so many numbers that nothing else of this step, or of another optimizer, has (`Launch.node`)."""
+    book = bookkeeping(optimizer)
+    book.nodes += count
+    return (book.number << _BITS) + book.nodes - count
+
+
+_BITS = 24
+"""Those of a number that count within a step."""
 
 
 def compiled_optimizers() -> list[Optimizer]:

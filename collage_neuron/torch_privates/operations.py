@@ -77,6 +77,12 @@ def with_aliases() -> AbstractContextManager[None]:
     return made
 
 
+def without_overrides() -> AbstractContextManager[None]:
+    """A context in which classes of tensors do not see functions: `DisableTorchFunctionSubclass` has no public name."""
+    made: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return made
+
+
 @contextmanager
 def unobserved_on_xla() -> Iterator[None]:
     """Both contexts: what is computed within an operation on a placeholder is what it is elsewhere."""

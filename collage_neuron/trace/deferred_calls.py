@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import Token
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,12 +48,15 @@ from collage_neuron.trace.calls import (
 from collage_neuron.trace.placeholders import (
     IN_PROGRESS,
     STEP,
+    computed,
     give,
+    has_xla,
+    in_lists,
+    is_written,
     placeholder,
     put_off,
     set_data,
     value_of,
-    valued,
     waits,
 )
 from collage_neuron.trace.source_location import here
@@ -295,8 +298,8 @@ class DeferredCalls:
         return made if call.rule.is_list else made[0]
 
     def _add(self, call: Call, makes: Sequence[Geometry], args: tuple[Any, ...]) -> None:
-        given = chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in args)
-        device = next((x.device for x in given if waits(x)), self.tensors[0].device)  # none, if only an `out` waits
+        # none, if only an `out` waits
+        device = next((x.device for x in in_lists(args, {}) if waits(x)), self.tensors[0].device)
         made = [placeholder(each.shape, each.stride, each.dtype, device, each.offset) for each in makes]
         self.places.put(call.first, made)
 
@@ -311,27 +314,27 @@ class DeferredCalls:
         return Writing(numbers, is_constant, self._place, self.adopted.meet).each(given)
 
     def _now(self, why: str, func: Any, args: Any, kwargs: Any) -> Any:
-        lists = (x if isinstance(x, (list, tuple)) else [x] for x in (*args, *kwargs.values()))
-        all_wait = all(map(waits, filter(torch.is_tensor, chain.from_iterable(lists))))
+        has_own = has_xla(args, kwargs)  # asked first: placeholders get their values
         self.fill(why)
-        if "out" in kwargs or _writes(func):
+        if is_written(func, kwargs):
             own = kwargs.get("out", args[0])
             each = own if isinstance(own, (list, tuple)) else [own]
-            # C++ returns what was in `t` before `fill`. It stays there until the step settles: the caller gets `t`.
+            # C++ returns what was in `t` before `fill`. It stays there until it has returned: the caller gets `t`.
             late = [t for t in each if id(t) in self.given and id(t) not in self.adopted.just_now]
             self._late = [(t, self.given[id(t)]) for t in late]
             for t, other in self._late:
                 put_off(t, other)
-        given, named = valued(args), dict(zip(kwargs, valued(kwargs.values()), strict=True))
-        # With a tensor of torch_xla's among them, torch is just about to make what this returns alias.
-        with self.reads.aliasing() if all_wait else nullcontext():
-            return func(*given, **named)
+        return computed(func, args, kwargs, has_own)
+
+    def give_late(self) -> None:
+        """Gives values to what has none itself, between operations."""
+        late, self._late = self._late, []
+        for t, other in late:
+            give(t, other)
 
     def settle(self) -> None:
-        """Gives values to what has none itself; before anything else looks at it."""
-        for t, other in self._late:
-            give(t, other)
-        self._late = []
+        """The same at the end of the step, before anything else looks at it."""
+        self.give_late()
         self.given.clear()  # what stands for a view may share the memory of a state
 
     def set_data(self, t: torch.Tensor, value: torch.Tensor) -> bool:
@@ -409,11 +412,6 @@ class DeferredCalls:
         for i, x in zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False):
             # An operation may return its argument itself (`lift_fresh`), whose object keeps its own inside.
             give(self.tensors[i], x.detach() if any(x is y for y in args) else x)
-
-
-def _writes(func: Any) -> bool:
-    written = torch_privates.schema(func).arguments[:1] if torch_privates.is_operation(func) else ()
-    return any(a.alias_info is not None and a.alias_info.is_write for a in written)
 
 
 def _geometry(t: torch.Tensor) -> tuple[Any, ...]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.trace.calls import NUMBER, Rule, Written
-from collage_neuron.trace.placeholders import STEP, WAITING, WaitingTensor, called, waits
+from collage_neuron.trace.placeholders import STEP, WAITING, WaitingTensor, called, has_xla, waits
 
 aten = torch.ops.aten
 
@@ -60,7 +61,9 @@ class MadeOnDevice(torch_privates.DispatchMode):
             return made
         if types and _WAITING.issuperset(types):  # what torch would call, after 2 us
             return called(WaitingTensor, func, types, args, kwargs)
-        return func(*args, **kwargs or {})
+        # What torch_xla makes of nothing of its own would not be what its views alias, below a mode.
+        with nullcontext() if self._is_host or has_xla(args, kwargs or {}) else torch_privates.with_aliases():
+            return func(*args, **kwargs or {})
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The placeholder that is returned; None where torch has to make what it is asked for."""

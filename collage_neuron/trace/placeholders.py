@@ -8,14 +8,16 @@ can be reached, but not read before it is there: it is computed, or there is a R
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from collage_neuron.torch_privates.operations import is_operation, schema, with_aliases, without_overrides
 from collage_neuron.torch_privates.tensors import exchange, without_memory
 
 if TYPE_CHECKING:
@@ -44,7 +46,36 @@ def called(
         if not step.is_filled:  # a step inside another one may have its values while the outer one waits
             return step.call(func, args, kwargs)
         step = step.outer
-    return func(*valued(args), **dict(zip(kwargs or {}, valued((kwargs or {}).values()), strict=True)))
+    return computed(func, args, kwargs or {}, has_xla(args, kwargs or {}))
+
+
+def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has_own: bool) -> Any:
+    """Runs an operation on placeholders that have values.
+
+    `has_own`: tensors of torch_xla's own are among the arguments. Then torch is just about to make what the operation
+    returns alias, and what does so here would do it twice; but torch does nothing for what the operation writes.
+    """
+    given, named = valued(args), dict(zip(kwargs, valued(kwargs.values()), strict=True))
+    if (has_own and not is_written(func, kwargs)) or not has_xla(given, named):
+        return func(*given, **named)
+    with with_aliases():
+        return func(*given, **named)
+
+
+def has_xla(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns True if tensors of torch_xla are among the arguments of an operation, and are no placeholders."""
+    return any(torch.is_tensor(x) and not waits(x) and x.device.type == "xla" for x in in_lists(args, kwargs))
+
+
+def in_lists(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments of an operation, and what is in those that are lists."""
+    return chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values()))
+
+
+def is_written(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Returns True if an operation writes to its first argument, or to `out`."""
+    first = schema(func).arguments[:1] if is_operation(func) else ()
+    return "out" in kwargs or any(a.alias_info is not None and a.alias_info.is_write for a in first)
 
 
 class WaitingTensor(torch.Tensor):
@@ -117,6 +148,30 @@ for _kind in (WaitingTensor, WaitingParameter):
 
 WaitingParameter.__deepcopy__ = _of_value("__deepcopy__")  # type: ignore[method-assign]
 
+
+class _AtOnce:
+    """What has got its value within the operation that writes it has it before anything else is done with it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        step = STEP.get()
+        while step is not None:
+            step.give_late()
+            step = step.outer
+        with without_overrides():  # in another thread it is late still
+            return func(*args, **kwargs or {})
+
+
+class LateTensor(_AtOnce, WaitingTensor):
+    """The class of such a placeholder."""
+
+
+class LateParameter(_AtOnce, WaitingParameter):
+    """That of one that stands for a parameter."""
+
+
 WAITING = WaitingTensor, WaitingParameter
 # The attribute of what was inside a placeholder that has its value now: C++ may hold that still.
 _VALUE = "_collage_value"
@@ -148,7 +203,11 @@ def has_value(t: torch.Tensor) -> None:
         t.__class__ = _TORCHS[type(t)]
 
 
-_TORCHS: dict[type, Any] = {kind: torchs for torchs, kind in _CLASSES.items()}
+_TORCHS: dict[type, Any] = {
+    **{kind: torchs for torchs, kind in _CLASSES.items()},
+    LateTensor: torch.Tensor,
+    LateParameter: torch.nn.Parameter,
+}
 
 
 def present(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -189,9 +248,9 @@ def are_marked(tensors: Sequence[torch.Tensor]) -> bool:
 
 def give(t: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a placeholder its value. The object `value` stands for `t` from now on, wherever C++ has what was in it."""
-    grad = t.grad  # it belongs to what is inside an object, which is exchanged, and not to the object
     vars(t).pop(_VALUE, None)
     has_value(t)
+    grad = t.grad  # it belongs to what is inside an object, which is exchanged, and not to the object
     exchange(t, value)
     wait(value)
     if grad is not None:
@@ -207,9 +266,9 @@ def put_off(t: torch.Tensor, other: torch.Tensor) -> None:
     delattr(other, _VALUE)
     has_value(other)
     exchange(t, other)
-    wait(t)
-    setattr(t, _VALUE, other)
     t.grad = grad
+    setattr(t, _VALUE, other)
+    t.__class__ = LateParameter if isinstance(t, torch.nn.Parameter) else LateTensor
 
 
 def value_of(x: Any) -> Any:

@@ -56,8 +56,6 @@ class StepReads:
         on_xla = bool(places.tensors) and places.tensors[0].device.type == "xla"
         self.computing = torch_privates.unobserved_on_xla if on_xla else torch_privates.unobserved
         """A context in which torch computes, and nothing else."""
-        self.aliasing = torch_privates.with_aliases if on_xla else nullcontext
-        """One in which a step computes that runs as written from there on."""
 
     @property
     def cones(self) -> Cones:

@@ -31,7 +31,7 @@ def run(
     """What `body` makes of an fp32 tensor, on XLA."""
     hlo = Computation("case")
     module = hlo.module(body(hlo, hlo.parameter(Shape("f32", tuple(x.shape)))))
-    results = user_computation(module)([x.to(device)])
+    results = user_computation(module)([x.to(device)], 0)
     torch_xla.sync()
     return [r.cpu() for r in results]
 

@@ -63,7 +63,7 @@ def run(inputs: Sequence[Tensor], device: torch.device, hlo: Computation, body: 
     """What `body` makes of fp32 and int32 tensors, on XLA."""
     elements = {torch.float32: "f32", torch.int32: "s32"}
     parameters = [hlo.parameter(Shape(elements[x.dtype], tuple(x.shape))) for x in inputs]
-    results = user_computation(hlo.module(body(hlo, *parameters)))([x.to(device) for x in inputs])
+    results = user_computation(hlo.module(body(hlo, *parameters)))([x.to(device) for x in inputs], 0)
     torch_xla.sync()
     return [r.cpu() for r in results]
 

@@ -49,7 +49,7 @@ def program(shapes: Sequence[tuple[int, ...]], write: Write, device: torch.devic
     call, zero = user_computation(hlo.module(results)), torch.zeros(1).to(device)
 
     def run(xs: Sequence[Tensor]) -> list[Tensor]:
-        found = call([zero, *(x.to(device) for x in xs)])
+        found = call([zero, *(x.to(device) for x in xs)], 0)
         torch_xla.sync()
         return [x.cpu() for x in found]
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import count
 from typing import cast
 
 import torch
@@ -59,8 +60,8 @@ class Xla(ByParameter):
         scalars = launch.vector.to(launch.reads[0][0].device)
         states = launch.small or [{}] * len(launch.reads)
         measured = []
-        for reads, writes, small in zip(launch.reads, launch.writes, states, strict=True):
-            results = call(launch.masked(reads), scalars, small, Own.of(launch.update, reads, writes))
+        for node, reads, writes, small in zip(count(launch.node), launch.reads, launch.writes, states, strict=False):
+            results = call(launch.masked(reads), scalars, small, Own.of(launch.update, reads, writes), node)
             first, last = len(writes), len(results) - len(names)
             launch.write([*writes, *(small[name] for name in names)], [*results[:first], *results[last:]])
             measured += [Measure(*results[first:last])] if launch.update.sums else []

@@ -197,7 +197,7 @@ class XlaUpdate:
         self._update, self._form = update, form
         # A component with a word for each element, whose shape is the parameter's: words of blocks have another one.
         self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
-        self._calls: dict[Any, Callable[[list[Tensor]], Sequence[Tensor]]] = {}
+        self._calls: dict[Any, Callable[[list[Tensor], int], Sequence[Tensor]]] = {}
         self._zeros: dict[torch.device, Tensor] = {}
 
     def __call__(
@@ -206,6 +206,7 @@ class XlaUpdate:
         scalars: Tensor,
         small: Mapping[str, Tensor] | None = None,
         own: Own | None = None,
+        node: int = 0,
     ) -> Sequence[Tensor]:
         """New components from the old ones (parameter-shaped or `own`) and the fp32 scalar vector: lazy tensors.
 
@@ -218,7 +219,7 @@ class XlaUpdate:
         if key not in self._calls:
             self._calls[key] = user_computation(write_hlo(self._update, *key, self._form)[1])
         more = [self._zero(scalars.device), *states] if self._update.is_staged else []
-        return self._calls[key]([*components, scalars, *more])
+        return self._calls[key]([*components, scalars, *more], node)
 
     def _zero(self, device: torch.device) -> Tensor:
         # A vector, since torch_xla makes a constant of a 0-d tensor that is 0, which XLA must not know.
@@ -227,14 +228,20 @@ class XlaUpdate:
         return self._zeros[device]
 
 
-def user_computation(module: bytes) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """A function that runs the module whose bytes these are, on lazy tensors."""
+def user_computation(module: bytes) -> Callable[[list[Tensor], int], Sequence[Tensor]]:
+    """A function that runs the module whose bytes these are, on lazy tensors, as a node with a number.
+
+    torch_xla knows a graph again by a hash, of which nodes of one name and module have equal parts, whatever they read.
+    It does not say to which of them a result belongs (pytorch/xla issue 8353): if tensors of equal shapes came in
+    another order, they would get one another's results. So each node of a graph has a name of its own.
+    """
     import torch_xla.core.xla_builder as xb  # an extra: imported only where parameters are on an XLA device
 
     computation = xb.computation_from_module_proto("collage_update", module)
 
-    def call(tensors: list[Tensor]) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = torch_privates.user_computation("xla::collage_update", tensors, computation)
+    def call(tensors: list[Tensor], node: int) -> Sequence[Tensor]:
+        name = f"xla::collage_update_{node}"
+        results: Sequence[Tensor] = torch_privates.user_computation(name, tensors, computation)
         return results
 
     return call
