@@ -7,19 +7,21 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.states.sharding import ORDINARY, TRIED
-from collage_neuron.states.shared_memory import is_given_back
+from collage_neuron.states.shared_memory import is_given_back, memory_of
 from collage_neuron.trace.placeholders import placeholder, waits
 from collage_neuron.trace.reachable_code import is_own, root_of
 from collage_neuron.trace.side_effects import SHARED, has_plain_attributes, is_harmless
@@ -182,13 +184,47 @@ class Guard(torch_privates.DispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and kwargs.get("generator") is None:
             raise UnknownUpdate("step() draws random numbers, which would be drawn twice")
-        for x in _written(func, args, kwargs):
+        self.check(_written(func, args, kwargs))
+        return self.made(func(*args, **kwargs), (*args, *kwargs.values()))
+
+    def check(self, written: Iterable[Tensor]) -> None:
+        """Raises UnknownUpdate if one of these may not be written."""
+        for x in written:
             if torch_privates.storage_id(x.untyped_storage()) not in self._own:
                 raise UnknownUpdate(f"step() writes to a tensor of shape {list(x.shape)} that is no state")
-        out = func(*args, **kwargs)
-        for x in _flat([out]):
-            self.owns(x)
+
+    def made(self, out: Any, given: Sequence[Any]) -> Any:
+        """What an operation has returned; it may be written unless it has the memory of an argument."""
+        there = set(map(memory_of, filterfalse(waits, _flat(given))))
+        for x in filterfalse(waits, _flat([out])):
+            if memory_of(x) not in there:
+                self.owns(x)
         return out
+
+
+class GuardOnXla(TorchFunctionMode):
+    """The same of torch_xla's tensors, in what code calls: a dispatch mode sees their writes as something else."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        self._guard = guard
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        is_written = name in _SETS or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        written = [*args[:1]] if is_written else []
+        self._guard.check(x for x in _flat([*written, kwargs.get("out")]) if _is_on_xla(x))
+        return self._guard.made(func(*args, **kwargs), (*args, *kwargs.values()))
+
+
+_SETS = "__setitem__", "__set__"
+"""Names of what writes to a tensor, or gives it other data, but for those that say so by their form (`add_`)."""
+
+
+def _is_on_xla(x: Tensor) -> bool:
+    return not waits(x) and x.device.type == "xla"
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
