@@ -16,6 +16,13 @@ def user_computation(name: str, tensors: Sequence[torch.Tensor], computation: An
     return results
 
 
+def may_run_on_xla() -> bool:
+    """Returns False within `torch_xla.compile(..., full_graph=True)`, which raises where a program would run."""
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
+
+    return bool(xlac._get_allow_execution())
+
+
 def xla_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b of two matrices of any dtypes, in fp32: `torch.mm` has one dtype, and `_scaled_mm` runs on the CPU."""
     from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs

@@ -45,6 +45,7 @@ from collage_neuron.trace.calls import (
     without_values,
     written_by,
 )
+from collage_neuron.trace.mixed_lists import Unmixed
 from collage_neuron.trace.placeholders import (
     IN_PROGRESS,
     STEP,
@@ -113,11 +114,14 @@ class DeferredCalls:
         """True if what is added up between processes waits: only if they agree on what is launched."""
         self._begun = 0
         """The calls by which states wait from the beginning."""
-        self.modes = 0
-        """How many modes of ours see its operations."""
+        self.modes = self.function_modes = 0
+        """How many modes of ours see its operations, and its functions."""
         self._making: AbstractContextManager[object] = nullcontext()
+        self._unmixed: AbstractContextManager[object] = nullcontext()
         if values and not values[0].is_cpu:  # on the host a mode costs time: it is on where a step may make some
             self.see_made()
+        if values and values[0].device.type == "xla":
+            self.function_modes, self._unmixed = 1, Unmixed()
 
     def see_made(self) -> None:
         """Tensors that the step makes of a number will wait too."""
@@ -131,8 +135,10 @@ class DeferredCalls:
         self._token = STEP.set(self)
         IN_PROGRESS.append(self)
         self._making.__enter__()
+        self._unmixed.__enter__()
 
     def __exit__(self, *error: object) -> None:
+        self._unmixed.__exit__(None, None, None)
         self._making.__exit__(None, None, None)
         IN_PROGRESS.remove(self)
         STEP.reset(self._token)

@@ -39,7 +39,8 @@ def _method(name: str) -> Any:
         if step is None or now is not torchs:
             return now(*args, **kwargs)
         # One expression: a call of Python's costs as much as two of these questions, and each method asks them.
-        if not (dispatch_modes() > step.modes or function_modes() or is_grad_enabled() or is_autocast_enabled()):
+        has_others = dispatch_modes() > step.modes or function_modes() > step.function_modes
+        if not (has_others or is_grad_enabled() or is_autocast_enabled()):
             found = step.again(1, name, args, kwargs)
             if found is not None:
                 return found

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import TranslationError
 from collage_neuron.numerics.eft import block_max
 from collage_neuron.numerics.formats import Format
@@ -211,13 +212,20 @@ def check(
     history = history_of(optimizer)
     steps, known = history.steps + 1, history.known if known is None else known
     is_new = not known.issuperset(map(_launched_by, jobs))
-    if (is_new or is_due(steps)) and not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # there every result is zero
+    if (is_new or is_due(steps)) and all(map(_may_be_run, {p.device for job in jobs for p in job.params})):
         for job in list(chosen(jobs, steps, lambda job: _launched_by(job) not in known)):
             validate_job(base, optimizer, job, take, again(job), steps)
         known.update(map(_launched_by, jobs))
     history.steps = steps
     if steps >= history.due:
         history.due = steps + 1 if is_due(steps + 1) else 1 << steps.bit_length()
+
+
+def _may_be_run(device: torch.device) -> bool:
+    """Returns False where every result is zero, and where torch_xla runs nothing (`torch_xla.compile`'s full graph)."""
+    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+        return False
+    return device.type != "xla" or torch_privates.may_run_on_xla()
 
 
 _launched_by = attrgetter("update", "backend")
