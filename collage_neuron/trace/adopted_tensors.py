@@ -71,8 +71,8 @@ def _may_wait(x: torch.Tensor, device: torch.device, is_state: bool) -> bool:
         return False
     if x.layout is not torch.strided or not x.is_contiguous() or x.requires_grad or x.is_inference():
         return False
-    # XLA says nothing of its memory, and would have to wait for the value, which of a state nobody needs.
-    return (torch_privates.holders(x) <= 1 and x.untyped_storage().resizable()) if x.is_cpu else is_state
+    # XLA would have to wait for the value, which of a state nobody needs.
+    return torch_privates.holders(x) <= 1 and (x.untyped_storage().resizable() if x.is_cpu else is_state)
 
 
 class Returned(torch.Tensor):
