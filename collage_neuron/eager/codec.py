@@ -243,17 +243,33 @@ class Value:
             UnsupportedUpdate: `x` is more than a part of that.
         """
         shell, owner = local(self.shell).detach(), local(self.owner.detach())
-        first = x.storage_offset() - owner.storage_offset()
-        last = first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        span = sum((n - 1) * s for n, s in zip(owner.shape, owner.stride(), strict=True))
-        if x.dtype != owner.dtype or shell.stride() != owner.stride() or first < 0 or last > span:
+        part = (_part_on_xla if x.device.type == "xla" else _part)(x, owner, shell)
+        if x.dtype != owner.dtype or part is None:
             raise UnsupportedUpdate(
                 f"the optimizer holds a tensor of shape {list(x.shape)} that lies in the memory of "
                 f"{'a parameter' if self.name == 'param' else f'the state {self.name!r}'} and beyond it, or in another "
                 "type, and during a step that value has fp32 memory of its own: hold a clone(), or the parameter "
                 "itself; nothing was updated"
             )
-        return shell.as_strided(x.shape, x.stride(), shell.storage_offset() + first)
+        return part
+
+
+def _part(x: torch.Tensor, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor | None:
+    """The part of `shell` that `x` is of `owner`; None if it is more."""
+    first = x.storage_offset() - owner.storage_offset()
+    last = first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    span = sum((n - 1) * s for n, s in zip(owner.shape, owner.stride(), strict=True))
+    if shell.stride() != owner.stride() or first < 0 or last > span:
+        return None
+    return shell.as_strided(x.shape, x.stride(), shell.storage_offset() + first)
+
+
+def _part_on_xla(x: torch.Tensor, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor | None:
+    """The same, by the view that it is of the owner, or of what has its memory and shape (`p.data`)."""
+    base = torch_privates.base_of(x)
+    if (x if base is None else base).shape != owner.shape:
+        return None
+    return shell if base is None else torch_privates.same_view(x, shell)
 
 
 class Alike(NamedTuple):
