@@ -155,3 +155,24 @@ def test_gradients_in_one_buffer(layout: str, update: Update, xla: torch.device)
 def test_gradients_in_one_buffer_that_do_not_tell_where_are_rejected(xla: torch.device) -> None:
     with pytest.raises(collage_neuron.UnsupportedUpdate, match=r"clone\(\) them"):
         _run_in_one_buffer(cubic, lambda flat: [flat[:12].view(4, 3).detach(), flat[12:].view(4, 3).detach()], xla)
+
+
+def with_a_view(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
+    """Reads and writes a part of the parameter that the optimizer holds since before the first step."""
+    p[0].sub_(o.kept["part"].view(-1)[:3], alpha=0.1)
+    o.kept["part"].mul_(0.9)
+    p.sub_(g / (g.norm(3) + 1), alpha=lr)
+
+
+@pytest.mark.parametrize(
+    "part", [lambda p: p[1], lambda p: p.t()[1], lambda p: p.view(-1)[5:8], lambda p: p.unbind(0)[3]]
+)
+def test_a_part_of_a_parameter_that_the_optimizer_holds(part: Any, xla: torch.device) -> None:
+    found = []
+    for device in (torch.device("cpu"), xla):
+        optimizer = xla_runs.compiled(by(with_a_view), ((4, 4),), device, strategy="split433")
+        params = optimizer.param_groups[0]["params"]
+        optimizer.kept["part"] = part(params[0].detach())
+        run(optimizer, 3)
+        found.append(exact(optimizer, params))
+    torch.testing.assert_close(*found, rtol=2**-14, atol=2**-14)

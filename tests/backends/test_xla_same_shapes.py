@@ -1,0 +1,84 @@
+"""Parameters of equal shapes, whose tensors come to a lazy graph in another order, keep their own results.
+
+torch_xla knows a graph again by a hash that does not say which of equal nodes a result belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import xla_runs
+from torch import Tensor
+from torch.nn import Parameter
+from traced_updates import Stepping
+
+import collage_neuron
+from collage_neuron.states.bookkeeping import node_numbers
+
+
+def momentum(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
+    """Runs as written."""
+    m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
+    p.sub_(m / m.view(-1).topk(1)[0], alpha=lr)
+
+
+MAKES: dict[str, Callable[[Any], Any]] = {
+    "recorded": lambda params: torch.optim.AdamW(params, lr=0.02),
+    "as written": lambda params: Stepping(params, momentum, lr=0.02),
+}
+
+
+def _new_state(o: Any, p: Any) -> None:
+    name = next(k for k in ("exp_avg", "m") if k in o.state[p])
+    o.state[p][name] = torch.zeros_like(o.state[p][name])
+
+
+def _new_data(o: Any, p: Any) -> None:
+    p.data = p.data.clone()
+
+
+def _set(o: Any, p: Any) -> None:
+    collage_neuron.set_exact_value(o, p, 0.9 * collage_neuron.exact_value(o, p))
+
+
+def _nothing(o: Any, p: Any) -> None:
+    pass
+
+
+def values(make: Any, between: Any, device: torch.device | str, are_in_turn: bool) -> list[Tensor]:
+    """Those after some steps, before each of which one layer is changed; or two of three have gradients, in turn."""
+    draws = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(4, 4, generator=draws).bfloat16().float().to(device)) for _ in range(3)]
+    optimizer = collage_neuron.compile(make(params), verbose=False, strategy="split433", validate="off")
+    for active in ((0, 1, 2), (0, 1), (1, 2), (0, 2), (1, 2), (0, 1), (0, 1, 2)):
+        if optimizer.state:
+            between(optimizer, params[active[0]])
+        for i, p in enumerate(params):
+            g = torch.randn(4, 4, generator=draws).bfloat16()
+            p.grad = None if are_in_turn and i not in active else g.to(device, p.dtype)
+        optimizer.step()
+        xla_runs.torch_xla.sync()
+    return [collage_neuron.exact_value(optimizer, p).cpu() for p in params]
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("between", [_new_state, _new_data, _set, _nothing])
+def test_each_has_its_own_results(make: Any, between: Any, xla: torch.device) -> None:
+    are_in_turn = between is _nothing
+    on_cpu, on_xla = (values(make, between, device, are_in_turn) for device in ("cpu", xla))
+    torch.testing.assert_close(on_xla, on_cpu, rtol=2**-14, atol=2**-14)
+
+
+def test_what_is_alive_has_numbers_of_its_own_which_are_used_again() -> None:
+    def made() -> Any:
+        return collage_neuron.compile(torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1), verbose=False)
+
+    some = [made() for _ in range(3)]
+    first = [node_numbers(o, 2) for o in some]
+    assert len({*first, *(number + 1 for number in first)}) == 6
+    assert node_numbers(some[1], 1) == first[1] + 2
+    del some[1]
+    assert node_numbers(made(), 2) == first[1]
