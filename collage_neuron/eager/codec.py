@@ -106,12 +106,10 @@ class LaidOut(NamedTuple):
 class Conversions:
     """Conversions that run together: those of one update are one launch, unless each has random bits of its own."""
 
-    def __init__(
-        self, laid: dict[Update, LaidOut] | None = None, numbers: Callable[[int], int] = lambda count: 0
-    ) -> None:
+    def __init__(self, laid: dict[Update, LaidOut] | None = None, numbers: Callable[[int], int] | None = None) -> None:
         """Begins without conversions; `laid` has what backends know of earlier ones, and is added to.
 
-        `numbers` gives them numbers, so many (`bookkeeping.node_numbers`).
+        `numbers` is for `Launch.numbers`.
         """
         self._launches: dict[Backend, dict[tuple[Update, torch.device], list[Launch]]] = {}
         self._laid, self._numbers = laid, numbers
@@ -158,7 +156,7 @@ class Conversions:
         launches = self._launches.setdefault(backend, {}).setdefault((update, reads[0][0].device), [])
         if not launches or update.draws:  # random bits depend on numbers of a launch: each tensor has its own
             vector = _numbers(update, tuple(drawing) if update.draws else ())
-            launches.append(Launch(update, vector, [], [], kept=kept))
+            launches.append(Launch(update, vector, [], [], kept=kept, numbers=self._numbers))
         rows: Any = launches[-1]
         rows.reads.extend(reads)
         rows.writes.extend(writes)
@@ -170,8 +168,7 @@ class Conversions:
         self._launches.clear()
 
     def _with_layout(self, launch: Launch) -> Launch:
-        """The launch, numbered, with what a backend has found out about tensors that are laid out alike."""
-        launch = launch._replace(node=self._numbers(len(launch.reads)))
+        """The launch, with what a backend has found out about tensors that are laid out alike."""
         if self._laid is None or launch.update.draws or launch.kept is not None:
             return launch
         tensors = [*chain.from_iterable(launch.reads), *chain.from_iterable(launch.writes)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, compress
 from operator import itemgetter, not_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,8 +67,8 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
     small = visible_states.states_of(states, captured) if captured.small else ()
     between = across if update.between and any(map(is_sharded, job.params)) else None
-    node = node_numbers(optimizer, len(reads))
-    return Launch(update, vector, reads, writes, finite, kept, seen is not None, small, node, between)
+    numbers = partial(node_numbers, optimizer)
+    return Launch(update, vector, reads, writes, finite, kept, seen is not None, small, numbers, between)
 
 
 def _vector(update: Update, recording: Recording, drawing: Sequence[float]) -> torch.Tensor:

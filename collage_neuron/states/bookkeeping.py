@@ -394,7 +394,7 @@ def note_compiled(optimizer: Optimizer) -> None:
 
 
 def node_numbers(optimizer: Optimizer, count: int) -> int:
-    """The first of so many numbers that nothing else of this step, or of another optimizer, has (`Launch.node`)."""
+    """The first of so many numbers that nothing else of this step, or of another optimizer, has (`Launch.numbers`)."""
     book = bookkeeping(optimizer)
     book.nodes += count
     return (book.number << _BITS) + book.nodes - count

@@ -185,7 +185,8 @@ class Guard(torch_privates.DispatchMode):
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and kwargs.get("generator") is None:
             raise UnknownUpdate("step() draws random numbers, which would be drawn twice")
         self.check(_written(func, args, kwargs))
-        return self.made(func(*args, **kwargs), (*args, *kwargs.values()))
+        given = () if func is torch.ops.aten.lift_fresh.default else (*args, *kwargs.values())  # `torch.tensor(0.0)`
+        return self.made(func(*args, **kwargs), given)
 
     def check(self, written: Iterable[Tensor]) -> None:
         """Raises UnknownUpdate if one of these may not be written."""

@@ -54,9 +54,9 @@ class Launch(NamedTuple):
     """True if what has the same key among `update.inputs` and `update.outputs` is known to be the same tensor."""
     small: Sequence[Mapping[str, Tensor]] = ()
     """For each parameter its states of one number (`update.small`), by name: 0-d fp32 tensors, read and written."""
-    node: int = 0
-    """The number of what it computes for the first parameter; those of the others follow. No two that may come into one
-    lazy graph have the same, but those that compare backends."""
+    numbers: Callable[[int], int] | None = None
+    """Gives numbers to what it computes for its parameters, so many, and returns the first: nothing else that may come
+    into one lazy graph has them. None if its results are read before anything else is computed."""
     across: Across | None = None
     """What makes numbers of parts those of whole parameters (`update.between`); None if nobody else has parts."""
 

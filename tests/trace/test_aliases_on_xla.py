@@ -122,7 +122,7 @@ def test_a_step_aliases_as_in_plain_torch(update: Any, xla: torch.device) -> Non
 def test_nothing_is_written_that_is_only_tried(device: str, is_part: bool, xla: torch.device) -> None:
     """`compile` and the first step try the code on copies; a tensor in a module, or one of a closure, has none."""
     counts = torch.zeros(3, 3).to(device)
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
     module.register_buffer("count", counts)
 
     def update(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:

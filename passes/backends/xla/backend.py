@@ -60,11 +60,12 @@ class Xla(ByParameter):
         scalars = launch.vector.to(launch.reads[0][0].device)
         states = launch.small or [{}] * len(launch.reads)
         measured = []
-        for node, reads, writes, small in zip(count(launch.node), launch.reads, launch.writes, states, strict=False):
+        first = 0 if launch.numbers is None else launch.numbers(len(launch.reads))
+        for node, reads, writes, small in zip(count(first), launch.reads, launch.writes, states, strict=False):
             results = call(launch.masked(reads), scalars, small, Own.of(launch.update, reads, writes), node)
-            first, last = len(writes), len(results) - len(names)
-            launch.write([*writes, *(small[name] for name in names)], [*results[:first], *results[last:]])
-            measured += [Measure(*results[first:last])] if launch.update.sums else []
+            own, last = len(writes), len(results) - len(names)
+            launch.write([*writes, *(small[name] for name in names)], [*results[:own], *results[last:]])
+            measured += [Measure(*results[own:last])] if launch.update.sums else []
         return measured
 
     def prepare(self, device: torch.device) -> None:
