@@ -45,7 +45,6 @@ from collage_neuron.trace.calls import (
     without_values,
     written_by,
 )
-from collage_neuron.trace.mixed_lists import Unmixed
 from collage_neuron.trace.placeholders import (
     IN_PROGRESS,
     STEP,
@@ -63,6 +62,7 @@ from collage_neuron.trace.placeholders import (
 from collage_neuron.trace.source_location import here
 from collage_neuron.trace.structure_guard import CallSequence
 from collage_neuron.trace.tensor_places import TensorPlaces
+from collage_neuron.trace.xla_calls import SeenBefore
 
 if TYPE_CHECKING:
     from collage_neuron.trace.materialize import Cones
@@ -117,11 +117,11 @@ class DeferredCalls:
         self.modes = self.function_modes = 0
         """How many modes of ours see its operations, and its functions."""
         self._making: AbstractContextManager[object] = nullcontext()
-        self._unmixed: AbstractContextManager[object] = nullcontext()
+        self._seen_before: AbstractContextManager[object] = nullcontext()
         if values and not values[0].is_cpu:  # on the host a mode costs time: it is on where a step may make some
             self.see_made()
         if values and values[0].device.type == "xla":
-            self.function_modes, self._unmixed = 1, Unmixed()
+            self.function_modes, self._seen_before = 1, SeenBefore()
 
     def see_made(self) -> None:
         """Tensors that the step makes of a number will wait too."""
@@ -135,10 +135,10 @@ class DeferredCalls:
         self._token = STEP.set(self)
         IN_PROGRESS.append(self)
         self._making.__enter__()
-        self._unmixed.__enter__()
+        self._seen_before.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._unmixed.__exit__(None, None, None)
+        self._seen_before.__exit__(None, None, None)
         self._making.__exit__(None, None, None)
         IN_PROGRESS.remove(self)
         STEP.reset(self._token)

@@ -1,7 +1,7 @@
-"""Lists that a step writes on XLA, of tensors that wait and of torch_xla's own: what waits is computed before.
+"""Functions that a step calls on XLA, seen before torch sees them: what waits is computed where its class is too late.
 
-torch lets all of a written list alias or nothing, before it asks the class of any, and would take a placeholder for a
-tensor of torch_xla's: the process would end.
+torch lets all of a list that is written alias, or nothing, and would take a placeholder there for a tensor of
+torch_xla's: the process would end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from collage_neuron.trace.placeholders import compute_all, waits
 
 
-class Unmixed(TorchFunctionMode):
-    """A mode in which no function writes to such a list."""
+class SeenBefore(TorchFunctionMode):
+    """A mode in which no function writes to a list of what waits and what does not."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
