@@ -1,7 +1,7 @@
 """Writes an HLO module as the bytes of an `HloModuleProto`, using only the standard library.
 
 torch_xla's own builder has no reduce-precision, the one instruction that XLA may not delete, and it hashes a graph's
-operations without their wiring (pytorch/xla issue 8353). A module passed as bytes has neither problem. Field numbers:
+operations without their wiring (pytorch/xla issue 8353). A module passed as bytes has neither problem within. Fields:
 xla/service/hlo.proto and xla/xla_data.proto in openxla/xla; wire format: the protocol buffers encoding guide.
 """
 
