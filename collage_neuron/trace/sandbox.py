@@ -25,6 +25,7 @@ from collage_neuron.states.shared_memory import is_given_back, memory_of
 from collage_neuron.trace.placeholders import placeholder, waits
 from collage_neuron.trace.reachable_code import is_own, root_of
 from collage_neuron.trace.side_effects import SHARED, has_plain_attributes, is_harmless
+from collage_neuron.trace.xla_calls import is_named_as_writing
 
 SMALL = 4096
 """Up to so many elements a tensor that the optimizer holds is copied; a larger one has no value in a dry run."""
@@ -214,7 +215,7 @@ class GuardOnXla(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        is_written = name in _SETS or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        is_written = name in _SETS or name.startswith("__i") or is_named_as_writing(func)
         written = [*args[:1]] if is_written else []
         self._guard.check(x for x in _flat([*written, kwargs.get("out")]) if _is_on_xla(x))
         return self._guard.made(func(*args, **kwargs), (*args, *kwargs.values()))

@@ -163,6 +163,12 @@ _HARMLESS = (
 SHARED = (*_HARMLESS, type, ModuleType, FunctionType, BuiltinFunctionType, torch.nn.Module)
 """Classes of objects that a copy of an optimizer has in common with it."""
 
+
+def _of_torchs_module(x: torch.nn.Module) -> list[dict[str, Any]]:
+    """The attributes of a module, and where torch keeps those that are its own."""
+    return [vars(x), *(vars(x)[name] for name in ("_parameters", "_buffers", "_modules") if name in vars(x))]
+
+
 _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Callable[[], None]]]], ...] = (
     (FunctionType, _of_function),
     (BuiltinFunctionType, _of_library),
@@ -173,7 +179,7 @@ _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Callable[[], None]]]], ...]
         lambda x: [_of_container(x), *([_of_container(vars(x))] if hasattr(x, "__dict__") else ())],
     ),
     (Optimizer, _of_optimizer),
-    (torch.nn.Module, lambda x: [_of_container(vars(x))] if is_own(x) else ()),
+    (torch.nn.Module, lambda x: map(_of_container, _of_torchs_module(x))),
     (_HARMLESS, lambda x: ()),
 )
 
