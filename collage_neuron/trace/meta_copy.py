@@ -9,7 +9,6 @@ the optimizer's own step need not run.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -37,7 +36,7 @@ from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.code_inspection import attributes_of_torch
 from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.placeholders import has_value, wait, waits
-from collage_neuron.trace.sandbox import Copies, Guard, GuardOnXla, without_value
+from collage_neuron.trace.sandbox import Copies, Guard, GuardOfFunctions, without_value
 from collage_neuron.trace.source_location import raised_at
 from collage_neuron.trace.step_kinds import Before, Left, StepKind, check_states, planned_of, with_states
 from collage_neuron.trace.step_reads import Sources
@@ -138,9 +137,8 @@ class Copied:
 
     def _run(self, mode: DeferredCalls, context: Sequence[AbstractContextManager[Any]]) -> None:
         try:
-            on_xla = [GuardOnXla(self._guard)] if "torch_xla" in sys.modules else []
             with step_call.plain_defaults(), torch.no_grad(), self._guard, ExitStack() as stack:
-                for each in (*on_xla, *context, mode):
+                for each in (GuardOfFunctions(self._guard), *context, mode):
                     stack.enter_context(each)
                 inner_optimizers.lend(self.optimizer, self._inner)
                 torch_privates.unhooked_step(self._base)(self.optimizer)

@@ -204,8 +204,8 @@ class Guard(torch_privates.DispatchMode):
         return out
 
 
-class GuardOnXla(TorchFunctionMode):
-    """The same of torch_xla's tensors, in what code calls: a dispatch mode sees their writes as something else."""
+class GuardOfFunctions(TorchFunctionMode):
+    """The same in what code calls: a dispatch mode sees no `x.data = y`, and writes on XLA as something else."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
@@ -217,16 +217,13 @@ class GuardOnXla(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         is_written = name in _SETS or name.startswith("__i") or is_named_as_writing(func)
         written = [*args[:1]] if is_written else []
-        self._guard.check(x for x in _flat([*written, kwargs.get("out")]) if _is_on_xla(x))
+        there = filterfalse(waits, _flat([*written, kwargs.get("out")]))
+        self._guard.check(x for x in there if name in _SETS or x.device.type == "xla")
         return self._guard.made(func(*args, **kwargs), (*args, *kwargs.values()))
 
 
-_SETS = "__setitem__", "__set__"
+_SETS = "__setitem__", "__set__", "set_"
 """Names of what writes to a tensor, or gives it other data, but for those that say so by their form (`add_`)."""
-
-
-def _is_on_xla(x: Tensor) -> bool:
-    return not waits(x) and x.device.type == "xla"
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
