@@ -75,6 +75,18 @@ def drawn_in_a_list(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> Non
     p.sub_(v[0] + v[1], alpha=0.1)
 
 
+def in_a_list_by_its_overload(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
+    c = once(o, p, "c", lambda: rows(p))
+    torch.ops.aten._foreach_mul_.Scalar([p, c], 0.5)
+    p.sub_(c, alpha=0.1)
+
+
+def into_a_tensor_of_its_own(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
+    c = once(o, p, "c", lambda: rows(p))
+    torch.mul(p, g, out=c)
+    p.sub_(c, alpha=0.1)
+
+
 def with_two_results(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
     m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
     torch.sort(g[0], out=(m[0], torch.empty(4, dtype=torch.long, device=p.device)))
@@ -90,7 +102,8 @@ def with_a_view_of_a_state(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int)
 
 UPDATES = (
     written_with_a_tensor, indexed_on_the_host, made_on_the_host, made_and_flipped, written_twice, seen_otherwise,
-    in_a_list, drawn_in_a_list, with_two_results, with_a_view_of_a_state,
+    in_a_list, in_a_list_by_its_overload, drawn_in_a_list, into_a_tensor_of_its_own, with_two_results,
+    with_a_view_of_a_state,
 )  # fmt: skip
 
 
@@ -116,21 +129,41 @@ def test_a_step_aliases_as_in_plain_torch(update: Any, xla: torch.device) -> Non
         torch.testing.assert_close(x, plain, rtol=1e-5, atol=1e-5)
 
 
+def _in_place(module: Any) -> None:
+    module.count.add_(1.0)
+
+
+def _by_its_overload(module: Any) -> None:
+    torch.ops.aten.add_.Tensor(module.count, 1.0)
+
+
+def _in_part(module: Any) -> None:
+    for row in module.count:
+        row.add_(1.0)
+
+
+def _by_another(module: Any) -> None:
+    module.count = module.count + 1
+
+
+def _by_its_data(module: Any) -> None:
+    module.count.data = module.count + 1
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("device", ["cpu", "xla"])
-@pytest.mark.parametrize("is_part", [False, True])
-def test_nothing_is_written_that_is_only_tried(device: str, is_part: bool, xla: torch.device) -> None:
-    """`compile` and the first step try the code on copies; a tensor in a module, or one of a closure, has none."""
-    counts = torch.zeros(3, 3).to(device)
+@pytest.mark.parametrize("write", [_in_place, _by_its_overload, _in_part, _by_another, _by_its_data])
+def test_nothing_is_written_that_is_only_tried(device: str, write: Any, xla: torch.device) -> None:
+    """`compile` and the first step try the code on copies; what a closure has, here a module, has none."""
     module: Any = torch.nn.Module()
-    module.register_buffer("count", counts)
+    module.register_buffer("count", torch.zeros(3, 3).to(device))
 
     def update(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
-        (module.count[0] if is_part else module.count).add_(1.0)
+        write(module)
         p.sub_(g, alpha=0.1)
 
     stepped(update, xla if device == "xla" else "cpu", "fp32", 3)
-    assert counts.sum().item() == 3 * 2 * (3 if is_part else 9)
+    assert module.count.cpu().eq(3 * 2).all()
 
 
 def test_a_full_graph_is_not_validated(xla: torch.device) -> None:
