@@ -92,8 +92,8 @@ def first_shared(
 ) -> tuple[int, int] | None:
     """The numbers of two tensors that have bytes in common, one of them no `others`; None if there are none.
 
-    On XLA tensors of one storage that are not views of one tensor have, but for parameters, which come first, that are
-    parts of it: where they lie is hidden.
+    On XLA tensors of one storage that are not views of one tensor have, but for parameters, which come first, that have
+    room there: where they lie is hidden.
     """
     both = [*tensors, *others]
     places = _places(both)
@@ -103,7 +103,7 @@ def first_shared(
             continue
         p, q = places[i][1], places[j][1]
         if p is None or q is None:
-            is_shared = second >= params or any(x.nbytes == x.untyped_storage().nbytes() for x in (both[i], both[j]))
+            is_shared = second >= params or both[i].nbytes + both[j].nbytes > both[i].untyped_storage().nbytes()
         else:
             is_shared = share_elements(p, own, q, other)
         if is_shared:
@@ -337,6 +337,22 @@ def check_unshared(of_optimizer: Iterable[torch.Tensor], of_model: Iterable[torc
         or not memory.resizable()
     ]
     _check_seen_by_others({p: windows[p] for p in parts if p.dtype == torch.float32})
+    _check_on_xla(dict.fromkeys([*owned, *of_model]))
+
+
+def _check_on_xla(params: Iterable[torch.Tensor]) -> None:
+    """The same on XLA, as far as sizes and numbers of references tell: not where in a storage parameters lie."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for p in params:
+        if p.device.type == "xla" and not is_sharded(p):
+            found.setdefault(memory_of(p), []).append(p)
+    for memory, alike in found.items():
+        size, sizes = alike[0].untyped_storage().nbytes(), [p.nbytes for p in alike]
+        if memory and sum(sizes) > size:
+            raise _refusal(alike[0], "with another parameter, or with itself", "make them one parameter object")
+        is_part = any(p.dtype == torch.float32 and p.nbytes < size for p in alike)
+        if memory and is_part and torch_privates.holders(alike[0]) > len(alike):
+            raise _refusal(alike[0], "with a tensor that something holds, of which it is a view", _OWN_MEMORY)
 
 
 def _window(p: torch.Tensor) -> Window | None:
@@ -361,12 +377,13 @@ def _check_seen_by_others(parts: dict[torch.Tensor, Window]) -> None:
             if other is p or own == window or not own.meets(window) or torch_privates.base_of(other) is p:
                 continue
             if share_elements(p, own, other, window):
-                raise _refusal(
-                    p,
-                    f"with a tensor of shape {list(other.shape)}, of which it is a view",
-                    "give each parameter memory of its own (p.data = p.data.clone()) before you compile, or convert "
-                    "the buffer to bfloat16 and make the parameters views of that",
-                )
+                raise _refusal(p, f"with a tensor of shape {list(other.shape)}, of which it is a view", _OWN_MEMORY)
+
+
+_OWN_MEMORY = (
+    "give each parameter memory of its own (p.data = p.data.clone()) before you compile, or convert the buffer to "
+    "bfloat16 and make the parameters views of that"
+)
 
 
 def _refusal(p: torch.Tensor, how: str, advice: str) -> ValueError:

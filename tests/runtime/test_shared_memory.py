@@ -259,3 +259,21 @@ def test_what_has_no_gradient_may_have_the_memory_of_something_else(name: str) -
         optimizer.step()
     assert torch.equal(*params)
     assert not params[0].eq(2).any()
+
+
+@pytest.mark.parametrize("how", ["held", "overlapping", "expanded", "apart"])
+def test_parameters_on_xla_that_would_be_trained_apart_are_rejected(how: str, xla: torch.device) -> None:
+    """By sizes, and by how many refer to a storage: where in it they lie is hidden."""
+    flat = torch.ones(8, device=xla)
+    held = [flat] if how == "held" else []
+    parts = {"overlapping": (flat[:6], flat[2:]), "expanded": (flat[:1].expand(8) * 1, torch.ones(1, device=xla))}
+    params = [Parameter(x) for x in parts.get(how, (flat[:4], flat[4:]))]
+    if how == "expanded":
+        params[1].data = params[1].data.expand(6)
+    del flat, parts
+    if how == "apart":
+        collage_neuron.compile(torch.optim.SGD(params, lr=0.1), verbose=False)
+        return
+    with pytest.raises(ValueError, match="shares its memory with"):
+        collage_neuron.compile(torch.optim.SGD(params, lr=0.1), verbose=False)
+    assert len(held) == (how == "held")
