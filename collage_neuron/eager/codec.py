@@ -27,6 +27,7 @@ from collage_neuron.passes.rewrite.round_and_store import Randomness
 from collage_neuron.settings import Settings
 from collage_neuron.states import step_inventory, word_encoding
 from collage_neuron.states.sharding import local
+from collage_neuron.states.shared_memory import same_part
 
 VALUE = "value"
 """The key of the fp32 tensor; those of the words are the keys of `param` in a format."""
@@ -240,7 +241,7 @@ class Value:
             UnsupportedUpdate: `x` is more than a part of that.
         """
         shell, owner = local(self.shell).detach(), local(self.owner.detach())
-        part = (_part_on_xla if x.device.type == "xla" else _part)(x, owner, shell)
+        part = same_part(x, owner, shell)
         if x.dtype != owner.dtype or part is None:
             raise UnsupportedUpdate(
                 f"the optimizer holds a tensor of shape {list(x.shape)} that lies in the memory of "
@@ -249,24 +250,6 @@ class Value:
                 "itself; nothing was updated"
             )
         return part
-
-
-def _part(x: torch.Tensor, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor | None:
-    """The part of `shell` that `x` is of `owner`; None if it is more."""
-    first = x.storage_offset() - owner.storage_offset()
-    last = first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    span = sum((n - 1) * s for n, s in zip(owner.shape, owner.stride(), strict=True))
-    if shell.stride() != owner.stride() or first < 0 or last > span:
-        return None
-    return shell.as_strided(x.shape, x.stride(), shell.storage_offset() + first)
-
-
-def _part_on_xla(x: torch.Tensor, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor | None:
-    """The same, by the view that it is of the owner, or of what has its memory and shape (`p.data`)."""
-    base = torch_privates.base_of(x)
-    if (x if base is None else base).shape != owner.shape:
-        return None
-    return shell if base is None else torch_privates.same_view(x, shell)
 
 
 class Alike(NamedTuple):

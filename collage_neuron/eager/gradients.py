@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import filterfalse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -20,7 +20,7 @@ from collage_neuron import torch_privates
 from collage_neuron.eager.memory import Pool, are_alone, bits, is_alone, pool
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.sharding import ORDINARY, gradient, is_sharded, local, writable_gradient
-from collage_neuron.states.shared_memory import common_base, first_shared, memory_of
+from collage_neuron.states.shared_memory import common_base, first_shared, memory_of, same_part
 
 if TYPE_CHECKING:
     from collage_neuron.trace.step_kinds import Placeholders
@@ -196,7 +196,7 @@ class Gradients:
             wide = torch.empty_like(flat, dtype=torch.float32)
         wide.copy_(flat)
         known[memory_of(first)] = flat, wide
-        parts = {key: (x, _same_part(x, flat, wide)) for key, x in found.items()}
+        parts = {key: (x, cast(torch.Tensor, same_part(x, flat, wide))) for key, x in found.items()}
         # not of what is presented, whose insides are exchanged: of the same memory
         self._buffers += [(x.detach(), w.detach()) for x, w in parts.values()]
         return parts
@@ -333,13 +333,6 @@ def _base_on_xla(found: Collection[torch.Tensor]) -> torch.Tensor:
             "tensor, so that nothing tells where on an XLA device: clone() them"
         )
     return base
-
-
-def _same_part(x: torch.Tensor, flat: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """The part of `wide` that `x` is of `flat`."""
-    if x.device.type != "xla":
-        return wide.as_strided(x.shape, x.stride(), x.storage_offset())
-    return wide if x is flat else torch_privates.same_view(x, wide)
 
 
 def _parts_held(grads: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:

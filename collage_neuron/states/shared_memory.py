@@ -117,6 +117,22 @@ def common_base(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
     return bases[0] if len({*map(id, bases)}) == 1 else None
 
 
+def same_part(x: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
+    """The part of `other`, laid out as `whole`, that `x` is of `whole`; None if it is more than a part.
+
+    On XLA it is found by the view that `x` is of `whole`, or of what has its memory and shape (`p.data`).
+    """
+    if x.device.type == "xla":
+        base = torch_privates.base_of(x)
+        if (x if base is None else base).shape != whole.shape:
+            return None
+        return other if base is None else torch_privates.same_view(x, other)
+    first = int(x.storage_offset() - whole.storage_offset())
+    if other.stride() != whole.stride() or first < 0 or first + _span(x) > _span(whole):
+        return None
+    return other.as_strided(x.shape, x.stride(), other.storage_offset() + first)
+
+
 def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Window | None, torch.Tensor | None]]:
     """The window of each, and a tensor with its strides; None if these are hidden."""
     on_xla: dict[int, list[torch.Tensor]] = {}

@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import count
 from typing import cast
 
 import torch
@@ -61,7 +60,7 @@ class Xla(ByParameter):
         states = launch.small or [{}] * len(launch.reads)
         measured = []
         first = 0 if launch.numbers is None else launch.numbers(len(launch.reads))
-        for node, reads, writes, small in zip(count(first), launch.reads, launch.writes, states, strict=False):
+        for node, (reads, writes, small) in enumerate(zip(launch.reads, launch.writes, states, strict=True), first):
             results = call(launch.masked(reads), scalars, small, Own.of(launch.update, reads, writes), node)
             own, last = len(writes), len(results) - len(names)
             launch.write([*writes, *(small[name] for name in names)], [*results[:own], *results[last:]])
