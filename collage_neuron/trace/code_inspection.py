@@ -135,8 +135,14 @@ def _named(classes: Iterable[Any], functions: dict[str, Any], names: set[str]) -
     """The methods and functions with these names."""
     found = [vars(cls).get(name) for each in classes for cls in each.__mro__ for name in names]
     found += map(functions.get, names)
-    plain: list[Any] = [getattr(f, "fget", None) or getattr(f, "__func__", f) for f in found if f is not None]
-    return [f for x in plain for f in _layers(x)]
+    return [f for x in found for f in _layers(_unbound(x))]
+
+
+def _unbound(x: Any) -> Any:
+    # Not by asking for attributes: an object may answer by code of its class.
+    if isinstance(x, property):
+        return x.fget
+    return x.__func__ if isinstance(x, (classmethod, staticmethod, MethodType)) else x
 
 
 def _layers(x: Any) -> Iterator[FunctionType]:

@@ -37,6 +37,7 @@ from collage_neuron.trace.code_inspection import attributes_of_torch
 from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.placeholders import has_value, wait, waits
 from collage_neuron.trace.sandbox import Copies, Guard, GuardOfFunctions, without_value
+from collage_neuron.trace.side_effects import uncollected
 from collage_neuron.trace.source_location import raised_at
 from collage_neuron.trace.step_kinds import Before, Left, StepKind, check_states, planned_of, with_states
 from collage_neuron.trace.step_reads import Sources
@@ -137,7 +138,7 @@ class Copied:
 
     def _run(self, mode: DeferredCalls, context: Sequence[AbstractContextManager[Any]]) -> None:
         try:
-            with step_call.plain_defaults(), torch.no_grad(), self._guard, ExitStack() as stack:
+            with uncollected(), step_call.plain_defaults(), torch.no_grad(), self._guard, ExitStack() as stack:
                 for each in (GuardOfFunctions(self._guard), *context, mode):
                     stack.enter_context(each)
                 inner_optimizers.lend(self.optimizer, self._inner)

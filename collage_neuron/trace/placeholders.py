@@ -129,11 +129,15 @@ def _of_device(name: str) -> Any:
     return method
 
 
+HANDS_OUT = (
+    "__array__", "__cuda_array_interface__", "__dlpack__", "_typed_storage", "apply_", "const_data_ptr", "data_ptr",
+    "map_", "mutable_data_ptr", "numpy", "register_hook", "share_memory_", "storage", "untyped_storage",
+)  # fmt: skip
+"""What can be asked of a tensor without an operation, and lets others write to it, or be called for it."""
+
 READ = (
-    "__array__", "__contains__", "__cuda_array_interface__", "__dlpack__", "__dlpack_device__",
-    "__format__", "__reduce_ex__", "__repr__", "__str__", "_reduce_ex_internal", "_typed_storage", "apply_",
-    "as_subclass", "const_data_ptr", "data_ptr", "is_set_to", "is_shared", "map_", "mutable_data_ptr", "numpy",
-    "register_hook", "share_memory_", "storage", "storage_type", "tolist", "untyped_storage",
+    *HANDS_OUT, "__contains__", "__dlpack_device__", "__format__", "__reduce_ex__", "__repr__", "__str__",
+    "_reduce_ex_internal", "as_subclass", "is_set_to", "is_shared", "storage_type", "tolist",
 )  # fmt: skip
 """What can be asked of a tensor without an operation, and depends on its value or its memory."""
 

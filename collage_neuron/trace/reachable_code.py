@@ -7,8 +7,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch.optim import Optimizer
@@ -57,12 +59,21 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
         todo += _children(x)
 
 
-def _children(x: Any) -> Iterable[Any]:
+def _children(x: Any) -> Iterator[Any]:
+    if isinstance(x, (Optimizer, ModuleType)):
+        return
+    if is_own(type(x)):  # its class has the code that is run for it, whatever it is an object of besides
+        yield type(x)
     for kinds, children in _OF_KINDS:  # the first that fits: a model is an object with attributes too
         if isinstance(x, kinds):
-            return children(x)
-    followed = is_own(x) and not isinstance(x, (torch.Tensor, Optimizer, ModuleType))
-    return vars(x).values() if followed and hasattr(x, "__dict__") else ()
+            yield from children(x)
+            return
+    if is_own(x):
+        yield from _attributes(x)
+
+
+def _attributes(x: Any) -> Iterable[Any]:
+    return vars(x).values() if hasattr(x, "__dict__") else ()
 
 
 def _of_function(x: FunctionType) -> Iterable[Any]:
@@ -79,11 +90,10 @@ def _of_function(x: FunctionType) -> Iterable[Any]:
 
 def used_globals(function: FunctionType) -> list[Any]:
     """The globals that a function names, and of modules among them what it may name there (`helpers.count()`)."""
-    names, found = names_of(function), list[Any]()  # modules that it imports itself are among them
-    imported = (name for op, name in instructions(function.__code__) if op == "IMPORT_NAME")
-    todo, known = [function.__globals__], set[int]()
-    todo.append({name: sys.modules[name] for name in imported if name in sys.modules})
-    names.update(todo[1])
+    names, found = names_of(function), list[Any]()
+    imported = {module.__name__: module for _, modules in imported_by(function) for module in modules}
+    todo, known = [function.__globals__, imported], set[int]()
+    names.update(imported)
     while todo:
         used = [v for k, v in list(todo.pop().items()) if k in names]
         modules = {id(v): v for v in used if isinstance(v, ModuleType) and is_own(v) and id(v) not in known}
@@ -91,6 +101,16 @@ def used_globals(function: FunctionType) -> list[Any]:
         found += used
         todo += map(vars, modules.values())
     return found
+
+
+def imported_by(function: FunctionType) -> Iterator[tuple[str, list[ModuleType]]]:
+    """The names by which a function imports modules itself, with those that are there and may be meant."""
+    package = str(function.__globals__.get("__package__") or "")
+    parents = [*accumulate(package.split("."), "{}.{}".format)] if package else []
+    for op, name in instructions(function.__code__):
+        if op == "IMPORT_NAME":
+            known = [name, *(f"{parent}.{name}".rstrip(".") for parent in parents)]
+            yield name, [sys.modules[x] for x in known if x in sys.modules]
 
 
 @lru_cache(1 << 14)
@@ -134,9 +154,11 @@ _TENSORS = {"_parameters", "_buffers", "_modules"}
 _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (FunctionType, _of_function),
     (type, lambda x: [*vars(x).values(), *x.__bases__] if is_own(x) else ()),
-    (dict, lambda x: [*x, *x.values(), *getattr(x, "__dict__", {}).values()]),
-    ((list, tuple, set, frozenset, deque), list),
-    (torch.nn.Module, lambda x: [*x.children(), *(v for k, v in vars(x).items() if is_own(x) and k not in _TENSORS)]),
+    (dict, lambda x: [*x, *x.values(), getattr(x, "default_factory", None), *_attributes(x)]),
+    ((list, tuple, set, frozenset, deque), lambda x: [*x, *_attributes(x)]),
+    (torch.nn.Module, lambda x: [*x.children(), *(v for k, v in vars(x).items() if k not in _TENSORS)]),
+    (torch.Tensor, _attributes),
+    (ReferenceType, lambda x: [x()]),
     (MethodType, lambda x: [x.__func__, x.__self__]),
     (BuiltinFunctionType, lambda x: [x.__self__]),  # of an object (`numbers.append`), or a module
     (partial, lambda x: [x.func, *x.args, *x.keywords.values()]),

@@ -22,7 +22,7 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.states.shared_memory import is_given_back, memory_of
-from collage_neuron.trace.placeholders import placeholder, waits
+from collage_neuron.trace.placeholders import HANDS_OUT, placeholder, waits
 from collage_neuron.trace.reachable_code import is_own, root_of
 from collage_neuron.trace.side_effects import SHARED, has_plain_attributes, is_harmless
 from collage_neuron.trace.xla_calls import is_named_as_writing
@@ -123,6 +123,7 @@ class Copies:
         except TypeError:  # a class of C, or of one
             return Uncopied(x)
         self.known[id(x)] = x, made
+        self.shared.append(type(x))
         vars(made).update(self.of(vars(x)))
         return made
 
@@ -205,7 +206,7 @@ class Guard(torch_privates.DispatchMode):
 
 
 class GuardOfFunctions(TorchFunctionMode):
-    """The same in what code calls: a dispatch mode sees no `x.data = y`, and writes on XLA as something else."""
+    """The same in what code calls: a dispatch mode sees no `x.data = y` or `x.numpy()`, and writes on XLA otherwise."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
@@ -215,15 +216,17 @@ class GuardOfFunctions(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        is_written = name in _SETS or name.startswith("__i") or is_named_as_writing(func)
-        written = [*args[:1]] if is_written else []
-        there = filterfalse(waits, _flat([*written, kwargs.get("out")]))
-        self._guard.check(x for x in there if name in _SETS or x.device.type == "xla")
+        written = args[:1] if name in _CHANGING or is_named_as_writing(func) else ()
+        self._guard.check(filterfalse(waits, _flat([*written, kwargs.get("out")])))
         return self._guard.made(func(*args, **kwargs), (*args, *kwargs.values()))
 
 
-_SETS = "__setitem__", "__set__", "set_"
-"""Names of what writes to a tensor, or gives it other data, but for those that say so by their form (`add_`)."""
+_IN_PLACE = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"
+_CHANGING = {
+    "__setitem__", "__set__", "register_post_accumulate_grad_hook", "retain_grad", *HANDS_OUT,
+    *(f"__i{name}__" for name in _IN_PLACE.split()),
+}  # fmt: skip
+"""Names of what changes a tensor, or lets others do so, but for those that say so by their form (`add_`)."""
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import gc
 import threading
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -35,7 +35,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnknownUpdate
-from collage_neuron.trace.reachable_code import instructions, is_filled, is_own, names_of, reachable, root_of
+from collage_neuron.trace.reachable_code import (
+    imported_by,
+    instructions,
+    is_filled,
+    is_own,
+    names_of,
+    reachable,
+    root_of,
+)
 
 _MISSING = object()
 # Held while something is to be undone: two at a time would each put back what the other has changed.
@@ -49,13 +57,25 @@ def undone(roots: Iterable[Any]) -> Iterator[None]:
     Raises:
         UnknownUpdate: it can reach what cannot be put back (a generator, a file).
     """
-    with _ALONE:
+    with _ALONE, uncollected():
         kept = [restore for x in reachable(roots) for restore in _restoring(x)]
         try:
             yield
         finally:
             for restore in kept:
                 restore()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A context in which Python collects nothing: what it calls for objects that are gone is not the step's code."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _restoring(x: Any) -> list[Callable[[], None]]:
@@ -71,7 +91,7 @@ def _restoring(x: Any) -> list[Callable[[], None]]:
         return []
     if not is_own(x) or not has_plain_attributes(type(x)):
         raise UnknownUpdate(f"it uses a {type(x).__name__}, which can be neither copied nor put back")
-    return [_of_container(vars(x))]
+    return [_of_attributes(x)]
 
 
 def is_harmless(x: Any) -> bool:
@@ -128,22 +148,24 @@ def _harmful(x: FunctionType) -> str | None:
     for op, name in instructions(x.__code__):
         is_builtin = op == "LOAD_GLOBAL" and name in _HARMFUL_BUILTINS and name not in x.__globals__
         is_method = op in ("LOAD_ATTR", "LOAD_METHOD") and name in _HARMFUL_METHODS
-        is_new = op == "IMPORT_NAME" and name not in sys.modules  # else `reachable` has it
-        if is_builtin or is_method or (is_new and name.partition(".")[0] not in ("", root_of(x))):
+        if is_builtin or is_method:
             return name
-    return None
+    return next((name for name, modules in imported_by(x) if not modules), None)  # the others `reachable` has
 
 
 _HARMFUL_BUILTINS = {"open", "exec", "eval", "compile", "input", "breakpoint", "__import__"}
-# Methods by which torch and numpy write files.
-_HARMFUL_METHODS = {"save", "savez", "savez_compressed", "savetxt", "tofile", "memmap"}
+# Functions by which torch and numpy write files, or that do what is no operation.
+_HARMFUL_METHODS = {
+    "backward", "memmap", "save", "savetxt", "savez", "savez_compressed", "start_new_thread", "swap_tensors", "tofile",
+}  # fmt: skip
 
 # Libraries whose functions change nothing but what they are given, or what is not run or heard: draws, warnings, logs.
 _HARMLESS_LIBRARIES = {
-    "__future__", "_collections", "_functools", "_operator", "_warnings", "abc", "bisect", "builtins", "cmath",
-    "collage_neuron", "collections", "contextlib", "contextvars", "copy", "dataclasses", "decimal", "enum", "fractions",
-    "functools", "heapq", "inspect", "itertools", "logging", "math", "numbers", "numpy", "operator", "random", "re",
-    "statistics", "string", "time", "torch", "torch_xla", "types", "typing", "typing_extensions", "warnings",
+    "__future__", "_collections", "_functools", "_operator", "_thread", "_warnings", "abc", "bisect", "builtins",
+    "cmath", "collage_neuron", "collections", "contextlib", "contextvars", "copy", "dataclasses", "decimal", "enum",
+    "fractions", "functools", "heapq", "inspect", "itertools", "logging", "math", "numbers", "numpy", "operator",
+    "random", "re", "statistics", "string", "time", "torch", "torch_xla", "types", "typing", "typing_extensions",
+    "warnings",
 }  # fmt: skip
 _THAT_CHANGE = (
     "torch.optim", "torch.utils", "torch.distributed", "torch.multiprocessing", "torch.profiler", "numpy.random",
@@ -153,14 +175,15 @@ _OF_HARMLESS_CLASSES = {
     "_abc", "_contextvars", "abc", "contextvars", "dataclasses", "enum", "inspect", "logging", "re", "typing",
     "typing_extensions",
 }  # fmt: skip
-# Classes whose objects do not change; what is in them is looked at by itself. Writes to tensors `Guard` sees.
+_FIELD: type = type(vars(namedtuple("_Of", "one"))["one"])
+# Classes whose objects do not change; what is in them is looked at by itself.
 _HARMLESS = (
     range, slice, EllipsisType, NotImplementedType, CodeType, ReferenceType, tuple, frozenset, partial, MethodType,
     staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType,
-    WrapperDescriptorType, ClassMethodDescriptorType, GenericAlias, UnionType, Tensor, Enum, cached_property,
+    WrapperDescriptorType, ClassMethodDescriptorType, GenericAlias, UnionType, cached_property, _FIELD,
 )  # fmt: skip
 
-SHARED = (*_HARMLESS, type, ModuleType, FunctionType, BuiltinFunctionType, torch.nn.Module)
+SHARED = (*_HARMLESS, Tensor, Enum, type, ModuleType, FunctionType, BuiltinFunctionType, torch.nn.Module)
 """Classes of objects that a copy of an optimizer has in common with it."""
 
 
@@ -180,6 +203,7 @@ _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Callable[[], None]]]], ...]
     ),
     (Optimizer, _of_optimizer),
     (torch.nn.Module, lambda x: map(_of_container, _of_torchs_module(x))),
+    ((Tensor, Enum), lambda x: [_of_attributes(x)]),  # what is written to a tensor `Guard` sees
     (_HARMLESS, lambda x: ()),
 )
 
@@ -225,6 +249,19 @@ def _of_container(x: Any) -> Callable[[], None]:
             return
         x.clear()
         (x.extend if isinstance(x, (list, deque)) else x.update)(before)
+
+    return restore
+
+
+def _of_attributes(x: Any) -> Callable[[], None]:
+    own, kind = vars(x), type(x)
+    restore_own = _of_container(own)
+
+    def restore() -> None:
+        restore_own()
+        for name, before in (("__dict__", own), ("__class__", kind)):
+            if getattr(x, name) is not before:
+                object.__setattr__(x, name, before)
 
     return restore
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import random
 import sys
 import tempfile
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,21 @@ def test_what_cannot_be_put_back_is_said(tmp_path: Any) -> None:
         assert log.tell() == 0
 
 
+def _swap(x: Any) -> Any:
+    torch.utils.swap_tensors(x, torch.ones(()))
+
+
+def _import(x: Any) -> Any:
+    import trace_of_nothing  # type: ignore[import-not-found]  # noqa: F401
+
+
+def test_so_is_what_a_function_names() -> None:
+    with pytest.raises(collage_neuron.UnsupportedUpdate, match="it uses swap_tensors"):
+        known(lambda o, p, g, s, lr, t: (_swap(o.x), p.sub_(g)), x=torch.zeros(()))
+    with pytest.raises(collage_neuron.UnsupportedUpdate, match="it uses trace_of_nothing"):
+        known(lambda o, p, g, s, lr, t: (p.sub_(g), o.x or _import(o.x)), x=True)
+
+
 # --- the kinds of things a step counts in: it counts once a step, also before the first one ------------------------
 
 
@@ -177,9 +194,63 @@ def _write(path: Any, _: Any) -> None:
         file.write("x")
 
 
+class Own(dict[str, int]):
+    """An object of a user's class, which counts in itself, in its class, and in a file."""
+
+    n = 0
+    path = ""
+
+    def count(self) -> None:
+        self["n"] = self.get("n", 0) + 1
+
+    @property
+    def counted(self) -> int:
+        Own.n += 1
+        return 1
+
+    def write(self) -> None:
+        _write(Own.path, None)
+
+    def exchange(self) -> None:
+        self.__dict__ = {"n": vars(self).get("n", 0) + 1}
+
+
+class Member(enum.Enum):
+    ONE = 1
+
+
+def _own() -> Own:
+    Own.n, Own.path = 0, tempfile.mkstemp()[1]
+    return Own()
+
+
+def _weak() -> Any:
+    KEPT.clear()
+    return weakref.ref(KEPT)
+
+
+def _later(x: Any) -> None:
+    x.n = getattr(x, "n", 0) + 1
+
+
+def _backward(x: Any) -> None:
+    with torch.enable_grad():
+        (x * 1).sum().backward()
+
+
+KEPT = Own()
 COUNTED: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Callable[[Any], int]]] = {
     "numpy": (lambda: np.zeros(1), lambda x, g: x.__iadd__(1), lambda x: int(x[0])),
     "namespace": (lambda: types.SimpleNamespace(n=0), lambda x, g: setattr(x, "n", x.n + 1), lambda x: x.n),
+    "attribute of a tensor": (lambda: torch.zeros(2), lambda x, g: _later(x), lambda x: x.n),
+    "memory of a tensor": (lambda: torch.zeros(1), lambda x, g: x.numpy().__iadd__(1), lambda x: int(x)),
+    "gradient of a tensor": (lambda: Parameter(torch.ones(1)), lambda x, g: _backward(x), lambda x: int(x.grad)),
+    "member": (lambda: [vars(Member.ONE).pop("n", 0)], lambda x, g: _later(Member.ONE), lambda x: Member.ONE.n),  # type: ignore[attr-defined]
+    "object": (_own, lambda x, g: x.count(), lambda x: x["n"]),
+    "class of an object": (_own, lambda x, g: x.counted, lambda x: Own.n),
+    "file of an object": (_own, lambda x, g: x.write(), lambda x: len(Path(Own.path).read_text())),
+    "attributes of an object": (_own, lambda x, g: x.exchange(), lambda x: x.n),
+    "weak reference": (_weak, lambda x, g: x().count(), lambda x: KEPT["n"]),
     "file": (lambda: tempfile.mkstemp()[1], _write, lambda x: len(Path(x).read_text())),
     "module": (lambda: sys.modules[__name__], lambda x, g: setattr(x, "TIMES", TIMES + 1), lambda x: x.TIMES),
     # What a dry run adds to these waits for good.
