@@ -27,8 +27,9 @@ from collage_neuron.conversion.buffers import is_rounded
 from collage_neuron.errors import RoundedWeights
 from collage_neuron.optimizer.pending_models import models
 from collage_neuron.states import external_writes, low_words
-from collage_neuron.states.bookkeeping import compiled_optimizers, params_of
+from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.live_objects import outermost, smallest
+from collage_neuron.states.living_optimizers import compiled_optimizers
 
 
 def watch(model: torch.nn.Module) -> None:

@@ -28,7 +28,8 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime import process_agreement
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
-from collage_neuron.states.bookkeeping import Pin, bookkeeping, node_numbers
+from collage_neuron.states.bookkeeping import Pin, bookkeeping
+from collage_neuron.states.living_optimizers import node_numbers
 from collage_neuron.states.sharding import is_sharded, local, version
 from collage_neuron.states.shared_memory import memory_of
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states.bookkeeping import note_compiled
 from collage_neuron.states.inner_optimizers import Inside, inner_of, inside_hooks, mark
+from collage_neuron.states.living_optimizers import note_compiled
 from collage_neuron.torch_privates import not_compiled
 
 

@@ -18,7 +18,8 @@ from collage_neuron.passes.ir.update import Recording, Update
 from collage_neuron.runtime.process_agreement import across
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import step_inventory, visible_states
-from collage_neuron.states.bookkeeping import bookkeeping, node_numbers, params_of
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.living_optimizers import node_numbers
 from collage_neuron.states.sharding import first_element, gradients, is_sharded, locals_of, writable_gradient
 from collage_neuron.states.store import ensure_stored, record_of
 

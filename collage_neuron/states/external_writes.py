@@ -42,11 +42,11 @@ from collage_neuron.states.bookkeeping import (
     LowWords,
     Split,
     bookkeeping,
-    compiled_optimizers,
     mark_of,
     params_of,
 )
 from collage_neuron.states.live_objects import groups_of
+from collage_neuron.states.living_optimizers import compiled_optimizers
 from collage_neuron.states.sharding import is_distributed, is_sharded, like, local, some_bits, version
 from collage_neuron.states.state_keys import names_in, words_of
 from collage_neuron.states.state_writes import kept_format_of

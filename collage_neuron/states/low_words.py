@@ -35,11 +35,10 @@ from collage_neuron.states.bookkeeping import (
     LowWords,
     Marks,
     bookkeeping,
-    compiled_optimizers,
     mark_of,
-    noted_words,
     params_of,
 )
+from collage_neuron.states.living_optimizers import compiled_optimizers, noted_words
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import split_words, words_of
 from collage_neuron.states.store import Record, is_idle, is_stored, read_exact, record_of, store_beside

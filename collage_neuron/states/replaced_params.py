@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import is_component, shared_suffixes, suffixes
 from collage_neuron.states import external_writes, low_words, state_writes
-from collage_neuron.states.bookkeeping import bookkeeping, noted_words, params_of
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.inner_optimizers import inner_of
+from collage_neuron.states.living_optimizers import noted_words
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import is_host_scalar, names_in, split_params, words_of
 from collage_neuron.states.store import kept_format, record_of

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from traced_updates import Stepping
 
 import collage_neuron
-from collage_neuron.states.bookkeeping import node_numbers
+from collage_neuron.states.living_optimizers import node_numbers
 
 
 def momentum(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
