@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +37,6 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.trace.reachable_code import (
-    imported_by,
     instructions,
     is_filled,
     is_own,
@@ -59,11 +59,32 @@ def undone(roots: Iterable[Any]) -> Iterator[None]:
     """
     with _ALONE, uncollected():
         kept = [restore for x in reachable(roots) for restore in _restoring(x)]
+        sys.meta_path.insert(0, finder := _NoModules())
         try:
             yield
         finally:
+            sys.meta_path.remove(finder)
             for restore in kept:
                 restore()
+
+
+class _NoModules:
+    """Has Python find no modules that are not there yet, for the code of users in one thread: nothing ends them."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Raises UnknownUpdate, or leaves it to the others."""
+        frame: Any = sys._getframe(1)
+        while frame and (frame.f_code.co_name == "<module>" or _module(frame).startswith("importlib")):
+            frame = frame.f_back  # a module that a library imports may import others
+        if threading.get_ident() == self._thread and frame and is_own(sys.modules.get(_module(frame))):
+            raise UnknownUpdate(f"it imports {name}, which cannot be undone")
+
+
+def _module(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 @contextmanager
@@ -144,13 +165,13 @@ def _of_function(x: FunctionType) -> Iterator[Callable[[], None]]:
 
 
 def _harmful(x: FunctionType) -> str | None:
-    """What a function names that may do what is not undone: a builtin function, a method, a module that it imports."""
+    """What a function names that may do what is not undone: a builtin function, or a method."""
     for op, name in instructions(x.__code__):
         is_builtin = op == "LOAD_GLOBAL" and name in _HARMFUL_BUILTINS and name not in x.__globals__
         is_method = op in ("LOAD_ATTR", "LOAD_METHOD") and name in _HARMFUL_METHODS
         if is_builtin or is_method:
             return name
-    return next((name for name, modules in imported_by(x) if not modules), None)  # the others `reachable` has
+    return None
 
 
 _HARMFUL_BUILTINS = {"open", "exec", "eval", "compile", "input", "breakpoint", "__import__"}
