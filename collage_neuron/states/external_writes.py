@@ -209,6 +209,7 @@ def drop_stale(optimizer: Optimizer) -> None:
     book, in_step = bookkeeping(optimizer), step_inventory.of(optimizer)
     if book.sample is not None and book.sample.codes:
         state_writes.warn_of_uncounted(optimizer, book.sample.codes)
+        book.sample = book.sample._replace(codes=[])  # the step counts what refers to a state that it replaces
     if in_step is not None and book.marks.are_those_of(_split(in_step), in_step.ids):
         return  # states are not cleared either: the low words are where the last step left them
     low_words.restore(optimizer, are_to_stay=True)

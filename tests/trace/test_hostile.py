@@ -38,6 +38,15 @@ def test_an_update_is_right(name: str) -> None:
     assert is_launched == (name in LAUNCHED and name not in ASKS), traces.why
 
 
+@pytest.mark.sampled(of=4)
+@pytest.mark.filterwarnings("ignore::collage_neuron.ImpreciseState")
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_an_update_whose_states_are_codes_is_launched_too(name: str) -> None:
+    optimizer, _ = run(LAUNCHED[name], "split422")
+    traces = optimizer._collage_bookkeeping.traces
+    assert name in ASKS or (traces.misses == 0 and traces.kinds), traces.why
+
+
 ASKS = {"rate_by_class", "rate_by_class_later"}
 """Rates that depend on exact classes, which placeholders do not have: such steps are not traced."""
 
