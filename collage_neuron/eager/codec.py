@@ -107,13 +107,10 @@ class LaidOut(NamedTuple):
 class Conversions:
     """Conversions that run together: those of one update are one launch, unless each has random bits of its own."""
 
-    def __init__(self, laid: dict[Update, LaidOut] | None = None, numbers: Callable[[int], int] | None = None) -> None:
-        """Begins without conversions; `laid` has what backends know of earlier ones, and is added to.
-
-        `numbers` is for `Launch.numbers`.
-        """
+    def __init__(self, laid: dict[Update, LaidOut] | None = None) -> None:
+        """Begins without conversions; `laid` has what backends know of earlier ones, and is added to."""
         self._launches: dict[Backend, dict[tuple[Update, torch.device], list[Launch]]] = {}
-        self._laid, self._numbers = laid, numbers
+        self._laid = laid
 
     def __bool__(self) -> bool:
         return bool(self._launches)
@@ -157,7 +154,7 @@ class Conversions:
         launches = self._launches.setdefault(backend, {}).setdefault((update, reads[0][0].device), [])
         if not launches or update.draws:  # random bits depend on numbers of a launch: each tensor has its own
             vector = _numbers(update, tuple(drawing) if update.draws else ())
-            launches.append(Launch(update, vector, [], [], kept=kept, numbers=self._numbers))
+            launches.append(Launch(update, vector, [], [], kept=kept))
         rows: Any = launches[-1]
         rows.reads.extend(reads)
         rows.writes.extend(writes)

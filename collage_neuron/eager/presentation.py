@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ from collage_neuron.runtime import process_agreement
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
-from collage_neuron.states.living_optimizers import node_numbers
 from collage_neuron.states.sharding import is_sharded, local, version
 from collage_neuron.states.shared_memory import memory_of
 
@@ -178,7 +176,7 @@ class Presentation:
     def conversions(self, are_all: bool = True) -> Conversions:
         """To which conversions are added; if it is not of `are_all`, nothing is known of the layout of its tensors."""
         laid = pool(self.optimizer).laid_out if are_all else None
-        return Conversions(laid, partial(node_numbers, self.optimizer))
+        return Conversions(laid)
 
     def _decode_each(self, values: Sequence[Value], into: Sequence[torch.Tensor], are_all: bool = False) -> None:
         """Fills fp32 tensors with values."""

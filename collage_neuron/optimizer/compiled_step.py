@@ -67,7 +67,7 @@ def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
         ours = bookkeeping(optimizer)
         if ours.interrupted:
             raise StepInterrupted(ours.interrupted)
-        ours.nodes, watcher = 0, ours.watcher
+        watcher = ours.watcher
         due = watcher is not None and watcher.due()
         if ours.compiled_with:  # until the first step
             replaced_params.follow(optimizer)

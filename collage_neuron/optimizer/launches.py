@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain, compress
 from operator import itemgetter, not_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +18,6 @@ from collage_neuron.runtime.process_agreement import across
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import step_inventory, visible_states
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
-from collage_neuron.states.living_optimizers import node_numbers
 from collage_neuron.states.sharding import first_element, gradients, is_sharded, locals_of, writable_gradient
 from collage_neuron.states.store import ensure_stored, record_of
 
@@ -68,8 +66,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     kept = None if seen is None or drawing else _kept(seen.structure, job, grads)
     small = visible_states.states_of(states, captured) if captured.small else ()
     between = across if update.between and any(map(is_sharded, job.params)) else None
-    numbers = partial(node_numbers, optimizer)
-    return Launch(update, vector, reads, writes, finite, kept, seen is not None, small, numbers, between)
+    return Launch(update, vector, reads, writes, finite, kept, seen is not None, small, between)
 
 
 def _vector(update: Update, recording: Recording, drawing: Sequence[float]) -> torch.Tensor:

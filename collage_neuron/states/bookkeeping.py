@@ -262,10 +262,6 @@ class Bookkeeping:
     """True while our `state_dict` or `load_state_dict` runs, which calls torch's."""
     told_of_writes: bool = False
     """True if the user was warned of it."""
-    number: int = 0
-    """That of the optimizer among those that are alive (`living_optimizers`)."""
-    nodes: int = 0
-    """How many numbers the step in progress has given to what it adds to lazy graphs (`living_optimizers`)."""
     as_written: str = ""
     """Not empty if steps run as written (`eager`): why they are not compiled."""
     copies: Any = None

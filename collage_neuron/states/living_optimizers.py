@@ -1,4 +1,4 @@
-"""The compiled optimizers that are alive, and the numbers by which lazy graphs tell apart what belongs to them."""
+"""The compiled optimizers that are alive."""
 
 from __future__ import annotations
 
@@ -14,22 +14,8 @@ _LIVING: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
 
 
 def note_compiled(optimizer: Optimizer) -> None:
-    """Lists a compiled optimizer among `compiled_optimizers`, as long as it lives, by a number of its own."""
-    book = bookkeeping(optimizer)
-    if _LIVING.get(book.number) is not optimizer:
-        book.number = next(n for n in range(len(_LIVING) + 1, 0, -1) if n not in _LIVING)
-        _LIVING[book.number] = optimizer
-
-
-def node_numbers(optimizer: Optimizer, count: int) -> int:
-    """The first of so many numbers that nothing else of this step, or of another optimizer, has (`Launch.numbers`)."""
-    book = bookkeeping(optimizer)
-    book.nodes += count
-    return (book.number << _BITS) + book.nodes - count
-
-
-_BITS = 24
-"""Those of a number that count within a step."""
+    """Lists a compiled optimizer among `compiled_optimizers`, as long as it lives."""
+    _LIVING[id(optimizer)] = optimizer
 
 
 def compiled_optimizers() -> list[Optimizer]:

@@ -285,8 +285,9 @@ def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Ta
         return
     before = {name: taken.components(name) for name in taken.formats}
     skips = job.settings.nonfinite == "skip"
-    take(taken.optimizer, [taken.job], nonfinite.all_finite([taken.param]) if skips else None)
-    sample.fetch(taken)
+    with job.backend.apart():
+        take(taken.optimizer, [taken.job], nonfinite.all_finite([taken.param]) if skips else None)
+        sample.fetch(taken)
     found = Found(base, optimizer, p, taken, before, wanted, steps)
     compared, left_out = found.compare()
     if compared:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -54,9 +55,6 @@ class Launch(NamedTuple):
     """True if what has the same key among `update.inputs` and `update.outputs` is known to be the same tensor."""
     small: Sequence[Mapping[str, Tensor]] = ()
     """For each parameter its states of one number (`update.small`), by name: 0-d fp32 tensors, read and written."""
-    numbers: Callable[[int], int] | None = None
-    """Gives numbers to what it computes for its parameters, so many, and returns the first: nothing else that may come
-    into one lazy graph has them. None if its results are read before anything else is computed."""
     across: Across | None = None
     """What makes numbers of parts those of whole parameters (`update.between`); None if nobody else has parts."""
 
@@ -163,6 +161,10 @@ class Backend(ABC):
         Returns the measurements of those updates that measure themselves, in the order of the launches; None counts
         as none. If it raises after it has written, the optimizer takes no step before a checkpoint is loaded.
         """
+
+    def apart(self) -> AbstractContextManager[None]:
+        """A context in which the results of all that runs are fetched: nothing of it stays in a lazy graph."""
+        return nullcontext()
 
     def supports(self, update: Update) -> str | None:
         """The reason why it cannot run `update`, as a sentence with a remedy; None if it can.

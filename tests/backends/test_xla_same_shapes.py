@@ -5,7 +5,6 @@ torch_xla knows a graph again by a hash that does not say which of equal nodes a
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.nn import Parameter
 from traced_updates import Stepping
 
 import collage_neuron
-from collage_neuron.states.living_optimizers import node_numbers
 
 
 def momentum(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
@@ -64,6 +62,26 @@ class Clipped(torch.optim.Optimizer):
             p.sub_(m, alpha=0.02)
 
 
+def in_turn(make: Any, device: torch.device | str, is_anew: bool) -> list[Tensor]:
+    """Those of two layers in one optimizer, or in one of its own for each step, which step in one graph."""
+    draws = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(4, 4, generator=draws).bfloat16().float().to(device)) for _ in range(2)]
+    optimizer = compiled(make(params))
+    for order in ((0, 1), (0, 1), (1, 0), (0, 1)):
+        for i in order:
+            optimizer = compiled(make([params[i]])) if is_anew else optimizer
+            _set(optimizer, params[i])
+            params[i].grad = torch.randn(4, 4, generator=draws).bfloat16().to(device, params[i].dtype)
+            optimizer.step()
+            params[i].grad = None
+        xla_runs.torch_xla.sync()
+    return [collage_neuron.exact_value(compiled(make([p])), p).cpu() for p in params]
+
+
+def compiled(optimizer: Any) -> Any:
+    return collage_neuron.compile(optimizer, verbose=False, strategy="split433", validate="off")
+
+
 def values(make: Any, between: Any, device: torch.device | str, count: int) -> list[Tensor]:
     """Those of two layers, one of which is changed before each second step; or of three, of which two step in turn."""
     draws = torch.Generator().manual_seed(0)
@@ -95,15 +113,20 @@ def test_layers_that_step_in_turn_have_their_own_results(xla: torch.device) -> N
     torch.testing.assert_close(on_xla, on_cpu, rtol=2**-14, atol=2**-14)
 
 
-def test_what_is_alive_has_numbers_of_its_own_which_are_used_again() -> None:
-    def made() -> Any:
-        return collage_neuron.compile(torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1), verbose=False)
+@pytest.mark.parametrize("is_anew", [False, True])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_steps_in_one_graph_have_their_own_results(make: Any, is_anew: bool, xla: torch.device) -> None:
+    torch.testing.assert_close(in_turn(make, xla, is_anew), in_turn(make, "cpu", is_anew), rtol=2**-14, atol=2**-14)
 
-    gc.collect()  # else one of another test may give its number back here
-    some = [made() for _ in range(3)]
-    first = [node_numbers(o, 2) for o in some]
-    assert len({*first, *(number + 1 for number in first)}) == 6
-    assert node_numbers(some[1], 1) == first[1] + 2
-    del some[1]
-    gc.collect()
-    assert node_numbers(made(), 2) == first[1]
+
+def test_optimizers_in_graphs_of_their_own_share_programs(xla: torch.device) -> None:
+    """The nodes of a graph are numbered in its order, whatever ran before."""
+    counts = []
+    for _ in range(4):
+        optimizer = compiled(torch.optim.SGD([p := Parameter(torch.ones(5, 3).to(xla))], lr=0.1))
+        p.grad = torch.ones_like(p)
+        xla_runs.torch_xla.sync()
+        optimizer.step()
+        xla_runs.torch_xla.sync()
+        counts.append(xla_runs.counted()[0])
+    assert counts[1] == counts[-1]

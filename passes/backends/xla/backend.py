@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import cast
 
@@ -39,6 +40,7 @@ class Xla(ByParameter):
     def __init__(self, form: type[Computation] | None = None, name: str = "xla") -> None:
         """`form` is that for the compiler of this process's devices unless it is given."""
         self._given, self.name = form, name
+        self._nodes: dict[torch.device, tuple[int | None, int]] = {}
 
     @cached_property
     def form(self) -> type[Computation]:
@@ -59,13 +61,32 @@ class Xla(ByParameter):
         scalars = launch.vector.to(launch.reads[0][0].device)
         states = launch.small or [{}] * len(launch.reads)
         measured = []
-        first = 0 if launch.numbers is None else launch.numbers(len(launch.reads))
-        for node, (reads, writes, small) in enumerate(zip(launch.reads, launch.writes, states, strict=True), first):
+        nodes = self._numbers(scalars.device, len(launch.reads))
+        for node, reads, writes, small in zip(nodes, launch.reads, launch.writes, states, strict=True):
             results = call(launch.masked(reads), scalars, small, Own.of(launch.update, reads, writes), node)
             own, last = len(writes), len(results) - len(names)
             launch.write([*writes, *(small[name] for name in names)], [*results[:own], *results[last:]])
             measured += [Measure(*results[own:last])] if launch.update.sums else []
         return measured
+
+    def _numbers(self, device: torch.device, count: int) -> range:
+        """So many numbers that no other of our nodes in the lazy graph of a device has: it ends as steps are marked."""
+        import torch_xla.debug.metrics as metrics  # an extra: imported only where parameters are on an XLA device
+
+        marks = metrics.counter_value("MarkStep")
+        then, first = self._nodes.get(device, (marks, 0))
+        first = first if then == marks else 0
+        self._nodes[device] = marks, first + count
+        return range(first, first + count)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Numbers are given again afterwards, so that a graph has the same ones in steps that are validated."""
+        before = dict(self._nodes)
+        try:
+            yield
+        finally:
+            self._nodes = before
 
     def prepare(self, device: torch.device) -> None:
         """Raises ValueError for a device that is not torch_xla's."""
