@@ -120,13 +120,10 @@ def common_base(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 def same_part(x: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
     """The part of `other`, laid out as `whole`, that `x` is of `whole`; None if it is more than a part.
 
-    On XLA it is found by the view that `x` is of `whole`, or of what has its memory and shape (`p.data`).
+    On XLA it is found by the view that `x` is of `whole`.
     """
     if x.device.type == "xla":
-        base = torch_privates.base_of(x)
-        if (x if base is None else base).shape != whole.shape:
-            return None
-        return other if base is None else torch_privates.same_view(x, other)
+        return torch_privates.same_view(x, whole, other)
     first = int(x.storage_offset() - whole.storage_offset())
     if other.stride() != whole.stride() or first < 0 or first + _span(x) > _span(whole):
         return None
@@ -147,8 +144,9 @@ def _place_on_xla(x: torch.Tensor, base: torch.Tensor | None) -> tuple[Window, t
     whole = _whole(x.untyped_storage())
     if base is None:
         return whole, None
-    seen = torch.empty(base.shape, dtype=base.dtype, device="meta")
-    seen = seen if x is base else torch_privates.same_view(x, seen)
+    seen = torch_privates.same_view(x, base, torch.empty(base.shape, dtype=base.dtype, device="meta"))
+    if seen is None:
+        return whole, None
     start, size = int(seen.storage_offset()), seen.element_size()
     return Window(whole.storage, start * size, (start + _span(seen)) * size), seen
 

@@ -64,13 +64,27 @@ def base_of(t: torch.Tensor) -> torch.Tensor | None:
     return t._base
 
 
-def same_view(t: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The view of another tensor that `t` is of its base: torch_xla's tensors say by no offset or stride which it is.
+def same_view(t: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
+    """The view of `other` that `t` is of `whole`, which has its memory; None if torch does not say which, or none.
 
-    torch's own `_view_func` returns None where the bases lie on other devices.
+    torch_xla's tensors say it by no offset or stride, but torch notes how they were made. It does not note which part
+    of several (`split`); of these the view knows, until it is detached.
     """
-    made: torch.Tensor = t._view_func_unsafe(other)
+    own, before = _views(t), _views(whole)
+    views = own[len(before) :]
+    if own[: len(before)] != before:
+        return None
+    if any(kind.__name__.startswith(("split", "unbind")) for kind, _ in views):
+        base = t._base
+        return None if base is None or _views(base) != before else t._view_func_unsafe(other)  # type: ignore[no-any-return]
+    notes = [kind((has_symbols, True, *more)) for kind, (has_symbols, _, *more) in views]  # True: a view, and no copy
+    made: torch.Tensor = torch._C._functionalization.apply_view_meta_sequence(other, notes)
     return made
+
+
+def _views(t: torch.Tensor) -> list[tuple[type, tuple[Any, ...]]]:
+    notes = [(type(note), note.as_tuple()) for note in torch._C._functionalization.get_view_meta_sequence(t)]
+    return [note for note in notes if not note[0].__name__.startswith(("detach_", "alias_"))]
 
 
 def exchange(x: torch.Tensor, y: torch.Tensor) -> None:

@@ -165,7 +165,15 @@ def with_a_view(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [lambda p: p[1], lambda p: p.t()[1], lambda p: p.view(-1)[5:8], lambda p: p.unbind(0)[3]]
+    "part",
+    [
+        lambda p: p[1],
+        lambda p: p[1].detach(),
+        lambda p: p.t().detach()[1],
+        lambda p: p.t()[1],
+        lambda p: p.view(-1)[5:8],
+        lambda p: p.unbind(0)[3],
+    ],
 )
 def test_a_part_of_a_parameter_that_the_optimizer_holds(part: Any, xla: torch.device) -> None:
     found = []
