@@ -82,6 +82,13 @@ def same_view(t: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> torc
     return made
 
 
+def writes_on_xla(t: torch.Tensor) -> int | None:
+    """How often the memory of a tensor on XLA was written, also where torch counts no version; None elsewhere."""
+    if t.device.type != "xla" or not torch._is_functional_tensor(t):
+        return None
+    return int(torch._functionalize_mutation_counter(t))
+
+
 def _views(t: torch.Tensor) -> list[tuple[type, tuple[Any, ...]]]:
     notes = [(type(note), note.as_tuple()) for note in torch._C._functionalization.get_view_meta_sequence(t)]
     return [note for note in notes if not note[0].__name__.startswith(("detach_", "alias_"))]

@@ -216,9 +216,12 @@ class GuardOfFunctions(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        written = args[:1] if name in _CHANGING or is_named_as_writing(func) else ()
+        is_written = name in _CHANGING or is_named_as_writing(func)
+        written = (*args[:1], kwargs.get("self"), kwargs.get("input")) if is_written else ()
         self._guard.check(filterfalse(waits, _flat([*written, kwargs.get("out")])))
-        return self._guard.made(func(*args, **kwargs), (*args, *kwargs.values()))
+        out = func(*args, **kwargs)
+        # What an attribute is (`p.grad`) was there before.
+        return out if name == "__get__" else self._guard.made(out, (*args, *kwargs.values()))
 
 
 _IN_PLACE = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import UnknownUpdate
 from collage_neuron.trace.reachable_code import (
     instructions,
@@ -177,7 +178,8 @@ def _harmful(x: FunctionType) -> str | None:
 _HARMFUL_BUILTINS = {"open", "exec", "eval", "compile", "input", "breakpoint", "__import__"}
 # Functions by which torch and numpy write files, or that do what is no operation.
 _HARMFUL_METHODS = {
-    "backward", "memmap", "save", "savetxt", "savez", "savez_compressed", "start_new_thread", "swap_tensors", "tofile",
+    "add_step_closure", "backward", "memmap", "save", "savetxt", "savez", "savez_compressed", "start_new_thread",
+    "swap_tensors", "tofile",
 }  # fmt: skip
 
 # Libraries whose functions change nothing but what they are given, or what is not run or heard: draws, warnings, logs.
@@ -208,9 +210,30 @@ SHARED = (*_HARMLESS, Tensor, Enum, type, ModuleType, FunctionType, BuiltinFunct
 """Classes of objects that a copy of an optimizer has in common with it."""
 
 
-def _of_torchs_module(x: torch.nn.Module) -> list[dict[str, Any]]:
-    """The attributes of a module, and where torch keeps those that are its own."""
-    return [vars(x), *(vars(x)[name] for name in ("_parameters", "_buffers", "_modules") if name in vars(x))]
+def _of_torchs_module(x: torch.nn.Module) -> Iterator[Callable[[], None]]:
+    """The attributes of a module, and what torch keeps for it elsewhere."""
+    own = [vars(x)[name] for name in ("_parameters", "_buffers", "_modules") if name in vars(x)]
+    yield from map(_of_container, (vars(x), *own))
+    for t in (t for names in own for t in names.values() if isinstance(t, Tensor)):
+        yield from _of_tensor(t)
+
+
+def _of_tensor(x: Tensor) -> Iterator[Callable[[], None]]:
+    """Its attributes, and on XLA its value: what is written to others `Guard` sees."""
+    yield _of_attributes(x)
+    for t in (x, x.grad if x.is_leaf else None):
+        if t is not None and torch_privates.writes_on_xla(t) is not None:
+            yield _of_value(t)
+
+
+def _of_value(x: Tensor) -> Callable[[], None]:
+    before, saved = torch_privates.writes_on_xla(x), x.detach().clone()
+
+    def restore() -> None:
+        if torch_privates.writes_on_xla(x) != before:
+            x.detach().copy_(saved)
+
+    return restore
 
 
 _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Callable[[], None]]]], ...] = (
@@ -223,8 +246,9 @@ _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Callable[[], None]]]], ...]
         lambda x: [_of_container(x), *([_of_container(vars(x))] if hasattr(x, "__dict__") else ())],
     ),
     (Optimizer, _of_optimizer),
-    (torch.nn.Module, lambda x: map(_of_container, _of_torchs_module(x))),
-    ((Tensor, Enum), lambda x: [_of_attributes(x)]),  # what is written to a tensor `Guard` sees
+    (torch.nn.Module, _of_torchs_module),
+    (Tensor, _of_tensor),
+    (Enum, lambda x: [_of_attributes(x)]),
     (_HARMLESS, lambda x: ()),
 )
 

@@ -150,13 +150,33 @@ def _by_its_data(module: Any) -> None:
     module.count.data = module.count + 1
 
 
+def _by_its_name(module: Any) -> None:
+    torch.ops.aten.add_.Tensor(self=module.count, other=1.0)
+
+
+def _by_what_torch_wrote(module: Any) -> None:
+    torch.nn.init.constant_(module.count, float(module.count.max()) + 1)
+
+
+def _as_a_gradient(module: Any) -> None:
+    module.weight.grad.add_(1.0)
+
+
+WRITES = [
+    _in_place, _by_its_overload, _in_part, _by_another, _by_its_data, _by_its_name, _by_what_torch_wrote,
+    _as_a_gradient,
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("device", ["cpu", "xla"])
-@pytest.mark.parametrize("write", [_in_place, _by_its_overload, _in_part, _by_another, _by_its_data])
+@pytest.mark.parametrize("write", WRITES)
 def test_nothing_is_written_that_is_only_tried(device: str, write: Any, xla: torch.device) -> None:
     """`compile` and the first step try the code on copies; what a closure has, here a module, has none."""
     module: Any = torch.nn.Module()
     module.register_buffer("count", torch.zeros(3, 3).to(device))
+    module.weight = Parameter(torch.zeros(3, 3).to(device))
+    module.weight.grad = module.count
 
     def update(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
         write(module)
