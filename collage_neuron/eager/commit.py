@@ -209,7 +209,8 @@ class Storing:
     def _formats(self, settings: Settings, group: dict[str, Any], p: Any, results: Results) -> dict[str, Format]:
         """The formats of what there was, and of new states, by what their first values show."""
         befores = {name: self._values[id(x)] for name, x in results if id(x) in self._values}
-        if is_sharded(p) and not self._at_end:  # other processes may not be here (a method that one of them calls)
+        is_unseen = p.device.type == "xla" and not torch_privates.may_run_on_xla()
+        if is_unseen or (is_sharded(p) and not self._at_end):  # other processes may not be here (in a method of one)
             return {name: befores[name].fmt if name in befores else FORMATS["fp32"] for name, _ in results}
         new = {name: x.detach() for name, x in results if name not in befores}
         names, shape = [*(befores.keys() - {"param"}), *new], p.shape

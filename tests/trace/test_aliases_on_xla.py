@@ -186,10 +186,16 @@ def test_nothing_is_written_that_is_only_tried(device: str, write: Any, xla: tor
     assert module.count.cpu().eq(3 * 2).all()
 
 
-def test_a_full_graph_is_not_validated(xla: torch.device) -> None:
+def _momentum(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
+    p.sub_(s.setdefault("m", torch.zeros_like(p)).add_(g @ torch.eye(4, device=g.device)), alpha=0.5)
+
+
+@pytest.mark.parametrize(("update", "strategy", "end"), [(None, "fp32", -0.5), (_momentum, "split422", -2.0)])
+def test_a_full_graph_reads_no_value(update: Any, strategy: str, end: float, xla: torch.device) -> None:
     """torch_xla raises where a program would run."""
     params = [Parameter(torch.ones(4, 4).to(xla)) for _ in range(2)]
-    optimizer = collage_neuron.compile(torch.optim.SGD(params, lr=0.5), verbose=False, validate="on", strategy="fp32")
+    plain = torch.optim.SGD(params, lr=0.5) if update is None else Stepping(params, update)
+    optimizer = collage_neuron.compile(plain, verbose=False, validate="on", strategy=strategy)
 
     def step() -> None:
         for p in params:
@@ -199,4 +205,4 @@ def test_a_full_graph_is_not_validated(xla: torch.device) -> None:
     full = xla_runs.torch_xla.compile(step, full_graph=True)
     for _ in range(3):
         full()
-    assert torch.equal(collage_neuron.exact_value(optimizer, params[0]).cpu(), torch.full((4, 4), -0.5))
+    assert torch.equal(collage_neuron.exact_value(optimizer, params[0]).cpu(), torch.full((4, 4), end))
