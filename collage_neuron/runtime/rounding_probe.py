@@ -98,12 +98,13 @@ def _results(backend: Backend, device: torch.device, update: Update) -> dict[str
     scalars = torch.tensor(update.scalars.run([]), dtype=torch.float32, device="cpu")
     types = {k: c.type for n, fmt in update.formats.items() for k, c in zip(fmt.keys(n), fmt.components, strict=True)}
     results = [torch.zeros_like(components[0], dtype=types[key].dtype) for key in update.outputs]
-    backend.run([Launch(update, scalars, [components], [results])])
-    if device.type == "xla":
-        import torch_xla.core.xla_model as xm
+    with backend.apart():
+        backend.run([Launch(update, scalars, [components], [results])])
+        if device.type == "xla":
+            import torch_xla.core.xla_model as xm
 
-        xm.unlazy(results)  # one program for all: fetched one by one, each would be compiled alone
-    return {key: word.cpu() for key, word in zip(update.outputs, results, strict=True)}
+            xm.unlazy(results)  # one program for all: fetched one by one, each would be compiled alone
+        return {key: word.cpu() for key, word in zip(update.outputs, results, strict=True)}
 
 
 def _inputs() -> dict[str, Tensor]:

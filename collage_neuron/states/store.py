@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import FORMATS, FORMATS_KEPT, Format, is_component, require_known, suffixes
 from collage_neuron.states import word_encoding
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -326,8 +327,8 @@ def _put(
     for key, component, tensor in zip(fmt.keys(name), fmt.components, tensors, strict=True):
         if key == "param" and keeps_first:
             continue
-        if key == "param" and p.dtype == tensor.dtype and p.device.type != "xla":
-            # In place: others may hold on to its memory; on XLA it would not be donated.
+        if key == "param" and p.dtype == tensor.dtype and _may_be_held(p):
+            # In place: others may hold on to its memory. On XLA it would not be donated, so there it has to be held.
             local(p).detach().copy_(tensor)  # a detached DTensor counts writes on its own
         elif key == "param":
             rewrite_data(p, tensor)
@@ -335,6 +336,10 @@ def _put(
         else:
             state[key] = like(_laid_as(tensor, local(p)), p) if component.block is None else beside(tensor, p)
     record[name] = fmt.name
+
+
+def _may_be_held(p: torch.Tensor) -> bool:
+    return p.device.type != "xla" or torch_privates.holders(local(p)) > 1
 
 
 def drop_words(state: State, name: str) -> None:

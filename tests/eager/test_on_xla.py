@@ -184,3 +184,17 @@ def test_a_part_of_a_parameter_that_the_optimizer_holds(part: Any, xla: torch.de
         run(optimizer, 3)
         found.append(exact(optimizer, params))
     torch.testing.assert_close(*found, rtol=2**-14, atol=2**-14)
+
+
+def test_what_has_the_memory_of_a_parameter_sees_its_steps(xla: torch.device) -> None:
+    """Two parameters in a buffer, as torch's own step leaves them."""
+    flat = torch.randn(32, generator=torch.Generator().manual_seed(0)).bfloat16().to(xla)
+    params = [Parameter(flat[:16].view(4, 4)), Parameter(flat[16:].view(4, 4))]
+    optimizer = collage_neuron.compile(torch.optim.SGD(params, lr=0.5), verbose=False, strategy="split433")
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    collage_neuron.set_exact_value(optimizer, params[0], torch.ones(4, 4))
+    assert torch.equal(flat.cpu(), torch.cat([p.detach().cpu().reshape(-1) for p in params]))
+    assert params[0].detach().cpu().eq(1).all()
