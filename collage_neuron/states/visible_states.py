@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -168,12 +169,15 @@ class Shaped(ParamShaped):
         self.shape = tuple(shape)
 
 
-def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> dict[str, Any]:
+def visible(
+    state: Mapping[str, Any], p: torch.Tensor, small: Collection[str], stored: Collection[str] = ()
+) -> dict[str, Any]:
     """The state as the optimizer's own code knows it: without our further words, and with tensors without values.
 
-    `small` are the names of states of one number that is computed from tensors (`Bookkeeping.small`).
+    `small` are the names of states of one number that is computed from tensors (`Bookkeeping.small`), `stored` those of
+    states that have a format, which of a 0-d parameter are 0-d too.
     """
-    numbers = numbers_in(state, p, small)
+    numbers = numbers_in(state, p, small, stored)
     return {k: state[k] if k in numbers else _without_value(state[k], p) for k in names_in(state).own}
 
 
@@ -184,10 +188,12 @@ def _without_value(value: Any, p: torch.Tensor) -> ParamShaped:
     return Shaped(p, value.shape) if is_other else ParamShaped(p)
 
 
-def numbers_in(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> tuple[str, ...]:
+def numbers_in(
+    state: Mapping[str, Any], p: torch.Tensor, small: Collection[str], stored: Collection[str] = ()
+) -> tuple[str, ...]:
     """The names of the host's numbers in a state: those of all else are tensors, `small` ones of one number."""
-    names = names_in(state)
-    own = (k for k in names.own if k not in names.coded and not (k in small and p.dim() and may_be(state[k])))
+    names, tensors = names_in(state), small if p.dim() else stored
+    own = (k for k in names.own if k not in names.coded and not (k in tensors and may_be(state[k])))
     return tuple(name for name in own if _is_number(name, state[name], p))
 
 
@@ -231,7 +237,7 @@ def kind_in(in_step: Seen, p: torch.Tensor, state: Mapping[str, Any]) -> StepKin
 
 def _kinds(in_step: Seen) -> _Kinds:
     small = tuple(sorted(bookkeeping(in_step.optimizer).small))
-    kinds: _Kinds = in_step.structure.once(("kinds", small), lambda: _Kinds(small))
+    kinds: _Kinds = in_step.structure.once(("kinds", small), lambda: _Kinds(small, bookkeeping(in_step.optimizer)))
     return kinds
 
 
@@ -258,8 +264,8 @@ class _Alike(NamedTuple):
 class _Kinds:
     """The kinds of parameters, found out when they are asked for: others may have states that no recording takes."""
 
-    def __init__(self, small: Collection[str]) -> None:
-        self._small = small
+    def __init__(self, small: Collection[str], book: Bookkeeping) -> None:
+        self._small, self._formats = small, book.formats
         self._ids: dict[Any, int] = {}
         self._known: dict[int, StepKind] = {}
 
@@ -271,7 +277,7 @@ class _Kinds:
         return known
 
     def _found(self, p: torch.Tensor, state: Mapping[str, Any]) -> StepKind:
-        names = numbers_in(state, p, self._small)
+        names = numbers_in(state, p, self._small, self._formats.get(p, ()))
         tensors = tuple(name for name in names if type(state[name]) in ORDINARY)
         others = tuple(name for name in names if name not in tensors)
         dtypes = tuple(state[name].dtype for name in tensors)
@@ -287,10 +293,9 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
     in_step, small = step_inventory.of(optimizer), tuple(sorted(bookkeeping(optimizer).small))
     try:
         if in_step is None:
-            parts = _by_kind(_Kinds(small), params, [optimizer.state.get(p, {}) for p in params])
-            return [
-                same for part in parts for same in part.by_numbers([optimizer.state.get(p, {}) for p in part.params])
-            ]
+            kinds, state = _Kinds(small, bookkeeping(optimizer)), partial(map, lambda p: optimizer.state.get(p, {}))
+            parts = _by_kind(kinds, params, [*state(params)])
+            return [same for part in parts for same in part.by_numbers([*state(part.params)])]
         known, key = in_step.structure.table(("alike", small)), tuple(map(id, params))  # the structure holds them
         if (found := known.get(key)) is None:
             found = in_step.structure.keep(known, key, _by_kind(_kinds(in_step), params, in_step.state_of(params)))

@@ -29,7 +29,7 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import inner_optimizers
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
-from collage_neuron.states.store import factory_of, is_idle
+from collage_neuron.states.store import factory_of, is_idle, record_of
 from collage_neuron.states.visible_states import ParamShaped, require_known, visible
 from collage_neuron.trace import adopted_tensors, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
@@ -300,7 +300,7 @@ def record(base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any]
     Raises:
         UnsupportedUpdate: it cannot be compiled.
     """
-    shown = visible(optimizer.state.get(p, {}), p, ())
+    shown = visible(optimizer.state.get(p, {}), p, (), record_of(optimizer, p))
     try:
         try:
             return _record(base, optimizer, group, p, shown)

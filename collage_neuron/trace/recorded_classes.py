@@ -26,6 +26,7 @@ from collage_neuron.passes.ir.update import Recording
 from collage_neuron.settings import is_tensor_number
 from collage_neuron.states import step_inventory
 from collage_neuron.states.inner_optimizers import inner_of
+from collage_neuron.states.store import record_of
 from collage_neuron.states.visible_states import visible
 from collage_neuron.trace.calls import Uncompiled, Written
 from collage_neuron.trace.code_inspection import attributes_of_torch
@@ -227,7 +228,7 @@ def follow(
     None if they cannot be followed all the way, or if the step changes more than the states.
     """
     tape = Tape()
-    copied = alone(base, optimizer, group, p, visible(optimizer.state.get(p, {}), p, ()))
+    copied = alone(base, optimizer, group, p, visible(optimizer.state.get(p, {}), p, (), record_of(optimizer, p)))
     copied.optimizer.defaults = {"differentiable": False}  # of the others, the step must read none
     (settings,) = copied.optimizer.param_groups
     settings.update({k: _given(tape, settings[k]) for k in settings_of(base) if k in settings})

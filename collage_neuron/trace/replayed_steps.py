@@ -44,7 +44,7 @@ class Repeats:
         state = self._optimizer.state.get(p, {})
         kind, settings = kind_in(self._seen, p, state), GroupNumbers(group, settings_of(self._base))
         counts = [state[name] for name in kind.tensors]
-        if not p.dim() or kind.others or settings.key is None or not all(t.is_cpu for t in counts):
+        if kind.others or settings.key is None or not all(t.is_cpu for t in counts):
             return record(self._base, self._optimizer, group, p)
         key = settings.key, kind.id, self._dtype
         if len(self._known) >= _KINDS:
@@ -60,7 +60,9 @@ class Repeats:
                 f"the step of {self._base.__name__} has other numbers than were computed from its settings and counts: "
                 f"{recording.slots} and {again.slots}. Nothing was updated; this is a fault of collage_neuron"
             )
-        if again is None and not is_new and len(known) < _BRANCHES:  # new ones may be new in every step
+        # A state of a 0-d parameter may look like a count, where its format is not known yet.
+        is_clear = set(kind.tensors).isdisjoint(recording.captured.states)
+        if again is None and not is_new and is_clear and len(known) < _BRANCHES:  # new ones may be new in every step
             known.append(follow(self._base, self._optimizer, group, p, recording))
             return replace(recording, followed=known[-1])
         return recording

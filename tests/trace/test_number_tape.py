@@ -77,6 +77,18 @@ def _trained(make: Any) -> list[torch.Tensor]:
     return [t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())]
 
 
+@pytest.mark.parametrize("strategy", ["fp32", "split433"])
+def test_numbers_that_are_parameters_share_a_recording(strategy: str, recorded: list[Any]) -> None:
+    """Their states are 0-d too; those that have a format are no counts."""
+    params = [torch.nn.Parameter(torch.tensor(float(i))) for i in range(8)]
+    optimizer = collage_neuron.compile(torch.optim.AdamW(params), strategy=strategy, verbose=False)
+    for _ in range(6):
+        for i, p in enumerate(params):
+            p.grad = torch.full_like(p, i + 1.0)
+        optimizer.step()
+    assert len(recorded) < 2 * len(params)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_followed_steps_have_recorded_bits(name: str, recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
