@@ -104,6 +104,7 @@ def _compile(
         aliased_memory.check_views(base, optimizer)
     known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
+    bookkeeping(optimizer).following = None if known is None else dry_run.following(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
     chosen = _chosen(optimizer, settings)
     bookkeeping(optimizer).told -= {fallback_warning.SAID}

@@ -139,7 +139,8 @@ def _tracing(
     structure = None if ours.seen is None else ours.seen.structure
     if not ours.traces.kinds and ours.traces.foreseen is not structure:
         ours.traces.foreseen = structure
-        step.following = dry_run.following(base, optimizer)
+        step.following = dry_run.following(base, optimizer) if ours.following is None else ours.following
+        ours.following = None
     return step, ""
 
 

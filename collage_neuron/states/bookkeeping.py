@@ -214,7 +214,7 @@ ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
 OF_ONE = (
-    "reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies",
+    "reductions", "watcher", "following", "leaving", "seen", "structure", "presented", "pool", "traces", "copies",
     "in_own_method", "sample",
 )  # fmt: skip
 """Fields that a copy of the optimizer does not get."""
@@ -306,6 +306,8 @@ class Bookkeeping:
 
     traces: Any = None
     """What lasts between traced steps, a `step_kinds.Traces`; a copy of the optimizer has its own."""
+    following: Any = None
+    """Until the first step, what `compile` found out about the step after it (`dry_run.following`)."""
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`low_words`)."""
     seen: Any = None

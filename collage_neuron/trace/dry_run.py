@@ -149,9 +149,12 @@ def _unknown(base: type[Optimizer], optimizer: Optimizer) -> Iterator[str]:
                 yield f"a parameter is on {p.device}, and steps are tried on {', '.join(TRIED)} only"
 
 
-def following(base: type[Optimizer], optimizer: Optimizer) -> dict[str, Recording]:
-    """The steps after the next one, where that does not show what its states are for; by the texts of its updates."""
-    found = known(base, optimizer)
+def following(base: type[Optimizer], optimizer: Optimizer, found: Known | None = None) -> dict[str, Recording]:
+    """The steps after the next one, where that does not show what its states are for; by the texts of its updates.
+
+    `found` is what is known of the next one, if that has been asked for.
+    """
+    found = found or known(base, optimizer)
     each = () if found is None else (recording for _, recording in found.of_groups(optimizer))
     return {one.captured.text: one.following for one in each if one.following is not None}
 
