@@ -141,10 +141,11 @@ def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Window | None, torch.
 
 
 def _place_on_xla(x: torch.Tensor, base: torch.Tensor | None) -> tuple[Window, torch.Tensor | None]:
-    whole = _whole(x.untyped_storage())
+    whole, made = _whole(x.untyped_storage()), partial(torch.empty, dtype=x.dtype, device="meta")
     if base is None:
-        return whole, None
-    seen = torch_privates.same_view(x, base, torch.empty(base.shape, dtype=base.dtype, device="meta"))
+        seen = torch_privates.view_of_all(x, made(x.untyped_storage().nbytes() // x.element_size()))
+    else:
+        seen = torch_privates.same_view(x, base, made(base.shape, dtype=base.dtype))
     if seen is None:
         return whole, None
     start, size = int(seen.storage_offset()), seen.element_size()
@@ -355,14 +356,14 @@ def check_unshared(of_optimizer: Iterable[torch.Tensor], of_model: Iterable[torc
 
 
 def _check_on_xla(params: Iterable[torch.Tensor]) -> None:
-    """The same on XLA, as far as sizes and numbers of references tell: not where in a storage parameters lie."""
+    """The same on XLA, as far as torch's notes of views, sizes and numbers of references tell."""
     found: dict[int, list[torch.Tensor]] = {}
     for p in params:
         if p.device.type == "xla" and not is_sharded(p):
             found.setdefault(memory_of(p), []).append(p)
     for memory, alike in found.items():
         size, sizes = alike[0].untyped_storage().nbytes(), [p.nbytes for p in alike]
-        if memory and sum(sizes) > size:
+        if memory and (sum(sizes) > size or first_shared(alike, params=len(alike)) is not None):
             raise _refusal(alike[0], "with another parameter, or with itself", "make them one parameter object")
         is_part = any(p.dtype == torch.float32 and p.nbytes < size for p in alike)
         if memory and is_part and torch_privates.holders(alike[0]) > len(alike):

@@ -59,6 +59,10 @@ def _properties(t: torch.Tensor) -> tuple[Any, ...]:
     return type(t), t.dtype, t.device, t.layout, t.shape, t.layout is torch.strided and t.stride(), flags
 
 
+Views = list[tuple[type, tuple[Any, ...]]]
+"""How a tensor was made of another one: notes of torch's, as their types and what these are made of."""
+
+
 def base_of(t: torch.Tensor) -> torch.Tensor | None:
     """The tensor that `t` is a view of, or None."""
     return t._base
@@ -74,9 +78,23 @@ def same_view(t: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> torc
     views = own[len(before) :]
     if own[: len(before)] != before:
         return None
-    if any(kind.__name__.startswith(("split", "unbind")) for kind, _ in views):
+    if _are_parts(views):
         base = t._base
         return None if base is None or _views(base) != before else t._view_func_unsafe(other)  # type: ignore[no-any-return]
+    return _replayed(views, other)
+
+
+def view_of_all(t: torch.Tensor, memory: torch.Tensor) -> torch.Tensor | None:
+    """The view of a 1-D tensor, which stands for the whole memory of `t`, that `t` is; None if torch does not say."""
+    views = _views(t)
+    try:
+        made = None if _are_parts(views) else _replayed(views, memory)
+    except (RuntimeError, IndexError):  # what the memory was made for had more dimensions
+        return None
+    return made if made is not None and made.shape == t.shape else None
+
+
+def _replayed(views: Views, other: torch.Tensor) -> torch.Tensor:
     notes = [kind((has_symbols, True, *more)) for kind, (has_symbols, _, *more) in views]  # True: a view, and no copy
     made: torch.Tensor = torch._C._functionalization.apply_view_meta_sequence(other, notes)
     return made
@@ -89,7 +107,11 @@ def writes_on_xla(t: torch.Tensor) -> int | None:
     return int(torch._functionalize_mutation_counter(t))
 
 
-def _views(t: torch.Tensor) -> list[tuple[type, tuple[Any, ...]]]:
+def _are_parts(views: Views) -> bool:
+    return any(kind.__name__.startswith(("split", "unbind")) for kind, _ in views)
+
+
+def _views(t: torch.Tensor) -> Views:
     notes = [(type(note), note.as_tuple()) for note in torch._C._functionalization.get_view_meta_sequence(t)]
     return [note for note in notes if not note[0].__name__.startswith(("detach_", "alias_"))]
 

@@ -128,6 +128,7 @@ PARTS = {
     "transposed": lambda flat: [flat[12:].view(3, 4).t(), flat[:12].view(3, 4).t()],
     "alternating": lambda flat: [flat.view(4, 6)[:, ::2], flat.view(4, 6)[:, 1::2]],
     "overlapping": lambda flat: [flat[:12].view(4, 3), flat[6:18].view(4, 3)],
+    "detached": lambda flat: [flat[:12].view(4, 3).detach(), flat[12:].view(3, 4).t().detach()],
 }
 """Gradients of two parameters in one tensor, as DDP lays them out, or others."""
 
@@ -154,7 +155,7 @@ def test_gradients_in_one_buffer(layout: str, update: Update, xla: torch.device)
 
 def test_gradients_in_one_buffer_that_do_not_tell_where_are_rejected(xla: torch.device) -> None:
     with pytest.raises(collage_neuron.UnsupportedUpdate, match=r"clone\(\) them"):
-        _run_in_one_buffer(cubic, lambda flat: [flat[:12].view(4, 3).detach(), flat[12:].view(4, 3).detach()], xla)
+        _run_in_one_buffer(cubic, lambda flat: [x.view(4, 3).detach() for x in flat.split(12)], xla)
 
 
 def with_a_view(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:

@@ -233,6 +233,18 @@ def test_other_data_is_noticed_on_xla(what: str, name: str, xla: torch.device) -
         optimizer.step()
 
 
+def test_parts_of_a_buffer_on_xla_are_told_apart_between_steps(xla: torch.device) -> None:
+    flat, params = torch.ones(8, device=xla).bfloat16(), [Parameter(torch.ones(4, device=xla).bfloat16()) for _ in "ab"]
+    optimizer = collage_neuron.compile(torch.optim.SGD(params, lr=0.1), verbose=False)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[0].data, params[1].data = flat[:4], flat[4:]
+    optimizer.step()
+    params[0].data, params[1].data = flat[:4], flat[2:6]
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["Ball", "AsWritten"])
 def test_a_state_that_was_its_gradient_is_not_taken_for_apart_from_it(name: str) -> None:
@@ -261,12 +273,13 @@ def test_what_has_no_gradient_may_have_the_memory_of_something_else(name: str) -
     assert not params[0].eq(2).any()
 
 
-@pytest.mark.parametrize("how", ["held", "overlapping", "expanded", "apart"])
+@pytest.mark.parametrize("how", ["held", "overlapping", "with room", "expanded", "apart"])
 def test_parameters_on_xla_that_would_be_trained_apart_are_rejected(how: str, xla: torch.device) -> None:
-    """By sizes, and by how many refer to a storage: where in it they lie is hidden."""
+    """By torch's notes of views, by sizes, and by how many refer to a storage."""
     flat = torch.ones(8, device=xla)
     held = [flat] if how == "held" else []
-    parts = {"overlapping": (flat[:6], flat[2:]), "expanded": (flat[:1].expand(8) * 1, torch.ones(1, device=xla))}
+    parts = {"overlapping": (flat[:6], flat[2:]), "with room": (flat[:4], flat[2:6].view(2, 2))}
+    parts |= {"expanded": (flat[:1].expand(8) * 1, torch.ones(1, device=xla))}
     params = [Parameter(x) for x in parts.get(how, (flat[:4], flat[4:]))]
     if how == "expanded":
         params[1].data = params[1].data.expand(6)
