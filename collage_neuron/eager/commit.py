@@ -176,9 +176,11 @@ class Storing:
     def _results(self, p: Any, state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameter, and the states that are stored in words."""
         shell = self._values[id(p)].shell
-        if shell.shape != p.shape or shell.device != p.device or not is_sharded_like(shell, p):
+        is_fp32 = shell.dtype == torch.float32
+        if not is_fp32 or shell.shape != p.shape or shell.device != p.device or not is_sharded_like(shell, p):
             raise UnsupportedUpdate(
-                f"step() makes a parameter of shape {list(p.shape)} one of shape {list(shell.shape)}, on {shell.device}"
+                f"step() makes a parameter of shape {list(p.shape)} one of shape {list(shell.shape)} and type "
+                f"{shell.dtype}, on {shell.device}"
             )
         yield "param", p
         for name, x in state.items():

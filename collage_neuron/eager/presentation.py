@@ -22,13 +22,14 @@ from collage_neuron import torch_privates
 from collage_neuron.eager.codec import SMALL, Alike, Conversions, Copies, Lookup, Value, by_conversion
 from collage_neuron.eager.gradients import Gradients, joined
 from collage_neuron.eager.memory import are_alone, bits, is_alone, pool
+from collage_neuron.eager.pinned import Pinned
 from collage_neuron.eager.presented_layout import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime import process_agreement
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
-from collage_neuron.states.bookkeeping import Pin, bookkeeping
-from collage_neuron.states.sharding import is_sharded, local, version
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import is_sharded, local
 from collage_neuron.states.shared_memory import memory_of
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Presentation:
     """True if a parameter is a DTensor."""
     gradients: Gradients = field(init=False)
     _shells: dict[int, torch.Tensor] = field(default_factory=dict)
+    pinned: Pinned = field(default_factory=Pinned)
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _are_parts_held: bool = False
     """True if the optimizer holds memory of shards."""
@@ -128,13 +130,11 @@ class Presentation:
         for key, (p, _) in self.groups.items():
             self._plan(p, self.outlines[key], known)
         if waiting is None:
-            pins = bookkeeping(self.optimizer).pins
-            found = [(v, pins.get(v.owner)) for v in self.values] if pins else []
-            pinned = {id(v): (v, pin) for v, pin in found if pin is not None and pin.shell is v.shell}
-            self.alike = by_conversion((v for v in self.values if id(v) not in pinned), self.groups, self.has_shards)
+            pinned = self.pinned.among(self.optimizer, self.values)
+            others = {id(v) for v, _ in pinned}
+            self.alike = by_conversion((v for v in self.values if id(v) not in others), self.groups, self.has_shards)
             self.fill()
-            for v, pin in pinned.values():
-                self._refill(v, pin)
+            self.pinned.fill(pinned, self._decode_each)
         return known
 
     def _plan(self, p: Any, outline: Outline, known: set[int]) -> None:
@@ -185,14 +185,6 @@ class Presentation:
             backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
             filling.decode(backend, v.fmt, v.words(self.is_on), x, v.name)
         filling.run()
-
-    def _refill(self, v: Value, pin: Pin) -> None:
-        """Fills memory that was pinned."""
-        now = torch.empty_like(local(v.shell))
-        self._decode_each([v], [now])
-        # What still refers to the memory may have written it: that counts, unless the words were written since.
-        if version(v.owner) != pin.version or torch.equal(bits(local(v.shell)), bits(pin.value)):
-            local(v.shell).copy_(now)
 
     def are_as_before(self, values: Sequence[Value]) -> bool:
         """Returns True if values are those of their words, while they are not presented."""
@@ -414,19 +406,11 @@ class Presentation:
             pool(self.optimizer).forget(v.owner)
             self.values.remove(v)
 
-    def pin(self) -> None:
-        """Keeps the memory of values that something still refers to, and lets go of the rest."""
-        self.gradients.keep()
-        pins = bookkeeping(self.optimizer).pins
-        pins.clear()
-        if are_alone([v.shell for v in self.values]):
-            return
-        there = {id(x) for p in self.params() for x in (p, *(dict.get(self.optimizer.state, p) or {}).values())}
-        held = [v for v in self.values if id(v.owner) in there and not is_alone(v.shell)]
-        self._decode_each(held, [local(v.shell) for v in held])
-        # What refers to the memory finds what was stored; its copy tells in the next step whether somebody wrote there.
-        for v in held:
-            pins[v.owner] = Pin(v.shell, local(v.shell.detach()).clone(), version(v.owner))
+    def pin(self, is_over: bool = True) -> None:
+        """Keeps the memory of values that something still refers to, and lets go of the rest if the step `is_over`."""
+        if is_over:
+            self.gradients.keep()
+        self.pinned.keep(self.optimizer, self.values, self._decode_each, is_over)
 
     def clear(self) -> None:
         """Lets go of all tensors."""

@@ -324,6 +324,7 @@ class Context:
             if isinstance(error, Exception):
                 raise StepInterrupted(bookkeeping(self.optimizer).interrupted) from error
             return
+        self.presentation.pinned.restore()
         self._held.restore()
 
     @contextmanager
@@ -340,6 +341,7 @@ class Context:
             self._trace.missed("a closure sees the weights")
             self._leave_mode()
         self.store()
+        self.presentation.pin(is_over=False)
         self.presentation.gradients.let_go()  # what is held by nobody else is not the code's
         external_writes.remember_step(self.optimizer, ended=False)
         with self._not_presented():

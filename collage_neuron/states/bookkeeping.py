@@ -226,8 +226,6 @@ class Pin(NamedTuple):
     shell: torch.Tensor
     value: torch.Tensor
     """What was in it after the last step."""
-    version: int
-    """The version of the first word then."""
 
 
 @dataclass

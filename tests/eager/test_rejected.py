@@ -36,6 +36,7 @@ REJECTED: dict[str, Callable[..., object]] = {
     r"makes a parameter of shape \[24, 40\] one of shape \[1, 24, 40\]": (
         lambda o, p, g, state: setattr(p, "data", p.data[None])
     ),
+    r"one of shape \[24, 40\] and type torch.float64": lambda o, p, g, state: setattr(p, "data", p.data.double()),
 }
 """What a step leaves that cannot be stored, by what is said."""
 

@@ -207,21 +207,73 @@ def test_a_view_that_the_constructor_takes_is_one_of_the_fp32_value_in_a_step(dt
     assert everything(optimizer)[:2] == before[:2]
 
 
-def test_what_is_written_to_an_alias_between_steps_counts() -> None:
+@pytest.mark.parametrize("also", ["neither", "p", "p.data"])
+def test_what_is_written_to_an_alias_between_steps_counts(also: str) -> None:
+    """And what is written to other elements of the parameter, whether or not torch counts that."""
     make = type("Keeps", (Normed,), {"use": staticmethod(lambda o, p, g, state: state.setdefault("z", p.data))})
     optimizer, params = compiled(make, "fp32")
-    run(optimizer, 2)
-    with torch.no_grad():
-        optimizer.state[params[0]]["z"].mul_(0.5)
-        params[1].mul_(0.5)
-    before = [v.clone() for v in values(optimizer, params)]
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    after = values(optimizer, params)
-    assert torch.equal(after[0], before[0] * 0.5)
-    assert torch.equal(params[1], after[1].bfloat16())
-    assert torch.equal(after[1].bfloat16(), before[1].bfloat16())
+    plain = make([Parameter(p.detach().float()) for p in params])
+    for o in (optimizer, plain):
+        run(o, 2)
+        p = o.param_groups[0]["params"][0]
+        with torch.no_grad():
+            o.state[p]["z"][:2].mul_(0.5)
+            if also != "neither":
+                (p if also == "p" else p.data)[2:].fill_(0.5)
+        run(o, 2, first=2)
+    assert equal(values(optimizer, params), [p.detach() for p in plain.param_groups[0]["params"]])
+
+
+def test_a_step_that_raises_leaves_what_a_part_is_kept_of() -> None:
+    def use(o: Any, p: Any, g: Tensor, state: State) -> None:
+        o.held.setdefault(id(p), p.data.flatten()[:1])
+        if o.fails and p.dim() == 1:
+            p.data = o.other[: p.numel()]
+            raise ZeroDivisionError
+
+    optimizer, params = compiled(lambda ps: Normed(ps, lambda o, ps: {}, use), "fp32")
+    plain = Normed([Parameter(p.detach().float()) for p in params], lambda o, ps: {}, use)
+    for o in (optimizer, plain):
+        o.fails, o.other = False, torch.zeros(40)
+        run(o, 2)
+        if o is optimizer:
+            o.fails = True
+            with pytest.raises(ZeroDivisionError):
+                run(o, 1)
+            o.fails = False
+        run(o, 2, first=2)
+    assert equal(values(optimizer, params), [p.detach() for p in plain.param_groups[0]["params"]])
+    assert not optimizer.other.any()
+
+
+@pytest.mark.parametrize("strategy", ["fp32", "split433"])
+def test_a_step_in_a_method_counts_if_a_state_was_put_into_the_parameter(strategy: str) -> None:
+    class Sharp(Written):
+        def update(self, p: Any, g: Tensor, state: State, group: State) -> None:
+            p.sub_(g, alpha=group["lr"])
+
+        @torch.no_grad()
+        def up(self) -> None:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad)
+
+        @torch.no_grad()
+        def back(self) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data = self.state[p]["old"]
+            self.step()
+
+    optimizer, params = compiled(Sharp, strategy)
+    plain = Sharp([Parameter(p.detach().float()) for p in params])
+    for o in (optimizer, plain):
+        for p in o.param_groups[0]["params"]:
+            p.grad = torch.full_like(p, 0.25)
+        for _ in range(2):
+            o.up()
+            o.back()
+    for p, q in zip(params, plain.param_groups[0]["params"], strict=True):
+        assert (collage_neuron.exact_value(optimizer, p) - q.detach()).abs().max() <= 2**-22
 
 
 def test_bytes_count_the_memory_that_is_kept() -> None:
