@@ -29,8 +29,8 @@ from collage_neuron.runtime import process_agreement
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import is_sharded, local
-from collage_neuron.states.shared_memory import memory_of
+from collage_neuron.states.sharding import is_sharded, local, locals_of
+from collage_neuron.states.shared_memory import all_shared, memory_of
 
 if TYPE_CHECKING:
     from collage_neuron.trace.step_kinds import Placeholders
@@ -209,13 +209,12 @@ class Presentation:
         self._are_parts_held = held = self.has_shards and self._has_parts(tensors)
         is_usual = are_alone(tensors) and not held
         shared = [] if is_usual else [x for x in tensors if x.numel() and (held or not is_alone(x))]
-        memories = {memory_of(v.owner): v for v in self.values if held or not is_alone(v.owner)} if shared else {}
-        memories.pop(0, None)
-        for x in shared if memories else ():
-            value = memories.get(memory_of(x))
-            if value is not None:
+        near = [v for v in self.values if held or not is_alone(v.owner)] if shared else []
+        for i, j in all_shared(shared, locals_of([v.owner for v in near])) if near else ():
+            if j >= len(shared):  # not what is held twice
+                x = shared[i]
                 # What waits cannot have aliases (`can_wait`): it is planned again.
-                self._aliases.append((x, x if self._waiting is not None else value.part_at(x)))
+                self._aliases.append((x, x if self._waiting is not None else near[j - len(shared)].part_at(x)))
 
     def _has_parts(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Returns True if one of `tensors` lies in the memory of a shard."""

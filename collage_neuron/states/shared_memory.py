@@ -75,22 +75,29 @@ def _meeting(windows: Iterable[tuple[Window | None, T]]) -> Iterator[tuple[tuple
 
 
 def share_elements(p: torch.Tensor, of_p: Window, q: torch.Tensor, of_q: Window) -> bool:
-    """Returns True if two tensors whose windows meet have bytes in common: they may interleave (`x[:, ::2]`).
+    """Returns True if two tensors whose windows meet have bytes in common: they may interleave (`x[:, ::2]`)."""
+    return (p.is_contiguous() and q.is_contiguous()) or bool(_where_in(p, of_p.start, q, of_q.start).any())
 
-    It marks the bytes of one in a mask that is as long as both, and looks there for those of the other.
-    """
-    if p.is_contiguous() and q.is_contiguous():
-        return True
-    first, last = min(of_p.start, of_q.start), max(of_p.end, of_q.end)
-    mask = torch.zeros(last - first, dtype=torch.bool, device="cpu")
-    _bytes_in(mask, p, of_p.start - first).fill_(True)
-    return bool(_bytes_in(mask, q, of_q.start - first).any())
+
+def _where_in(p: torch.Tensor, at: int, q: torch.Tensor, q_at: int) -> torch.Tensor:
+    """Where bytes of `q` are bytes of `p`, which begin at these addresses: looked up in a mask as long as both."""
+    ends = (start + _span(x) * x.element_size() for start, x in ((at, p), (q_at, q)))
+    mask, first = torch.zeros(max(ends) - min(at, q_at), dtype=torch.bool, device="cpu"), min(at, q_at)
+    _bytes_in(mask, p, at - first).fill_(True)
+    return _bytes_in(mask, q, q_at - first)
 
 
 def first_shared(
     tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor] = (), params: int = 0
 ) -> tuple[int, int] | None:
-    """The numbers of two tensors that have bytes in common, one of them no `others`; None if there are none.
+    """The numbers of two tensors that have bytes in common, one of them no `others`; None if there are none."""
+    return next(all_shared(tensors, others, params), None)
+
+
+def all_shared(
+    tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor] = (), params: int = 0
+) -> Iterator[tuple[int, int]]:
+    """The numbers of each two tensors that have bytes in common, one of them no `others`.
 
     On XLA tensors of one storage that are not views of one tensor have, but for parameters, which come first, that have
     room there: where they lie is hidden.
@@ -107,8 +114,7 @@ def first_shared(
         else:
             is_shared = share_elements(p, own, q, other)
         if is_shared:
-            return first, second
-    return None
+            yield first, second
 
 
 def common_base(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -118,7 +124,7 @@ def common_base(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def same_part(x: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
-    """The part of `other`, laid out as `whole`, that `x` is of `whole`; None if it is more than a part.
+    """The part of `other`, laid out as `whole`, that `x` is of `whole`; None if `x` has elements that this has not.
 
     On XLA it is found by the view that `x` is of `whole`.
     """
@@ -126,6 +132,8 @@ def same_part(x: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> torc
         return torch_privates.same_view(x, whole, other)
     first = int(x.storage_offset() - whole.storage_offset())
     if other.stride() != whole.stride() or first < 0 or first + _span(x) > _span(whole):
+        return None
+    if _span(whole) > whole.numel() and not _where_in(whole, 0, x, first * x.element_size()).all():
         return None
     return other.as_strided(x.shape, x.stride(), other.storage_offset() + first)
 

@@ -207,6 +207,34 @@ def test_a_view_that_the_constructor_takes_is_one_of_the_fp32_value_in_a_step(dt
     assert everything(optimizer)[:2] == before[:2]
 
 
+BUFFERS: dict[str, Callable[[Tensor], tuple[list[Tensor], list[Tensor]]]] = {
+    "gap": lambda x: ([x[..., 0]], [x[:1, :, 1]]),
+    "interleaved": lambda x: ([x[..., 0], x[..., 1]], [x[1:, 1:, 0], x[:1, :, 1]]),
+    "one after the other": lambda x: (list(x), [x[0, 1:], x[1, :1]]),
+}
+"""Parameters in one buffer, and what the optimizer holds of it."""
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_what_is_held_of_a_buffer_is_part_of_the_parameter_that_has_its_elements(kind: str) -> None:
+    def use(o: Any, p: Any, g: Tensor, state: State) -> None:
+        for x in o.held:
+            p.sub_(x.float().sum() * 0.01)
+            x.mul_(0.5)
+
+    def made(dtype: torch.dtype) -> tuple[Any, list[Parameter]]:
+        given, held = BUFFERS[kind](torch.arange(24.0).view(2, 6, 2).to(dtype))
+        params = [Parameter(x) for x in given]
+        return Normed(params, lambda o, ps: held, use), params
+
+    (plain, exact), (optimizer, params) = made(torch.float32), made(torch.bfloat16)
+    optimizer = collage_neuron.compile(optimizer, strategy="fp32", validate="off")
+    for o in (plain, optimizer):
+        run(o, 3)
+    assert equal(values(optimizer, params), [p.detach() for p in exact])
+    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(optimizer.held, plain.held, strict=True))
+
+
 @pytest.mark.parametrize("also", ["neither", "p", "p.data"])
 def test_what_is_written_to_an_alias_between_steps_counts(also: str) -> None:
     """And what is written to other elements of the parameter, whether or not torch counts that."""
