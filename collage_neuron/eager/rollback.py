@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress, islice
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.memory import bits
+from collage_neuron.eager.memory import are_alone, bits, is_alone
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states import step_inventory
 from collage_neuron.states.inner_optimizers import Inner
-from collage_neuron.states.sharding import ORDINARY, some_bits, version
+from collage_neuron.states.sharding import ORDINARY, local, some_bits, version
 from collage_neuron.states.shared_memory import is_given_back
 from collage_neuron.states.store import States
 from collage_neuron.trace.reachable_code import ATOMS
@@ -62,19 +63,32 @@ class Held:
         self._containers = [(x, _COPY.get(type(x), copy.copy)(x)) for x in others]
         self._containers += zip(states.values(), map(dict.copy, states.values()), strict=True)
         self.tensors = [x for key, x in tensors.items() if key not in known and not (x.is_meta or _is_given_back(x))]
-        self._small = _copies([x for x in self.tensors if x.numel() <= SMALL])
-        self._large = [(x, version(x), some_bits(x)) for x in self.tensors if x.numel() > SMALL]
+        self._before, self._words = Before(self.tensors), Before(())
 
     @property
     def has_large(self) -> bool:
         """Returns True if there are tensors that could not be restored."""
-        return bool(self._large)
+        return bool(self._before.large)
 
     def has_lost(self) -> bool:
         """Returns True if a large tensor was written: what it was is not known any more."""
-        return any(version(x) != before or some_bits(x) != bits for x, before, bits in self._large)
+        return self._before.has_lost() or self._words.has_lost()
 
-    @torch.no_grad()
+    def watch(self, words: Sequence[torch.Tensor]) -> None:
+        """Notes what is in those of `words` whose memory something else has too: a step is not to write there."""
+        seen = [] if are_alone(words) else [local(x).detach() for x in words if not is_alone(x)]
+        # On XLA to look at one would wait for it.
+        self._words = Before(seen, SMALL if all(x.is_cpu for x in seen) else 0)
+
+    def check_words(self) -> None:
+        """Raises UnsupportedUpdate if the step has written to one of them, by a name that has no fp32 value."""
+        # What the optimizer holds of that memory presents fp32 too. What only somebody else holds of it does not.
+        if self._words.has_lost() or self._words.restore():
+            raise UnsupportedUpdate(
+                "step() writes to the memory of a parameter or a state by a name that has no fp32 value (p.data, or a "
+                "view, that another object holds); write to it itself, or let an attribute of the optimizer hold that"
+            )
+
     def restore(self) -> None:
         """Restores attributes and containers, in place, and the small tensors that have changed."""
         # In place: code may hold the dictionaries and lists themselves.
@@ -85,12 +99,39 @@ class Held:
         for x, before in self._containers:
             x.clear()
             (x.extend if isinstance(x, (list, deque)) else x.update)(before)
-        for t, value in ((t, x) for copies in self._small for t, x in zip(copies[0], _apart(*copies), strict=True)):
-            own, before = torch_privates.part(t), torch_privates.part(value)
-            if own.shape != before.shape or own.dtype != before.dtype:
-                own.data = before.clone()
-            elif not torch.equal(bits(own), bits(before)):
-                own.copy_(before)
+        self._before.restore()
+        self._words.restore()
+
+
+class Before:
+    """What tensors were: all of those of up to `most` elements; of others signs that show that they were written."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], most: int = SMALL) -> None:
+        self._small = _copies([x for x in tensors if x.numel() <= most])
+        self.large = [(x, version(x), some_bits(x)) for x in tensors if x.numel() > most]
+
+    def has_lost(self) -> bool:
+        """Returns True if a large tensor was written: what it was is not known any more."""
+        return any(version(x) != before or some_bits(x) != bits for x, before, bits in self.large)
+
+    @torch.no_grad()
+    def restore(self) -> bool:
+        """Restores the small tensors that have changed, if there are any."""
+        pairs = chain.from_iterable(zip(copies[0], _apart(*copies), strict=True) for copies in self._small)
+        changed = [_is_restored(t, value) for t, value in pairs]
+        return any(changed)
+
+
+def _is_restored(t: torch.Tensor, value: torch.Tensor) -> bool:
+    """Returns True if `t` had changed."""
+    own, before = torch_privates.part(t), torch_privates.part(value)
+    if own.shape == before.shape and own.dtype == before.dtype:
+        if torch.equal(bits(own), bits(before)):
+            return False
+        own.copy_(before)
+    else:
+        own.data = before.clone()
+    return True
 
 
 def _is_given_back(x: torch.Tensor) -> bool:

@@ -198,6 +198,7 @@ class Context:
         if trace is None and self.is_step and not self._has_agreed and self.presentation.has_shards:
             self.presentation.agreed(process_agreement.AS_WRITTEN)
             self._has_agreed = True
+        self._held.watch([v.owner for v in self.presentation.values])
         self.presentation.enter()
         self._trace = trace
         self._mode = nullcontext() if trace is None else trace.begin(self.presentation, seen, inside)
@@ -223,6 +224,12 @@ class Context:
                 self.optimizer, lent_to if is_undone else inner_optimizers.inner_of(self.optimizer)
             )
 
+    def _check_written(self) -> None:
+        """Raises UnsupportedUpdate if the step has written the memory that something had before."""
+        assert self._held is not None
+        self.presentation.gradients.check_written()
+        self._held.check_words()
+
     @torch.no_grad()
     def store(self, due: bool = False, new: bool = False) -> Storing:
         """Stores the values, in so far as they were changed, and ends the presentation.
@@ -230,7 +237,7 @@ class Context:
         That `new` states get formats is the end of a step.
         """
         self.collect()
-        self.presentation.gradients.check_written()
+        self._check_written()
         self.presentation.gradients.check_given(self.presentation.params(), self.presentation.dtypes)
         steady = None if due else self._steady
         storing = Storing(self.presentation, self.presentation.leave(), new, steady)
@@ -265,7 +272,7 @@ class Context:
     def conclude(self, due: bool) -> None:
         """Stores or launches what the step has done."""
         self.collect()
-        self.presentation.gradients.check_written()
+        self._check_written()
         measured = None if self._trace is None else self._trace.finish()
         if measured is None:
             if due and self.has_stored:
@@ -371,6 +378,8 @@ class Context:
     @contextmanager
     def _not_presented(self) -> Iterator[None]:
         """The optimizer knows of no presentation while other code runs, which may write weights."""
+        assert self._held is not None
+        self._held.watch(())
         bookkeeping(self.optimizer).presented, is_shown = None, self._show(to_user=False)
         try:
             yield

@@ -56,6 +56,32 @@ def test_what_has_no_place_is_rejected_and_everything_restored(message: str) -> 
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in params)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("of", ["param", "m"])
+@pytest.mark.parametrize("n", [40, 8192])
+def test_so_is_what_it_writes_to_a_view_that_something_else_holds(n: int, of: str, reads: bool) -> None:
+    """Which has the words during the step; of large ones they are lost then."""
+    views: list[torch.Tensor] = []
+
+    class Writes(Written):
+        def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+            state.setdefault("m", torch.zeros_like(p)).add_(g, alpha=1 + (float(g.norm()) if reads else 0.0))
+            p.sub_(state["m"], alpha=group["lr"])
+            for x in views:
+                x[:2].mul_(0.5)
+
+    optimizer, (p,) = compiled(Writes, "split433", ((n,),))
+    run(optimizer, 3)
+    before = everything(optimizer)
+    views.append((p if of == "param" else optimizer.state[p][of]).detach().view(2, -1))
+    with pytest.raises(UnsupportedUpdate if n == 40 else StepInterrupted, match="by a name that has no fp32 value"):
+        run(optimizer, 1)
+    views.clear()
+    if n == 40:
+        assert everything(optimizer) == before
+        run(optimizer, 1)
+
+
 class Curved(Muon):
     """Differentiates gradients."""
 
