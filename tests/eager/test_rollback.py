@@ -260,7 +260,7 @@ def test_a_step_that_raises_leaves_what_a_part_is_kept_of() -> None:
             raise ZeroDivisionError
 
     optimizer, params = compiled(lambda ps: Normed(ps, lambda o, ps: {}, use), "fp32")
-    plain = Normed([Parameter(p.detach().float()) for p in params], lambda o, ps: {}, use)
+    plain: Any = Normed([Parameter(p.detach().float()) for p in params], lambda o, ps: {}, use)
     for o in (optimizer, plain):
         o.fails, o.other = False, torch.zeros(40)
         run(o, 2)
