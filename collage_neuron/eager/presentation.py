@@ -405,6 +405,7 @@ class Presentation:
             pool(self.optimizer).forget(v.owner)
             self.values.remove(v)
 
+    @torch.no_grad()
     def pin(self, is_over: bool = True) -> None:
         """Keeps the memory of values that something still refers to, and lets go of the rest if the step `is_over`."""
         if is_over:

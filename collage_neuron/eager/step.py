@@ -302,7 +302,6 @@ class Context:
             pool(self.optimizer).steady, self.is_kept = self._steady, True
             self.presentation.let_go(states=False)
 
-    @torch.no_grad()
     def end(self) -> None:
         """Lets go of memory that nothing refers to any more."""
         self.presentation.pin()

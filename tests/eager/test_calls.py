@@ -94,6 +94,20 @@ class Searches(Own):
         return {"first": first, "last": last, "norms": norms, "factor": factor}
 
 
+class Holds(Searches):
+    """Holds parts of parameters while it searches, and writes them afterwards; a state has a parameter's memory."""
+
+    def step(self, closure: Any, factor: float = 1.0, *, most: int = 3) -> Any:
+        for p in (params := self.param_groups[0]["params"]):
+            p.data = self.state[p].get("slow", p.data)
+            self.state[p].setdefault("slow", p.data.clone())
+        parts = [p.detach().flatten()[1:3] for p in params]
+        found = super().step(closure, factor, most=most)
+        for x in parts:
+            x.mul_(0.5)
+        return found
+
+
 def problem(
     make: Callable[[list[Parameter]], Optimizer], compiled: bool, **settings: Any
 ) -> tuple[Any, Any, list[int]]:
@@ -142,7 +156,7 @@ def called(optimizer: Any, closure: Any, i: int) -> Any:
     return optimizer.step(cleared(optimizer, closure))
 
 
-MAKES = (TwoPhases, Clears, OfLoss, Searches, LBFGS)
+MAKES = (TwoPhases, Clears, OfLoss, Searches, Holds, LBFGS)
 
 
 @pytest.mark.parametrize("make", MAKES)
