@@ -97,7 +97,7 @@ class Searches(Own):
 class Holds(Searches):
     """Holds parts of parameters while it searches, and writes them afterwards; a state has a parameter's memory."""
 
-    def step(self, closure: Any, factor: float = 1.0, *, most: int = 3) -> Any:
+    def step(self, closure: Any, factor: float = 1.0, *, most: int = 3) -> Any:  # type: ignore[override]
         for p in (params := self.param_groups[0]["params"]):
             p.data = self.state[p].get("slow", p.data)
             self.state[p].setdefault("slow", p.data.clone())
