@@ -201,12 +201,13 @@ class Storing:
 
     def _may_be_stored(self, p: torch.Tensor, name: Any, x: Any) -> bool:
         """Returns True for a new state that can have words; others stay as they were made."""
-        if not isinstance(name, str) or not is_value(x, p) or id(x) in self._objects or x.grad_fn is not None:
+        if not (isinstance(name, str) and isinstance(x, torch.Tensor)) or id(x) in self._objects or x.grad_fn:
             return False
-        if x.dtype != torch.float32:  # it is bf16 on purpose
+        if x.dtype == torch.bfloat16:  # on purpose
             bookkeeping(self.optimizer).as_made.setdefault(p, set()).add(name)
             return False
-        return id(x) in self._made or is_alone(x)  # not what shares its memory: a view of one buffer, an array
+        # Not what shares its memory: a view of one buffer, an array.
+        return is_value(x, p) and (id(x) in self._made or is_alone(x))
 
     def _formats(self, settings: Settings, group: dict[str, Any], p: Any, results: Results) -> dict[str, Format]:
         """The formats of what there was, and of new states, by what their first values show."""

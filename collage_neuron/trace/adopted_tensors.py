@@ -8,7 +8,7 @@ then (`torch.zeros`), so that a number says what it is, or it is a state (of row
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,12 @@ def state(name: Name) -> None:
 
 
 def written(
-    x: torch.Tensor, name: Name | None, device: torch.device, is_like_value: bool, expected: Call | None = None
+    x: torch.Tensor,
+    name: Name | None,
+    device: torch.device,
+    is_like_value: bool,
+    expected: Call | None = None,
+    may_be_narrow: bool = False,
 ) -> tuple[Any, Written, list[float]]:
     """The operation that made a tensor of the state with a name, how its call is written, and the numbers of that.
 
@@ -43,6 +48,8 @@ def written(
     Raises:
         Uncompiled: it is neither a state nor made of one number, or something else has its memory.
     """
+    if x.dtype != torch.float32 and not (may_be_narrow and x.dtype == torch.bfloat16):
+        raise Uncompiled(f"a tensor of {x.dtype} is neither a parameter, a gradient nor a state in fp32")
     if not _may_wait(x, device, name is not None):
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
     if name is not None:
@@ -65,9 +72,6 @@ def written(
 def _may_wait(x: torch.Tensor, device: torch.device, is_state: bool) -> bool:
     """Returns True for a tensor of which nothing else has the memory: no view, and no array of numpy's."""
     if type(x) not in ORDINARY or x.device != device:
-        return False
-    # A state of training in bf16 waits in fp32, and is fp32 afterwards.
-    if x.dtype != torch.float32 and not (is_state and x.dtype == torch.bfloat16):
         return False
     if x.layout is not torch.strided or not x.is_contiguous() or x.requires_grad or x.is_inference():
         return False
@@ -192,14 +196,13 @@ class Adopted:
         self._like_values: set[torch.Size] | None = None
         """The shapes of the values that the step begins with."""
 
-    def meet(self, x: torch.Tensor) -> int:
-        """Makes a tensor wait that has a value; its place."""
+    def meet(self, x: torch.Tensor, may_be_narrow: bool = False) -> int:
+        """Makes a tensor wait that has a value; its place. One that may be narrow is fp32 from now on if it is bf16."""
         tensors = self._places.tensors
         if self._like_values is None:
             self._like_values = {t.shape for t in tensors[: self._places.first]}
-        func, own, numbers = written(
-            x, self._state_of(x), tensors[0].device, x.shape in self._like_values, self._course.expected
-        )
+        name, is_like_value = self._state_of(x), x.shape in self._like_values
+        func, own, numbers = written(x, name, tensors[0].device, is_like_value, self._course.expected, may_be_narrow)
         makes = [Geometry(tuple(x.shape), x.stride(), torch.float32, 0)]
         call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._places.next())
         self._places.note(call, numbers)
@@ -210,12 +213,12 @@ class Adopted:
         self._places.put(call.first, [x])
         return call.first
 
-    def meet_again(self, states: Iterable[torch.Tensor]) -> None:
+    def meet_again(self, states: Iterable[torch.Tensor], may_be_narrow: bool = False) -> None:
         """Makes states wait that do not yet, in so far as they can."""
         for x in states:
             if self._places.of(id(x)) is None:
                 with suppress(Uncompiled):
-                    self.meet(x)
+                    self.meet(x, may_be_narrow)
 
     def meet_all(self, names: Sequence[Name], states: Sequence[torch.Tensor]) -> bool:
         """Makes the states with these names wait that have met values in the last step, which began with the same.
@@ -234,18 +237,24 @@ class Adopted:
         self._course.at += len(states)
         return True
 
-    def meet_states(self, p: torch.Tensor, states: Mapping[Any, Any], only_narrow: bool) -> None:
-        """Makes the states of a parameter wait that are not in words, before the step."""
+    def meet_states(
+        self, p: torch.Tensor, states: Mapping[Any, Any], as_made: Collection[str], only_narrow: bool
+    ) -> None:
+        """Makes the states of a parameter wait that are not in words, before the step.
+
+        Those in bf16 are of training in bf16, but for those that a step has `as_made`, and are fp32 afterwards.
+        """
         # On XLA an operation gets another object than the state has, so it would not be known when it meets values.
         # What is done with a state in bf16 alone, before it meets anything, would be done in bf16; and one in fp32
         # of which nobody knew the format when it was loaded, would not show what it is for.
-        tensors = [x for x in states.values() if isinstance(x, torch.Tensor)]
-        self.meet_again(
+        tensors = {name: x for name, x in states.items() if isinstance(x, torch.Tensor)}
+        found = (
             x
-            for x in tensors
+            for name, x in tensors.items()
             if (x.dim() > 0 and x.shape == p.shape and x.dtype == torch.float32)
-            or (x.shape != p.shape and not (only_narrow and x.dtype != torch.bfloat16))
+            or (x.shape != p.shape and not (name in as_made if x.dtype == torch.bfloat16 else only_narrow))
         )
+        self.meet_again(found, may_be_narrow=True)
 
     def compute(self, place: int) -> None:
         """Gives one its own value, in a step that is computed."""

@@ -172,9 +172,10 @@ class TracedStep:
 
     def _meet_states(self, mode: DeferredCalls, params: list[Any], on_host: bool, is_like_last: bool) -> None:
         """Makes states wait from the beginning that are not in words."""
-        kinds = self.traces.kinds
+        kinds, as_made = self.traces.kinds, bookkeeping(self.optimizer).as_made
         for p in params if not (on_host and kinds) else ():
-            mode.adopted.meet_states(p, dict.get(self.optimizer.state, p, _NO_STATE), only_narrow=on_host)
+            states = dict.get(self.optimizer.state, p, _NO_STATE)
+            mode.adopted.meet_states(p, states, as_made.get(p, ()) if as_made else (), only_narrow=on_host)
         if on_host and kinds and kinds[0].met:
             met = [(i, name) for i, name in kinds[0].met if i < len(params)]
             states = [dict.get(self.optimizer.state, params[i], _NO_STATE).get(name) for i, name in met]
