@@ -52,12 +52,12 @@ from collage_neuron.trace.placeholders import (
     give,
     has_xla,
     in_lists,
-    is_written,
     placeholder,
     put_off,
     set_data,
     value_of,
     waits,
+    written_in,
 )
 from collage_neuron.trace.source_location import here
 from collage_neuron.trace.structure_guard import CallSequence
@@ -322,14 +322,11 @@ class DeferredCalls:
     def _now(self, why: str, func: Any, args: Any, kwargs: Any) -> Any:
         has_own = has_xla(args, kwargs)  # asked first: placeholders get their values
         self.fill(why)
-        if is_written(func, kwargs):
-            own = kwargs.get("out", args[0])
-            each = own if isinstance(own, (list, tuple)) else [own]
-            # C++ returns what was in `t` before `fill`. It stays there until it has returned: the caller gets `t`.
-            late = [t for t in each if id(t) in self.given and id(t) not in self.adopted.just_now]
-            self._late = [(t, self.given[id(t)]) for t in late]
-            for t, other in self._late:
-                put_off(t, other)
+        # C++ returns what was in `t` before `fill`. It stays there until it has returned: the caller gets `t`.
+        late = {id(t): t for t in written_in(func, args, kwargs) if id(t) not in self.adopted.just_now}
+        self._late = [(t, self.given[key]) for key, t in late.items() if key in self.given]
+        for t, other in self._late:
+            put_off(t, other)
         return computed(func, args, kwargs, has_own)
 
     def give_late(self) -> None:

@@ -56,7 +56,7 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has_own: 
     returns alias, and what does so here would do it twice; but torch does nothing for what the operation writes.
     """
     given, named = valued(args), dict(zip(kwargs, valued(kwargs.values()), strict=True))
-    if (has_own and not is_written(func, kwargs)) or not has_xla(given, named):
+    if (has_own and not written_in(func, args, kwargs)) or not has_xla(given, named):
         return func(*given, **named)
     with with_aliases():
         return func(*given, **named)
@@ -72,10 +72,12 @@ def in_lists(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
     return chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values()))
 
 
-def is_written(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Returns True if an operation writes to its first argument, or to `out`."""
-    first = schema(func).arguments[:1] if is_operation(func) else ()
-    return "out" in kwargs or any(a.alias_info is not None and a.alias_info.is_write for a in first)
+def written_in(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments to which an operation writes, and what is in those that are lists."""
+    declared = schema(func).arguments if is_operation(func) else ()
+    given = dict(zip([a.name for a in declared], args, strict=False)) | kwargs
+    names = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
+    return [*in_lists([given[name] for name in names if name in given], {})]
 
 
 class WaitingTensor(torch.Tensor):

@@ -73,6 +73,15 @@ def into_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.view(-1).sub_(g.reshape(-1), alpha=lr)
 
 
+@computed
+def into_several(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """What is returned is what was given, and is kept as that."""
+    g.mul_(0.5)
+    s["sorted"], _ = torch.sort(g * 2, out=(g, torch.zeros(g.shape, dtype=torch.int64)))
+    assert s["sorted"] is g
+    p.sub_(g, alpha=lr)
+
+
 @launched
 def data_is_another_tensor(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     new = p - lr * g
