@@ -56,7 +56,8 @@ class Gradients:
     are_single: bool = True
     """True if no gradient has elements of another one, of a parameter or a state, or memory that the optimizer holds.
 
-    Views of one buffer, as DDP makes them, are single: what is written to one is not in another.
+    Nor is one of a class of its own. Views of one buffer, as DDP makes them, are single: what is written to one is not
+    in another.
     """
     are_as_before: bool = False
     """True if gradients that wait are of the same parameters as in the last step, and lie as theirs did."""
@@ -90,7 +91,8 @@ class Gradients:
         for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
             del known[key]
         is_met = bool(shared) and _meet(list(shared.values()), [*owners, *held])
-        self.are_single = not (is_met or known) and len({*map(id, grads)}) == len(given)
+        are_known = ORDINARY.issuperset(map(type, grads)) or all(type(g) in ORDINARY or is_sharded(g) for g in grads)
+        self.are_single = are_known and not (is_met or known) and len({*map(id, grads)}) == len(given)
         if waiting is not None:
             self._plan_waiting(given, grads, waiting)
             return

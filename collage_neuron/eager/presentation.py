@@ -359,24 +359,28 @@ class Presentation:
         self._known, self._names = frozenset(map(id, objects)), len(objects)
 
     def _exchange(self) -> None:
-        self.gradients.enter(self._waiting)
+        pairs = self._pairs if self.is_as_before and self._pairs else self.pairs()
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            pairs = self._pairs if self.is_as_before and self._pairs else self.pairs()
-            if self._waiting is not None:
-                self._pairs = pairs
+            self.gradients.enter(self._waiting)
             if not self.has_shards:
                 torch_privates.exchange_all(pairs)
+                done = pairs
             else:
                 for own, shell in pairs:
                     torch_privates.exchange(own, shell)
                     done.append((own, shell))
             if self._waiting is not None:
+                self._pairs = pairs
                 self._waiting.present(pairs)
-        except RuntimeError as error:
+        except BaseException as error:
+            if self._waiting is not None:
+                self._waiting.withdraw(done)
             for own, shell in reversed(done):
                 torch_privates.exchange(own, shell)
             self.gradients.leave(self._waiting)
+            if not isinstance(error, RuntimeError):
+                raise
             raise UnsupportedUpdate(
                 f"something in C++ refers weakly to a parameter or a state, which then cannot be fp32 ({error})"
             ) from error

@@ -189,7 +189,7 @@ class Context:
             trace.decide()
         self.presentation.alias(self._held.tensors)
         if trace is not None and not self.presentation.can_wait():
-            trace.check_as_written("a gradient, a parameter or a state shares its memory")
+            trace.check_as_written("a gradient has a class of its own, or something shares memory")
             self.presentation.plan(seen)
             self.presentation.alias(self._held.tensors)
             trace = None

@@ -25,7 +25,8 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner_optimizers import Inner, state_of
-from collage_neuron.states.sharding import ORDINARY, TRIED
+from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
+from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace import adopted_tensors, shards
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.code_inspection import ASKS, Asked
@@ -393,9 +394,12 @@ def _may_wait(p: Any) -> bool:
 
 
 def _other(optimizer: Optimizer) -> Any:
-    """A parameter whose values cannot wait, or None."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    return next((p for p in params if not (_may_wait(p) or is_left_alone(p))), None)
+    """A parameter, or a state in words, whose values cannot wait, or None."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if not is_left_alone(p)]
+    found = [p for p in params if not _may_wait(p)]
+    states = [(p, state) for p in params if isinstance(state := dict.get(optimizer.state, p), dict)]
+    values = (x for p, state in states for x in state.values() if is_value(x, p))
+    return next(chain(found, (x for x in values if not (type(x) in ORDINARY or is_sharded(x)))), None)
 
 
 def why_not(base: type[Optimizer], optimizer: Optimizer, asked: Asked) -> str:

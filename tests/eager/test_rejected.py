@@ -13,6 +13,8 @@ from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
+from collage_neuron.trace.placeholders import present
+from collage_neuron.trace.step_kinds import Placeholders
 
 State = dict[str, Any]
 
@@ -132,6 +134,30 @@ def test_a_step_that_raises_half_way_leaves_no_trace(make: type[Written], monkey
     for o in (optimizer, other):
         run(o, 2, first=2)
     assert everything(optimizer) == everything(other)
+
+
+@pytest.mark.parametrize("raises", [MemoryError, RuntimeError])
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_error_while_values_are_exchanged_leaves_no_trace(
+    at: int, raises: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First gradients get placeholders, then parameters and states."""
+    optimizer, params = compiled(Muon, "plus")
+    run(optimizer, 1)
+    before, grads, calls = everything(optimizer), [p.grad for p in params], list[int]()
+
+    def fails(waiting: Placeholders, pairs: Any) -> None:
+        present(pairs)
+        calls.append(1)
+        if len(calls) == at:
+            raise raises
+
+    monkeypatch.setattr(Placeholders, "present", fails)
+    with pytest.raises((raises, UnsupportedUpdate)):
+        optimizer.step()
+    assert everything(optimizer) == before
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    optimizer.step()
 
 
 @pytest.mark.parametrize("resize", [True, False])

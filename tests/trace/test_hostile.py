@@ -108,7 +108,16 @@ def exchange(optimizer: Any) -> None:
     optimizer.update = by_class
 
 
-@pytest.mark.parametrize("change", [reverse, exchange])
+class Other(torch.Tensor):
+    """What waits cannot have such a class."""
+
+
+def make_of_another_class(optimizer: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad, optimizer.state[p]["m"] = p.grad.as_subclass(Other), torch.zeros_like(p).as_subclass(Other)
+
+
+@pytest.mark.parametrize("change", [reverse, exchange, make_of_another_class])
 def test_a_change_between_steps(change: Any) -> None:
     """Parameters change places and have their own shapes; a function that is new asks for exact classes."""
 
