@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,6 +52,30 @@ is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Returns True if autocast is on for some device."""
 
 
+def is_cast(func: Any) -> bool:
+    """Returns True within an operation on a placeholder if autocast is on around it, and has it in other dtypes.
+
+    A placeholder has no keys of the host by which torch would call autocast first, and within the operation torch says
+    that autocast is off; how many contexts there are it says still. It publishes which operations these are as a table.
+    """
+    torch.autocast_increment_nesting()
+    if not (torch.autocast_decrement_nesting() and _has_autocast(func)):
+        return False
+    with torch._C._RestorePythonTLSSnapshot():
+        return torch.is_autocast_enabled("cpu")
+
+
+@cache
+def _has_autocast(func: Any) -> bool:
+    return is_operation(func) and bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU"))
+
+
+def with_autocast() -> AbstractContextManager[None]:
+    """A context in which such an operation is cast."""
+    made: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, False)
+    return made
+
+
 def on_lists(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
     """An operation of torch on each tensor of a list: "add_", or "sqrt", which returns a list."""
     return list(getattr(torch, f"_foreach_{name}")(*args, **kwargs) or ())
@@ -60,10 +85,11 @@ def on_lists(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
 def unobserved() -> Iterator[None]:
     """A context in which torch computes, and nothing else."""
     # Most often it does already, and the contexts cost 20 us.
-    if not (dispatch_modes() or torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+    if not (dispatch_modes() or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_autocast_enabled()):
         yield
         return
-    with without_modes(), torch.inference_mode(False), torch.no_grad():
+    # `torch.autocast(enabled=False)` is for one device.
+    with without_modes(), torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
         yield
 
 

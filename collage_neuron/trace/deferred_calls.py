@@ -150,6 +150,8 @@ class DeferredCalls:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Notes an operation, or runs it."""
+        if torch_privates.is_cast(func):
+            return self._now(f"torch.autocast casts what {func} gets", func, args, kwargs or {})
         found = self.again(0, func, args, kwargs)
         return self._compared(func, args, kwargs or {}) if found is None else found
 

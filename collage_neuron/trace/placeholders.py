@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collage_neuron.torch_privates.operations import is_operation, schema, with_aliases, without_overrides
+from collage_neuron.torch_privates.operations import (
+    is_cast,
+    is_operation,
+    schema,
+    with_aliases,
+    with_autocast,
+    without_overrides,
+)
 from collage_neuron.torch_privates.tensors import exchange, without_memory
 
 if TYPE_CHECKING:
@@ -56,6 +63,9 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has_own: 
     returns alias, and what does so here would do it twice; but torch does nothing for what the operation writes.
     """
     given, named = valued(args), dict(zip(kwargs, valued(kwargs.values()), strict=True))
+    if is_cast(func):
+        with with_autocast():
+            return func(*given, **named)
     if (has_own and not written_in(func, args, kwargs)) or not has_xla(given, named):
         return func(*given, **named)
     with with_aliases():

@@ -73,6 +73,23 @@ def into_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.view(-1).sub_(g.reshape(-1), alpha=lr)
 
 
+@launched
+def read_under_autocast(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Products of before are in fp32, whenever they are computed."""
+    product = g.view(len(g), -1) @ g.view(len(g), -1).t()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        p.sub_(g, alpha=lr * float(product.mean()))
+
+
+@computed
+def under_autocast(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    product = g.view(len(g), -1) @ g.view(len(g), -1).t()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        after = product @ product
+    assert (product.dtype, after.dtype) == (torch.float32, torch.bfloat16)
+    p.sub_(g, alpha=lr * float(after.float().mean()))
+
+
 @computed
 def into_several(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     """What is returned is what was given, and is kept as that."""
