@@ -76,6 +76,11 @@ def with_autocast() -> AbstractContextManager[None]:
     return made
 
 
+def has_dual_level() -> bool:
+    """Returns True if tensors may have tangents, of forward-mode AD: torch has no question for it."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
 def on_lists(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
     """An operation of torch on each tensor of a list: "add_", or "sqrt", which returns a list."""
     return list(getattr(torch, f"_foreach_{name}")(*args, **kwargs) or ())

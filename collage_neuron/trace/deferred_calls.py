@@ -244,8 +244,9 @@ class DeferredCalls:
             except Uncompiled as error:
                 return self._now(str(error), func, args, kwargs)
         rule = rule_of(func)
-        # Autograd would keep what is inside a placeholder now, before that has its value.
-        if rule is None or torch.is_grad_enabled() or (func in (ALL_REDUCE, WAIT) and not self.may_send):
+        # Autograd would keep what is inside a placeholder now, before that has its value, or its tangent.
+        is_kept = torch.is_grad_enabled() or torch_privates.has_dual_level()
+        if rule is None or is_kept or (func in (ALL_REDUCE, WAIT) and not self.may_send):
             return self._now(f"{func} cannot wait", func, args, kwargs)
         found: list[float] = []
         self.adopted.just_now.clear()

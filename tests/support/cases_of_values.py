@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from traced_updates import all_of, computed, launched
 
 # --- in one line ------------------------------------------------------------------------------------------------------
@@ -71,6 +72,14 @@ def into_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     torch.mul(g, lr, out=u)
     torch.sub(p, u, out=p)
     p.view(-1).sub_(g.reshape(-1), alpha=lr)
+
+
+@computed
+def with_tangents(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(p.detach(), g.detach())
+        rate = forward_ad.unpack_dual((dual * dual).sum()).tangent
+    p.sub_(g, alpha=lr * (0.0 if rate is None else float(rate)))
 
 
 @launched
