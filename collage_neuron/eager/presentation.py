@@ -50,8 +50,8 @@ class Presentation:
     """The values, but for those of which something had the memory before the step, and for empty ones."""
     groups: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     """The parameters and their groups, by the id of the parameter."""
-    _of_optimizer: list[dict[str, Any]] = field(default_factory=list)
-    """All groups."""
+    all_groups: list[dict[str, Any]] = field(default_factory=list)
+    """Those of the optimizer."""
     outlines: dict[int, Outline] = field(default_factory=dict)
     """What is presented of each of them."""
     _outlined: list[tuple[Outline, list[int]]] = field(default_factory=list)
@@ -316,8 +316,8 @@ class Presentation:
 
     def _found_groups(self) -> dict[int, tuple[Any, dict[str, Any]]]:
         found: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._of_optimizer = list(self.optimizer.param_groups)
-        for group in self._of_optimizer:
+        self.all_groups = list(self.optimizer.param_groups)
+        for group in self.all_groups:
             for p in group["params"]:
                 if not is_left_alone(p):
                     found.setdefault(id(p), (p, group))
@@ -328,7 +328,7 @@ class Presentation:
         self.optimizer = self.gradients.optimizer = optimizer
         self._aliases = []
         self._copies.end()
-        if not step_inventory.are_same(self._of_optimizer, optimizer.param_groups):
+        if not step_inventory.are_same(self.all_groups, optimizer.param_groups):
             self.groups = self._found_groups()
         ids = seen.ids
         self.is_as_before = ids == self._found

@@ -106,6 +106,8 @@ class StepEnd:
         check_states(states)
         if self._began.requires_grad != list(map(_requires_grad, params)):
             raise Uncompiled("step() changes requires_grad")
+        if not step_inventory.are_same(self._began.presentation.all_groups, self._optimizer.param_groups):
+            raise Uncompiled("step() changes optimizer.param_groups")  # kinds know groups by their numbers
         values, has_shards = list(chain.from_iterable(map(dict.values, states))), self._began.presentation.has_shards
         for p, state, g in zip(params, states, grads, strict=True) if has_shards else ():
             shards.check_sharded(p, [*state.values(), g])

@@ -177,6 +177,15 @@ def the_gradient_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) 
 
 
 @computed
+def groups_are_added_and_removed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g, alpha=lr)
+    if t == 3 and place(o, p) == 0:
+        o.add_param_group({"params": [o.param_groups[0]["params"].pop()]})
+    if t == 5 and place(o, p) == 2:
+        o.param_groups[0]["params"] += o.param_groups.pop()["params"]
+
+
+@computed
 def the_parameter_is_frozen(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g, alpha=lr)
     p.requires_grad_(t < 6)
