@@ -37,7 +37,10 @@ MOST = 4
 """Kinds of steps that are known; after as many steps that could not be launched, an optimizer's run as written."""
 
 NEW = 16
-"""As often as a step is of a kind that is not known, one after the other, an optimizer's run as written too."""
+"""After more steps of kinds that were not known than others have paid for, an optimizer's run as written too."""
+
+PAY = 64
+"""So many steps of kinds that are known save the time that a new kind takes, beside steps as written."""
 
 MOST_ROLES = 1024
 """Patterns of the numbers of an update whose roles are known, before all are forgotten."""
@@ -363,8 +366,8 @@ class Traces:
     """Whether functions ask for exact types."""
     kinds: list[StepKind] = field(default_factory=list)
     """The last one first."""
-    new: int = 0
-    """Steps, since the last one of a kind that was known."""
+    new: float = 0.0
+    """Steps of kinds that were not known, but for those that others have paid for."""
     misses: int = 0
     """Steps that could not be launched."""
     why: str = ""
@@ -398,12 +401,14 @@ class Traces:
 
     def add(self, kind: StepKind) -> StepKind:
         """The kind of the last step."""
-        self.new, self.foreseen = self.new + 1, ()
+        self.foreseen = ()
         if kind in self.kinds:
             self.kinds.remove(kind)
-            self.new = 0
+            self.new = max(0.0, self.new - 1 / PAY)
+        else:
+            self.new += 1
         if self.new > NEW:
-            self.why = "each of its steps does something else"
+            self.why = "its steps do something else too often"
         self.kinds.insert(0, kind)
         del self.kinds[MOST:]
         return kind

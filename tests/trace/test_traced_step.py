@@ -187,11 +187,16 @@ def test_a_step_in_which_torch_or_python_fails_runs_twice_and_counts_once(times:
     assert (ran[-times - 1 :], optimizer.count) == ([2] + [3] * times, 2)
 
 
-def test_steps_that_are_all_different_run_as_written(traced: None) -> None:
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_steps_that_are_mostly_different_run_as_written(repeats: int, traced: None) -> None:
     """To compile each of them costs more."""
     params = initial(torch.bfloat16)
-    optimizer: Any = collage_neuron.compile(Stepping(params, LAUNCHED["an_exponent_changes"]), verbose=False)
-    for t in range(1, NEW + 2):
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        LAUNCHED["an_exponent_changes"](o, p, g, s, lr, (t - 1) // repeats)
+
+    optimizer: Any = collage_neuron.compile(Stepping(params, update), verbose=False)
+    for t in range(1, repeats * NEW + 2):
         assert not optimizer._collage_bookkeeping.traces or not optimizer._collage_bookkeeping.traces.gives_up
         set_gradients(params, t)
         optimizer.step()
