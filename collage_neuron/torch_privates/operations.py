@@ -61,7 +61,7 @@ def is_cast(func: Any) -> bool:
     torch.autocast_increment_nesting()
     if not (torch.autocast_decrement_nesting() and _has_autocast(func)):
         return False
-    with torch._C._RestorePythonTLSSnapshot():
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # not in torch's stubs
         return torch.is_autocast_enabled("cpu")
 
 
