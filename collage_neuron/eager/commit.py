@@ -201,7 +201,7 @@ class Storing:
 
     def _may_be_stored(self, p: torch.Tensor, name: Any, x: Any) -> bool:
         """Returns True for a new state that can have words; others stay as they were made."""
-        if not (isinstance(name, str) and isinstance(x, torch.Tensor)) or id(x) in self._objects or x.grad_fn:
+        if not (isinstance(name, str) and isinstance(x, torch.Tensor) and x.grad_fn is None) or id(x) in self._objects:
             return False
         if x.dtype == torch.bfloat16:  # on purpose
             bookkeeping(self.optimizer).as_made.setdefault(p, set()).add(name)

@@ -48,7 +48,7 @@ def written(
     Raises:
         Uncompiled: it is neither a state nor made of one number, or something else has its memory.
     """
-    if x.dtype != torch.float32 and not (may_be_narrow and x.dtype == torch.bfloat16):
+    if x.dtype != torch.float32 and not (may_be_narrow and name is not None and x.dtype == torch.bfloat16):
         raise Uncompiled(f"a tensor of {x.dtype} is neither a parameter, a gradient nor a state in fp32")
     if not _may_wait(x, device, name is not None):
         raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
