@@ -149,9 +149,10 @@ def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Window | None, torch.
 
 
 def _place_on_xla(x: torch.Tensor, base: torch.Tensor | None) -> tuple[Window, torch.Tensor | None]:
-    whole, made = _whole(x.untyped_storage()), partial(torch.empty, dtype=x.dtype, device="meta")
+    storage, size = x.untyped_storage(), x.untyped_storage().nbytes()
+    whole, made = _whole(storage)._replace(end=size), partial(torch.empty, dtype=x.dtype, device="meta")
     if base is None:
-        seen = torch_privates.view_of_all(x, made(x.untyped_storage().nbytes() // x.element_size()))
+        seen = torch_privates.view_of_all(x, made(size // x.element_size()))
     else:
         seen = torch_privates.same_view(x, base, made(base.shape, dtype=base.dtype))
     if seen is None:

@@ -78,17 +78,19 @@ def same_view(t: torch.Tensor, whole: torch.Tensor, other: torch.Tensor) -> torc
     views = own[len(before) :]
     if own[: len(before)] != before:
         return None
-    if _are_parts(views):
+    if not _are_noted(t, views):
         base = t._base
-        return None if base is None or _views(base) != before else t._view_func_unsafe(other)  # type: ignore[no-any-return]
+        return None if base is None or _views(base) != before else t._view_func_unsafe(other)
     return _replayed(views, other)
 
 
 def view_of_all(t: torch.Tensor, memory: torch.Tensor) -> torch.Tensor | None:
     """The view of a 1-D tensor, which stands for the whole memory of `t`, that `t` is; None if torch does not say."""
     views = _views(t)
+    if not views and t.numel() == memory.numel():
+        return memory.view(t.shape)
     try:
-        made = None if _are_parts(views) else _replayed(views, memory)
+        made = _replayed(views, memory) if _are_noted(t, views) else None
     except (RuntimeError, IndexError):  # what the memory was made for had more dimensions
         return None
     return made if made is not None and made.shape == t.shape else None
@@ -107,12 +109,16 @@ def writes_on_xla(t: torch.Tensor) -> int | None:
     return int(torch._functionalize_mutation_counter(t))
 
 
-def _are_parts(views: Views) -> bool:
-    return any(kind.__name__.startswith(("split", "unbind")) for kind, _ in views)
+def _are_noted(t: torch.Tensor, views: Views) -> bool:
+    # XLA_DISABLE_FUNCTIONALIZATION=1 leaves no notes.
+    return torch._is_functional_tensor(t) and not any(
+        kind.__name__.startswith(("split", "unbind")) for kind, _ in views
+    )
 
 
 def _views(t: torch.Tensor) -> Views:
-    notes = [(type(note), note.as_tuple()) for note in torch._C._functionalization.get_view_meta_sequence(t)]
+    found: Any = torch._C._functionalization.get_view_meta_sequence(t) if torch._is_functional_tensor(t) else ()
+    notes = [(type(note), note.as_tuple()) for note in found]
     return [note for note in notes if not note[0].__name__.startswith(("detach_", "alias_"))]
 
 
