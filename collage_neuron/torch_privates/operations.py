@@ -25,6 +25,13 @@ def is_operation(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+@cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that an operation writes to; empty for a function."""
+    given = func._schema.arguments if is_operation(func) else ()
+    return tuple((i, a.name) for i, a in enumerate(given) if a.alias_info is not None and a.alias_info.is_write)
+
+
 def modes() -> list[Any]:
     """The modes that see the operations of this thread; the last one sees them first."""
     return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())

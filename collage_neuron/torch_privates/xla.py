@@ -16,6 +16,13 @@ def user_computation(name: str, tensors: Sequence[torch.Tensor], computation: An
     return results
 
 
+def is_lazy(t: torch.Tensor) -> bool:
+    """Returns True for a tensor on XLA that has no value yet: torch_xla says it in a text for debugging only."""
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
+
+    return "IR: None" not in xlac._get_xla_tensor_debug_info(t)
+
+
 def may_run_on_xla() -> bool:
     """Returns False within `torch_xla.compile(..., full_graph=True)`, which raises where a program would run."""
     from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs

@@ -77,9 +77,8 @@ def rule_of(func: Any) -> Rule | None:
         return Rule("new", True)
     if func.namespace != "aten" or told & at_once:
         return None
-    written = [i for i, a in enumerate(s.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    if written:
-        in_place = written == [0] and s.name.endswith("_") and returns in (["Tensor"], [])
+    if written := torch_privates.written_arguments(func):
+        in_place = [i for i, _ in written] == [0] and s.name.endswith("_") and returns in (["Tensor"], [])
         return Rule("writes", is_constant_op(func), not returns) if in_place else None
     if any(r.alias_info is not None for r in s.returns) or func is _VIEW:
         return Rule("view", True, returns != ["Tensor"]) if returns in (["Tensor"], ["List[Tensor]"]) else None

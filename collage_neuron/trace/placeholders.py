@@ -19,11 +19,10 @@ import torch
 
 from collage_neuron.torch_privates.operations import (
     is_cast,
-    is_operation,
-    schema,
     with_aliases,
     with_autocast,
     without_overrides,
+    written_arguments,
 )
 from collage_neuron.torch_privates.tensors import exchange, without_memory
 
@@ -84,10 +83,8 @@ def in_lists(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
 
 def written_in(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments to which an operation writes, and what is in those that are lists."""
-    declared = schema(func).arguments if is_operation(func) else ()
-    given = dict(zip([a.name for a in declared], args, strict=False)) | kwargs
-    names = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
-    return [*in_lists([given[name] for name in names if name in given], {})]
+    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in written_arguments(func)]
+    return [*in_lists(found, {})]
 
 
 class WaitingTensor(torch.Tensor):

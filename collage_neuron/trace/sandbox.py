@@ -8,7 +8,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import filterfalse
 from typing import Any
 
@@ -233,15 +233,8 @@ _CHANGING = {
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for i, name in _arguments_written(func):
+    for i, name in torch_privates.written_arguments(func):
         yield from _flat([args[i] if i < len(args) else kwargs.get(name)])
-
-
-@lru_cache(4096)
-def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:
-    """The places and names of the arguments that an operation writes to."""
-    given = torch_privates.schema(func).arguments if torch_privates.is_operation(func) else ()
-    return tuple((i, a.name) for i, a in enumerate(given) if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _flat(given: Sequence[Any]) -> Iterator[Tensor]:

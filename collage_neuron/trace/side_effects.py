@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import cached_property, partial
 from types import (
@@ -221,9 +221,11 @@ def _of_torchs_module(x: torch.nn.Module) -> Iterator[Callable[[], None]]:
 def _of_tensor(x: Tensor) -> Iterator[Callable[[], None]]:
     """Its attributes, and on XLA its value: what is written to others `Guard` sees."""
     yield _of_attributes(x)
-    for t in (x, x.grad if x.is_leaf else None):
-        if t is not None and torch_privates.writes_on_xla(t) is not None:
-            yield _of_value(t)
+    if torch_privates.writes_on_xla(x) is not None:
+        yield _of_value(x)
+        with suppress(RuntimeError):  # of a view whose base was written by others
+            if x.is_leaf and x.grad is not None:
+                yield _of_value(x.grad)
 
 
 def _of_value(x: Tensor) -> Callable[[], None]:

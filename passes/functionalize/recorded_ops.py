@@ -13,7 +13,7 @@ import torch
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.torch_privates.distributed import all_reduce, wait_tensor
-from collage_neuron.torch_privates.operations import schema
+from collage_neuron.torch_privates.operations import schema, written_arguments
 
 aten = torch.ops.aten
 
@@ -84,11 +84,11 @@ class Recorder:
 
 def functional_overload(func: Any) -> tuple[Any, int | str | None]:
     """The functional form of `func`, and the argument to which the original writes (an index, "out", or None)."""
-    written = [i for i, a in enumerate(schema(func).arguments) if a.alias_info is not None and a.alias_info.is_write]
+    written = written_arguments(func)
     if not written:
         return func, None
     name = schema(func).name.split("::")[1]
-    if schema(func).arguments[written[0]].name == "out":
+    if written[0][1] == "out":
         return _pure_overload(name, func), "out"
     # ATen's in-place operations are called as the functional ones, with an underscore behind.
     if len(written) > 1 or not name.endswith("_"):
@@ -112,8 +112,7 @@ def _pure_overload(name: str, func: Any) -> Any:
 @cache
 def writes_first_argument(func: Any) -> bool:
     """Returns True if `func` is an in-place operation: `add_`, `copy_`, ..."""
-    info = schema(func).arguments[0].alias_info if schema(func).arguments else None
-    return info is not None and info.is_write and schema(func).name.endswith("_")
+    return any(i == 0 for i, _ in written_arguments(func)) and schema(func).name.endswith("_")
 
 
 _REDUCTIONS = frozenset(

@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from collage_neuron import torch_privates
 from collage_neuron.numerics.block_formats import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.reductions import ENDINGS
@@ -40,7 +41,8 @@ class Xla(ByParameter):
     def __init__(self, form: type[Computation] | None = None, name: str = "xla") -> None:
         """`form` is that for the compiler of this process's devices unless it is given."""
         self._given, self.name = form, name
-        self._nodes: dict[torch.device, tuple[int | None, int]] = {}
+        self._graphs: dict[torch.device, tuple[torch.Tensor, int]] = {}
+        """A tensor of ours in the lazy graph of a device, and how many nodes this has."""
 
     @cached_property
     def form(self) -> type[Computation]:
@@ -70,23 +72,22 @@ class Xla(ByParameter):
         return measured
 
     def _numbers(self, device: torch.device, count: int) -> range:
-        """So many numbers that no other of our nodes in the lazy graph of a device has: it ends as steps are marked."""
-        import torch_xla.debug.metrics as metrics  # an extra: imported only where parameters are on an XLA device
-
-        marks = metrics.counter_value("MarkStep")
-        then, first = self._nodes.get(device, (marks, 0))
-        first = first if then == marks else 0
-        self._nodes[device] = marks, first + count
+        """So many numbers that no other of our nodes in the lazy graph of a device has."""
+        mark, first = self._graphs.get(device, (None, 0))
+        if mark is None or not torch_privates.is_lazy(mark):  # it has run, as all does in `torch_xla.sync`
+            with torch_privates.unseen():
+                mark, first = torch.zeros((), dtype=torch.float32, device=device), 0
+        self._graphs[device] = mark, first + count
         return range(first, first + count)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Numbers are given again afterwards, so that a graph has the same ones in steps that are validated."""
-        before = dict(self._nodes)
+        before = dict(self._graphs)
         try:
             yield
         finally:
-            self._nodes = before
+            self._graphs = before
 
     def prepare(self, device: torch.device) -> None:
         """Raises ValueError for a device that is not torch_xla's."""
