@@ -212,9 +212,11 @@ class Storing:
     def _formats(self, settings: Settings, group: dict[str, Any], p: Any, results: Results) -> dict[str, Format]:
         """The formats of what there was, and of new states, by what their first values show."""
         befores = {name: self._values[id(x)] for name, x in results if id(x) in self._values}
-        is_unseen = p.device.type == "xla" and not torch_privates.may_run_on_xla()
-        if is_unseen or (is_sharded(p) and not self._at_end):  # other processes may not be here (in a method of one)
-            return {name: befores[name].fmt if name in befores else FORMATS["fp32"] for name, _ in results}
+        known = {name: befores[name].fmt if name in befores else FORMATS["fp32"] for name, _ in results}
+        if is_sharded(p) and not self._at_end:  # other processes may not be here (a method that one of them calls)
+            return known
+        if p.device.type == "xla" and not torch_privates.may_run_on_xla():  # no value can be looked at
+            return known | {"param": formats_of(settings, p, [], (), p.dtype)["param"]}
         new = {name: x.detach() for name, x in results if name not in befores}
         names, shape = [*(befores.keys() - {"param"}), *new], p.shape
         found, as_averages = (formats_of(settings, p, names, evident, p.dtype) for evident in ((), names))

@@ -77,8 +77,8 @@ class Held:
     def watch(self, words: Sequence[torch.Tensor]) -> None:
         """Notes what is in those of `words` whose memory something else has too: a step is not to write there."""
         seen = [] if are_alone(words) else [local(x).detach() for x in words if not is_alone(x)]
-        # On XLA to look at one would wait for it.
-        self._words = Before(seen, SMALL if all(x.is_cpu for x in seen) else 0)
+        # On XLA to look at one would wait for it. Elsewhere versions are also those of what lies beside it in a buffer.
+        self._words = Before(seen, SMALL, _sums) if all(x.is_cpu for x in seen) else Before(seen, 0, version)
 
     def check_words(self) -> None:
         """Raises UnsupportedUpdate if the step has written to one of them, by a name that has no fp32 value."""
@@ -106,13 +106,15 @@ class Held:
 class Before:
     """What tensors were: all of those of up to `most` elements; of others signs that show that they were written."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], most: int = SMALL) -> None:
-        self._small = _copies([x for x in tensors if x.numel() <= most])
-        self.large = [(x, version(x), some_bits(x)) for x in tensors if x.numel() > most]
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], most: int = SMALL, signs: Callable[[torch.Tensor], object] | None = None
+    ) -> None:
+        self._small, self._signs = _copies([x for x in tensors if x.numel() <= most]), signs or _version_and_bits
+        self.large = [(x, self._signs(x)) for x in tensors if x.numel() > most]
 
     def has_lost(self) -> bool:
         """Returns True if a large tensor was written: what it was is not known any more."""
-        return any(version(x) != before or some_bits(x) != bits for x, before, bits in self.large)
+        return any(self._signs(x) != before for x, before in self.large)
 
     @torch.no_grad()
     def restore(self) -> bool:
@@ -120,6 +122,16 @@ class Before:
         pairs = chain.from_iterable(zip(copies[0], _apart(*copies), strict=True) for copies in self._small)
         changed = [_is_restored(t, value) for t, value in pairs]
         return any(changed)
+
+
+def _version_and_bits(x: torch.Tensor) -> tuple[int, bytes]:
+    return version(x), some_bits(x)
+
+
+def _sums(x: torch.Tensor) -> bytes:
+    """The sums of the bits of each row."""
+    numbers = x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return numbers.sum(-1, dtype=torch.int64).numpy().tobytes()
 
 
 def _is_restored(t: torch.Tensor, value: torch.Tensor) -> bool:

@@ -61,7 +61,10 @@ def test_what_has_no_place_is_rejected_and_everything_restored(message: str) -> 
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("of", ["param", "m"])
 @pytest.mark.parametrize("n", [40, 8192])
-def test_so_is_what_it_writes_to_a_view_that_something_else_holds(n: int, of: str, reads: bool) -> None:
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_so_is_what_it_writes_to_a_view_that_something_else_holds(
+    is_counted: bool, n: int, of: str, reads: bool
+) -> None:
     """Which has the words during the step; of large ones they are lost then."""
     views: list[torch.Tensor] = []
 
@@ -70,18 +73,36 @@ def test_so_is_what_it_writes_to_a_view_that_something_else_holds(n: int, of: st
             state.setdefault("m", torch.zeros_like(p)).add_(g, alpha=1 + (float(g.norm()) if reads else 0.0))
             p.sub_(state["m"], alpha=group["lr"])
             for x in views:
-                x[:2].mul_(0.5)
+                x[1:, :9].mul_(0.5)  # in the middle
 
     optimizer, (p,) = compiled(Writes, "split433", ((n,),))
     run(optimizer, 3)
     before = everything(optimizer)
-    views.append((p if of == "param" else optimizer.state[p][of]).detach().view(2, -1))
+    seen = p if of == "param" else optimizer.state[p][of]
+    views.append((seen.detach() if is_counted else seen.data).view(2, -1))
     with pytest.raises(UnsupportedUpdate if n == 40 else StepInterrupted, match="by a name that has no fp32 value"):
         run(optimizer, 1)
     views.clear()
     if n == 40:
         assert everything(optimizer) == before
         run(optimizer, 1)
+
+
+@pytest.mark.parametrize("n", [40, 8192])
+def test_what_lies_beside_a_parameter_in_a_buffer_may_be_written(n: int) -> None:
+    """It has the version of the parameter, too."""
+    flat = torch.ones(n + 8).bfloat16()
+
+    class Writes(Written):
+        def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+            p.sub_(g, alpha=float(g.norm()) * 0 + group["lr"])
+            flat[n:].add_(1)
+
+    optimizer = collage_neuron.compile(Writes([p := Parameter(flat[:n])]), strategy="split433", verbose=False)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert flat[n:].eq(3).all()
 
 
 class Curved(Muon):

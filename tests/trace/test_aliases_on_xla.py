@@ -190,10 +190,17 @@ def _momentum(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
     p.sub_(s.setdefault("m", torch.zeros_like(p)).add_(g @ torch.eye(4, device=g.device)), alpha=0.5)
 
 
-@pytest.mark.parametrize(("update", "strategy", "end"), [(None, "fp32", -0.5), (_momentum, "split422", -2.0)])
+def _stateless(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
+    p.sub_(g @ torch.eye(4, device=g.device), alpha=2**-12)  # bf16 would round it back
+
+
+@pytest.mark.parametrize(
+    ("update", "strategy", "end"),
+    [(None, "fp32", -0.5), (_momentum, "split422", -2.0), (_stateless, "split433", 1 - 3 * 2**-12)],
+)
 def test_a_full_graph_reads_no_value(update: Any, strategy: str, end: float, xla: torch.device) -> None:
     """torch_xla raises where a program would run."""
-    params = [Parameter(torch.ones(4, 4).to(xla)) for _ in range(2)]
+    params = [Parameter(torch.ones(4, 4).bfloat16().to(xla)) for _ in range(2)]
     plain = torch.optim.SGD(params, lr=0.5) if update is None else Stepping(params, update)
     optimizer = collage_neuron.compile(plain, verbose=False, validate="on", strategy=strategy)
 
