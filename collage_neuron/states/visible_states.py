@@ -144,10 +144,11 @@ def widen_counts(optimizer: Optimizer) -> None:
 
 
 def narrow_counts(optimizer: Optimizer) -> list[Place]:
-    """Where there are such counts."""
-    found: Mapping[Any, Any] = optimizer.state
-    states = [x for p, x in found.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, MutableMapping)]
-    return [(x, k) for x in states for k, v in x.items() if isinstance(v, Tensor) and not v.dim() and v.dtype in ENDS]
+    """Where there are such counts; what a step has made in bf16 stays bf16."""
+    found, made = dict[Any, Any](optimizer.state), bookkeeping(optimizer).as_made
+    states = [(p, x) for p, x in found.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, MutableMapping)]
+    narrow = [(p, x, k) for p, x in states for k, v in x.items() if isinstance(v, Tensor) and v.dtype in ENDS]
+    return [(x, k) for p, x, k in narrow if not x[k].dim() and k not in made.get(p, ())]
 
 
 # --- a state as the optimizer's own code knows it ---------------------------------------------------------------------

@@ -75,8 +75,8 @@ def a_state_comes_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> Non
 
 @computed
 def states_are_made_in_bf16(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """On purpose, in the parameter's shape and in another one: they round what they get, in each step."""
-    for name, x in {"m": g, "row": g.mean(-1, keepdim=True)}.items():
+    """On purpose, in the parameter's shape and in others: they round what they get, in each step."""
+    for name, x in {"m": g, "row": g.mean(-1, keepdim=True), "all": g.mean()}.items():
         p.sub_(s.setdefault(name, torch.zeros(x.shape, dtype=torch.bfloat16)).mul_(0.9).add_(x, alpha=0.1), alpha=lr)
 
 
