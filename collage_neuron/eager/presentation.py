@@ -359,6 +359,7 @@ class Presentation:
         self._known, self._names = frozenset(map(id, objects)), len(objects)
 
     def _exchange(self) -> None:
+        torch_privates.forget_casts()
         pairs = self._pairs if self.is_as_before and self._pairs else self.pairs()
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
@@ -396,6 +397,7 @@ class Presentation:
         grads = self.gradients.take(self.params())  # before: what is `p.grad` belongs to what is inside `p`
         left = {id(p): (grads[id(p)], p.requires_grad) for p in self.params()}
         exchange = torch_privates.exchange_shards if self.has_shards else torch_privates.exchange_each
+        torch_privates.forget_casts()
         exchange(reversed(self.pairs()))
         self.gradients.leave()
         self.is_on = False

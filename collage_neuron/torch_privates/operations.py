@@ -59,6 +59,12 @@ is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Returns True if autocast is on for some device."""
 
 
+def forget_casts() -> None:
+    """Lets go of what autocast keeps of parameters that it has cast, as at its end: it refers weakly to them."""
+    if is_autocast_enabled():
+        torch.clear_autocast_cache()
+
+
 def is_cast(func: Any) -> bool:
     """Returns True within an operation on a placeholder if autocast is on around it, and has it in other dtypes.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from as_written import Written, compiled, equal, in_fp32, run, values
+from as_written import Written, compiled, equal, in_fp32, parameters, run, values
 from torch import Tensor
 
 FINDS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -63,3 +64,21 @@ def test_hooks_where_gradients_are_accumulated_still_run() -> None:
     assert calls == [2, 1]
     assert reference() is params[0]
     assert [p.grad.dtype for p in params if p.grad is not None] == [torch.bfloat16] * 5
+
+
+class OfItself(Written):
+    """Multiplies a parameter by itself: autocast keeps what it has cast, and refers weakly to what was inside."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        scale = torch.nn.functional.linear(p, p).float().mean() if p.dim() == 2 else 1
+        p.sub_(scale * g, alpha=group["lr"])
+
+
+def test_autocast_around_each_step_casts_parameters() -> None:
+    optimizer, params = compiled(OfItself, "fp32")
+    plain = parameters(torch.float32)
+    for i, each in product(range(3), (optimizer, OfItself(plain))):
+        with torch.autocast("cpu", torch.bfloat16):
+            run(each, 1, i)
+    assert {p.dtype for p in params} == {torch.bfloat16}
+    assert equal(values(optimizer, params), plain)
