@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from collage_neuron.eager.memory import are_alone, is_alone
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import local
+from collage_neuron.states.shared_memory import memory_of
 
 if TYPE_CHECKING:
     from collage_neuron.eager.codec import Value
@@ -66,7 +67,7 @@ class Pinned:
             held = [v for v in values if id(v.owner) in there and not is_alone(v.shell)]
         decode(held, [local(v.shell) for v in held])
         # What refers to the memory finds what was stored; its copy tells whether somebody writes there.
-        pins = {v.owner: Pin(v.shell, local(v.shell.detach()).clone()) for v in held}
+        pins = {v.owner: Pin(v.shell, local(v.shell.detach()).clone(), memory_of(v.owner)) for v in held}
         if is_over:
             bookkeeping(optimizer).pins = pins
         else:

@@ -156,8 +156,8 @@ class Presentation:
             return self._waiting.value(owner)
         # In a step the same each time it is presented, and pinned between steps: variables may refer to it.
         shell = self._shells.get(id(owner))
-        if shell is None and (pins := bookkeeping(self.optimizer).pins) and owner in pins:
-            shell = pins[owner].shell
+        if shell is None and (pin := bookkeeping(self.optimizer).pins.get(owner)) and pin.memory == memory_of(owner):
+            shell = pin.shell
         if shell is None or shell.shape != owner.shape:
             shell = pool(self.optimizer).shell(owner)
         self._shells[id(owner)] = shell

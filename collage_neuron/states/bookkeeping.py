@@ -226,6 +226,8 @@ class Pin(NamedTuple):
     shell: torch.Tensor
     value: torch.Tensor
     """What was in it after the last step."""
+    memory: int
+    """That of the first word: after `p.data = x` what was kept is no part of the parameter."""
 
 
 @dataclass
