@@ -18,7 +18,7 @@ from collage_neuron.numerics.formats import FORMATS, Format, is_component
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import strategy_checks
+from collage_neuron.states import strategy_checks, visible_states
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded, is_sharded_like, like, local
 from collage_neuron.states.state_keys import is_value, values_in
@@ -203,8 +203,8 @@ class Storing:
         """Returns True for a new state that can have words; others stay as they were made."""
         if not (isinstance(name, str) and isinstance(x, torch.Tensor) and x.grad_fn is None) or id(x) in self._objects:
             return False
-        if x.dtype == torch.bfloat16:  # on purpose
-            bookkeeping(self.optimizer).as_made.setdefault(p, set()).add(name)
+        if x.dtype in (torch.bfloat16, torch.float16):  # on purpose
+            visible_states.note_made(self.optimizer, p, {name: x}, (name,))
             return False
         # Not what shares its memory: a view of one buffer, an array.
         return is_value(x, p) and (id(x) in self._made or is_alone(x))

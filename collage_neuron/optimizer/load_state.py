@@ -85,6 +85,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         raise
     finally:
         handle.remove()
+    ours.as_made.clear()  # torch casts what is loaded
     ours.joined = {p: (w, record, mark_of(p)) for p, (w, record) in joined.items()}
     begin_anew(optimizer, kept)
 

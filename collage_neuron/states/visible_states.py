@@ -16,7 +16,7 @@ rounds back.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -128,6 +128,13 @@ Place = tuple[MutableMapping[str, Any], str]
 """A state and a key in it."""
 
 
+def note_made(optimizer: Optimizer, p: Tensor, state: Mapping[Any, Any], names: Iterable[Any]) -> None:
+    """Notes which of the states that a step has made under `names` are narrow on purpose: they stay so."""
+    made = {name for name in names if isinstance(x := state.get(name), Tensor) and x.dtype in ENDS}
+    if made:
+        bookkeeping(optimizer).as_made.setdefault(p, set()).update(made)
+
+
 def widen_counts(optimizer: Optimizer) -> None:
     """Makes such counts fp32, and warns of the largest of those that have come to where their type ends."""
     places = narrow_counts(optimizer)
@@ -144,7 +151,7 @@ def widen_counts(optimizer: Optimizer) -> None:
 
 
 def narrow_counts(optimizer: Optimizer) -> list[Place]:
-    """Where there are such counts; what a step has made in bf16 stays bf16."""
+    """Where there are such counts; what a step has made so stays so."""
     found, made = dict[Any, Any](optimizer.state), bookkeeping(optimizer).as_made
     states = [(p, x) for p, x in found.items() if isinstance(p, Tensor) and p.dim() and isinstance(x, MutableMapping)]
     narrow = [(p, x, k) for p, x in states for k, v in x.items() if isinstance(v, Tensor) and v.dtype in ENDS]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.process_agreement import LAUNCHES
 from collage_neuron.runtime.step_call import Measured
-from collage_neuron.states import shared_memory, step_inventory
+from collage_neuron.states import shared_memory, step_inventory, visible_states
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.trace import adopted_tensors, left_objects, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
@@ -197,6 +197,8 @@ class StepEnd:
         if kind.before.keys != kind.left.keys:
             now = self._began.presentation.states()
             left_objects.put_in_order({i: now[id(p)] for i, p in enumerate(params) if id(p) in now}, kind)
+            for p, before, after in zip(params, kind.before.keys, kind.left.keys, strict=True):
+                visible_states.note_made(self._optimizer, p, now.get(id(p), {}), {*after} - {*before})
 
     def _changed(self, kind: StepKind) -> left_objects.States:
         """The states that have other objects after the step."""

@@ -115,6 +115,28 @@ def test_a_narrow_count_counts_on_as_in_fp32(how: str, dtype: torch.dtype, strat
     assert torch.equal(exact_value(optimizer, p), exact_value(other, q))
 
 
+class Narrow(Written):
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        made = state or {"b": torch.zeros((), dtype=torch.bfloat16), "q": torch.zeros_like(p, dtype=torch.bfloat16)}
+        state.update({name: x.add_(0.376) for name, x in made.items()})
+        p.sub_(g * state["q"], alpha=0.1 * float(state["b"]))
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_what_a_step_makes_narrow_stays_so_until_it_is_loaded(is_loaded: bool) -> None:
+    """As in plain torch, which then casts it to the type of the parameter."""
+    p, q = nn.Parameter(torch.linspace(-1, 1, 64)), nn.Parameter(torch.linspace(-1, 1, 64))
+    plain, compiled = Narrow([q]), collage_neuron.compile(Narrow([p]), strategy="fp32", verbose=False)
+    for own, optimizer in ((p, compiled), (q, plain)):
+        own.grad = torch.full_like(own, 0.625)
+        for i in range(40):
+            if is_loaded and i == 20:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+        assert {optimizer.state[own][name].dtype for name in "bq"} == {(torch.bfloat16, torch.float32)[is_loaded]}
+    assert torch.equal(exact_value(compiled, p), q)
+
+
 @pytest.mark.parametrize("how", ["before compile", "assigned", "loaded"])
 def test_a_count_that_may_have_stood_still_is_told(how: str) -> None:
     with pytest.warns(
