@@ -24,6 +24,7 @@ from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.step_call import check_environment
 from collage_neuron.settings import KEYS, UNSUPPORTED, Settings, filled
 from collage_neuron.states import (
+    external_writes,
     format_record,
     inner_optimizers,
     low_words,
@@ -171,11 +172,13 @@ class Compiled(Optimizer):
                 return load_inner.save(base, self, partial(exact_methods.presented_lazily, base, self))
             format_record.save(self)
             # Before the user's own hooks, which are to see what is saved.
-            handle = self.register_state_dict_post_hook(format_record.show_values, prepend=True)
+            ours = external_writes.save_words, format_record.show_values
+            handles = [self.register_state_dict_post_hook(hook, prepend=True) for hook in ours]
             try:
                 return super().state_dict()
             finally:
-                handle.remove()
+                for handle in handles:
+                    handle.remove()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state, all of it or, with a ValueError that names the key, none of it.

@@ -18,7 +18,7 @@ from collage_neuron.eager.rollback import tensors_in
 from collage_neuron.numerics.formats import FORMATS, require_known
 from collage_neuron.optimizer.load_checks import begin_anew, refused, settle_settings
 from collage_neuron.settings import OURS
-from collage_neuron.states import inner_optimizers
+from collage_neuron.states import external_writes, inner_optimizers
 from collage_neuron.states.bookkeeping import params_of
 from collage_neuron.states.sharding import local
 from collage_neuron.states.state_keys import names_in, split_params, words_of
@@ -58,7 +58,11 @@ def _of(optimizer: Optimizer, p: Any, states: dict[str, Any]) -> dict[str, Any]:
     state = optimizer.state.get(p, {})
     names = {"param", *names_in(state).own}
     formats = {name: fmt for name, fmt in record_of(optimizer, p).items() if name in names}
-    return {"words": _copied(words_of(state), {}), "formats": formats, "states": states}
+    return {
+        "words": _copied(words_of(state) | external_writes.words_to_save(optimizer, p), {}),
+        "formats": formats,
+        "states": states,
+    }
 
 
 def _left_out(state: Mapping[Any, Any], saved: set[int]) -> dict[Any, Any]:

@@ -43,6 +43,7 @@ from collage_neuron.states.bookkeeping import (
     Split,
     bookkeeping,
     mark_of,
+    numbered,
     params_of,
 )
 from collage_neuron.states.live_objects import groups_of
@@ -221,9 +222,36 @@ def drop_stale(optimizer: Optimizer) -> None:
     marks = {p: low.mark for p, low in stepped.items() if low.mark is not None}
     coarse_writes.check_writes(optimizer, {p: version(p) - mark[0] for p, mark in marks.items()})
     for p, fmt in _split_among(optimizer, written).items():
-        what = _what_counts(book, p, fmt)
-        if what != ALL and (where := _stale(optimizer, p, what)).any():
-            state_writes.reset_where(p, optimizer.state[p], "param", fmt, where)
+        _drop(optimizer, p, fmt, optimizer.state[p])
+
+
+def _drop(optimizer: Optimizer, p: torch.Tensor, fmt: Format, state: Mapping[str, Any]) -> None:
+    """Makes low words in `state` zero where those of `p`, which was written, do not count."""
+    what = _what_counts(bookkeeping(optimizer), p, fmt)
+    if what != ALL and (where := _stale(optimizer, p, what)).any():
+        state_writes.reset_where(p, state, "param", fmt, where)
+
+
+@torch.no_grad()
+def words_to_save(optimizer: Optimizer, p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The further words of `p` as the next step leaves them, if it was written since they were stored; as copies.
+
+    The optimizer's own stay: other weights may be there for a moment only (an average, for an evaluation).
+    """
+    words, low = words_of(optimizer.state.get(p, {})), low_words.low_words_of(optimizer, p)
+    if not words or low.event == LOADED or low.is_of(p):
+        return {}
+    formats, words = _split_among(optimizer, [p]), {key: word.clone() for key, word in words.items()}
+    if p in formats:
+        _drop(optimizer, p, formats[p], words)
+    return words
+
+
+def save_words(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """Puts these into what `Optimizer.state_dict` returned."""
+    for i, p in numbered(optimizer, packed).items():
+        if words := words_to_save(optimizer, p):
+            packed["state"][i] = {**packed["state"][i], **words}  # a new one: torch's is the live state itself
 
 
 NONE, UNCHANGED, FITTING, ALL = "none", "unchanged", "fitting", "all"

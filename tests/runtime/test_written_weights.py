@@ -221,6 +221,27 @@ def test_low_words_of_loaded_weights_start_at_zero(strategy: str, steps: int, ho
         assert torch.equal(value, torch.where(same, was, p.float()))
 
 
+@pytest.mark.parametrize("how", ["load_state_dict", "in place"])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@torch.no_grad()
+def test_weights_that_are_written_and_saved_are_resumed_as_they_go_on(strategy: str, steps: int, how: str) -> None:
+    """And are as before if they were there for a moment only."""
+    run, other = compiled(strategy, steps=steps), compiled(strategy)
+    before, old = values(run), copy.deepcopy(run[0].state_dict())
+    for p in run[0].parameters() if how == "in place" else ():
+        p.mul_(1 + 2**-7)
+    if how != "in place":
+        LOADS[how](run[0], {name: t * (1 + 2**-7) for name, t in old.items()})
+    saved = copy.deepcopy([each.state_dict() for each in run])
+    for each, state in zip(other, saved, strict=True):
+        each.load_state_dict(state)
+    assert all(map(torch.equal, values(run), values(other)))
+    if how == "load_state_dict":
+        run[0].load_state_dict(old)
+        assert all(map(torch.equal, values(run), before))
+
+
 @pytest.mark.sampled(of=8)
 @pytest.mark.parametrize("write", ["clamp", "mask", "copy", "scale", "grow"])
 @pytest.mark.parametrize("by_data", [True, False])

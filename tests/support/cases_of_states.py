@@ -75,7 +75,10 @@ def a_state_comes_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> Non
 
 @launched
 def numbers_are_made_narrow(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    for name, x in {"b": torch.tensor(254.0, dtype=torch.bfloat16), "h": torch.tensor(1.0, dtype=torch.float16)}.items():
+    for name, x in {
+        "b": torch.tensor(254.0, dtype=torch.bfloat16),
+        "h": torch.tensor(1.0, dtype=torch.float16),
+    }.items():
         p.sub_(g, alpha=lr * float(s.setdefault(name, x).add_(0.75)))
         assert s[name].dtype == x.dtype
 
