@@ -35,6 +35,8 @@ from collage_neuron.states.living_optimizers import compiled_optimizers
 def watch(model: torch.nn.Module) -> None:
     """Makes `load_state_dict` of `model`, and of each module in it, warn of weights that it rounds."""
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # it takes no hook
         if module is not model:
             torch_privates.drop_load_hook(module, _tell)  # it was watched for itself, and would speak too
             _hook(module, _tell_if_alone)

@@ -29,7 +29,7 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
         for k, x in state.items():
             names = names_in(state)
             texts = () if k in names.own else (n for n in names.own if isinstance(n, str))
-            name = next((n for n in texts if k.startswith(n + "_")), k)
+            name = max((n for n in texts if k.startswith(n + "_")), key=len, default=k)
             if k not in names.words:
                 found[name] = found.get(name, 0) + sum(t.nbytes for t in tensors_in(x) if t.dim())
     found["grad"] = sum((p if p.grad is None else p.grad).nbytes for p in group["params"])

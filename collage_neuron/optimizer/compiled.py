@@ -212,11 +212,12 @@ class Compiled(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by copying, unpickling and loading; torch's own code looks for `step` in the first state.
 
-        A parameter before its first step may have only its low word; such states are hidden from torch's code.
+        A parameter before its first step may have only its low word; such states are hidden from torch's code. What is
+        not in `state` stays.
         """
-        for settings in (*state["param_groups"], state.get("defaults", {})):
+        for settings in (*state.get("param_groups", ()), state.get("defaults", {})):
             settings.pop(UNSUPPORTED, None)
-        whole = state["state"]
+        whole = state.get("state", self.state)
         idle = {p: s for p, s in whole.items() if is_idle(s)}
         started = defaultdict(dict, {p: s for p, s in whole.items() if p not in idle})
         ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there

@@ -121,3 +121,15 @@ def test_models_are_looked_for_once_for_all_optimizers_of_their_parameters(monke
     assert searches == [1]
     told = loaded(model)
     assert [text.split()[0] for text in told] == [name for name in model.state_dict() if name.endswith("weight")]
+
+
+def test_a_part_that_is_a_script_is_compiled_and_says_nothing() -> None:
+    """It takes no hooks."""
+    model = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(8, 4)), torch.nn.Linear(4, 2))
+    model, optimizer = collage_neuron.compile(model, AdamW(model.parameters(), lr=0.1), verbose=False)
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    before = [exact_value(optimizer, p) for p in model.parameters()]
+    optimizer.step()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    after = [exact_value(optimizer, p) for p in model.parameters()]
+    assert not any(map(torch.equal, before, after))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections import defaultdict
 from itertools import product
 from typing import Any
 
@@ -330,3 +331,31 @@ def test_an_optimizer_in_evaluation_mode_is_captured_when_it_trains() -> None:
     optimizer.train()
     run(optimizer, 1)
     assert not bookkeeping(optimizer).as_written
+
+
+def test_names_of_states_that_begin_alike_are_told_apart() -> None:
+    class Moments(Written):
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            m = state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(g, 0.1)
+            v = state.setdefault("exp_avg_sq", torch.zeros_like(p)).lerp_(g * g, 0.1)
+            p.sub_(torch.linalg.qr(m)[0] / (v.sqrt() + 1), alpha=group["lr"])
+
+    optimizer, _ = compiled(Moments, "split433", ((8, 8),))
+    run(optimizer, 2)
+    lines = [line.split() for line in collage_neuron.explain(optimizer).splitlines()]
+    found = {words[0]: words[1:4] for words in lines if words and words[0].startswith("exp_avg")}
+    assert found == {name: ["bf16+int16", "4", "bytes"] for name in ("exp_avg", "exp_avg_sq")}
+
+
+def test_what_setstate_is_not_given_stays() -> None:
+    """`{"state": defaultdict(dict)}` is an idiom by which moments are forgotten."""
+    params = parameters(torch.bfloat16)
+    optimizer = collage_neuron.compile(SGD(params, lr=0.1, momentum=0.9), strategy="fp32", verbose=False)
+    plain = SGD(parameters(torch.float32), lr=0.1, momentum=0.9)
+    for each in (optimizer, plain):
+        run(each, 2)
+        each.__setstate__({"state": defaultdict(dict)})
+        run(each, 2, first=2)
+        each.__setstate__({"defaults": each.defaults})
+        run(each, 2, first=4)
+    assert error(values(optimizer, params), [p.detach() for p in plain.param_groups[0]["params"]]) < 2**-20

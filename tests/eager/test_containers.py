@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -65,3 +66,43 @@ def test_tensors_that_the_optimizer_keeps_are_counted_once(where: str) -> None:
     assert collage_neuron.bytes_per_parameter(optimizer) == 6 + 2 + 4
     elsewhere = where in ("attribute", "group", "no parameter")
     assert ("in attributes and settings: 0.000128 MB" in collage_neuron.explain(optimizer)) == elsewhere
+
+
+class Log(list[int]):
+    """Hands each entry on."""
+
+    def append(self, x: int) -> None:
+        HANDED_ON.append(x)
+        super().append(x)
+
+
+class Named(OrderedDict[str, int]):
+    def __setitem__(self, k: str, x: int) -> None:
+        HANDED_ON.append(x)
+        super().__setitem__(k, x)
+
+
+HANDED_ON: list[int] = []
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_methods_of_containers_of_the_users_are_called_by_its_code_alone(read: bool) -> None:
+    class Logs(Written):
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            log = vars(self).setdefault("log", Log())
+            log.append(len(log))
+            self.named["n"] = len(log)
+            p.sub_(g, alpha=group["lr"] / (float(g.norm() + 1) if read else 1.0))
+
+    handed_on = []
+    for dtype in (torch.float32, torch.bfloat16):
+        p = Parameter(torch.ones(8).to(dtype))
+        optimizer: Any = Logs([p])
+        optimizer.named = Named()
+        if dtype == torch.bfloat16:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+        HANDED_ON.clear()
+        run(optimizer, 4)
+        handed_on.append([*HANDED_ON])
+        assert [*optimizer.log] == [0, 1, 2, 3]
+    assert handed_on[0] == handed_on[1]

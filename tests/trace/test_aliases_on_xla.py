@@ -199,13 +199,13 @@ def _stateless(o: Any, p: Any, g: Tensor, s: Any, lr: float, t: int) -> None:
     [(None, "fp32", -0.5), (_momentum, "split422", -2.0), (_stateless, "split433", 1 - 3 * 2**-12)],
 )
 def test_a_full_graph_reads_no_value(update: Any, strategy: str, end: float, xla: torch.device) -> None:
-    """torch_xla raises where a program would run."""
-    params = [Parameter(torch.ones(4, 4).bfloat16().to(xla)) for _ in range(2)]
+    """torch_xla raises where a program would run; one parameter gets no gradient."""
+    params = [Parameter(torch.ones(4, 4).bfloat16().to(xla)) for _ in range(3)]
     plain = torch.optim.SGD(params, lr=0.5) if update is None else Stepping(params, update)
     optimizer = collage_neuron.compile(plain, verbose=False, validate="on", strategy=strategy)
 
     def step() -> None:
-        for p in params:
+        for p in params[:2]:
             p.grad = torch.ones_like(p)
         optimizer.step()
 
