@@ -114,6 +114,8 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
                 optimizer.state[p][name] = _copy(value, device, dtype, made)
             elif not value.is_floating_point() and not scalar:
                 optimizer.state[p][name] = value.detach().to(p.device, copy=True)
+            elif optimizer.state[p].get(name) is value:  # one word of several: it may be loaded again, as it is
+                optimizer.state[p][name] = _copy(value, value.device, value.dtype, made)
             if not scalar:
                 optimizer.state[p][name] = like(optimizer.state[p][name], p)
 

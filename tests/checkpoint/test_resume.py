@@ -173,3 +173,17 @@ def test_a_plain_torch_checkpoint_leaves_the_low_words_of_weights_that_were_comp
     optimizer.load_state_dict(saved)
     for p, x in zip(weights.parameters(), exact, strict=True):
         torch.testing.assert_close(exact_value(optimizer, p), x, rtol=2**-17, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split433", "split422", "bf16"])
+def test_what_was_loaded_can_be_loaded_again(strategy: str) -> None:
+    """Training writes to nothing of the caller's: a run may go back to its best state twice."""
+    model, optimizer = in_ours(strategy)
+    weights, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    runs = []
+    for _ in range(2):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        train(model, optimizer, range(3, 6))
+        runs.append(snapshot(optimizer))
+    assert differences(*runs) == []
