@@ -28,7 +28,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime import process_agreement
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import step_inventory
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.sharding import is_sharded, local, locals_of
 from collage_neuron.states.shared_memory import all_shared, memory_of
 
@@ -52,6 +52,8 @@ class Presentation:
     """The parameters and their groups, by the id of the parameter."""
     all_groups: list[dict[str, Any]] = field(default_factory=list)
     """Those of the optimizer."""
+    listed: list[int] = field(default_factory=list)
+    """The ids of the parameters in them, as often as they are there."""
     outlines: dict[int, Outline] = field(default_factory=dict)
     """What is presented of each of them."""
     _outlined: list[tuple[Outline, list[int]]] = field(default_factory=list)
@@ -316,7 +318,7 @@ class Presentation:
 
     def _found_groups(self) -> dict[int, tuple[Any, dict[str, Any]]]:
         found: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self.all_groups = list(self.optimizer.param_groups)
+        self.all_groups, self.listed = list(self.optimizer.param_groups), [*map(id, params_of(self.optimizer))]
         for group in self.all_groups:
             for p in group["params"]:
                 if not is_left_alone(p):

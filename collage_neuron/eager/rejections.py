@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, is_not
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import check_codec, converter
 from collage_neuron.eager.presented_layout import outlines
-from collage_neuron.errors import UnknownUpdate, UnsupportedUpdate
+from collage_neuron.errors import RoundedWeights, UnknownUpdate, UnsupportedUpdate, warn_user
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.preconditions import is_left_alone
@@ -165,6 +165,21 @@ def check_apart(optimizer: Optimizer) -> None:
                 coded |= {id(owner)} if fmt.is_coded else set()
 
     shared_memory.check_apart(seen, shared_memory.PRESENTED, written, grads)
+
+
+def tell_of_joined(base: type[Optimizer], optimizer: Optimizer, presented: Container[int]) -> None:
+    """Warns of parameters that a step has put into groups itself, which had no fp32 values in it.
+
+    `presented` has the ids of those that had.
+    """
+    joined = (p for p in params_of(optimizer) if id(p) not in presented and not is_left_alone(p))
+    if shapes := [list(p.shape) for p in joined if p.dtype == torch.bfloat16 and p.grad is not None]:
+        warn_user(
+            f"{base.__name__}.step() puts {len(shapes)} parameters into a group, the first of shape "
+            f"{shapes[0]}: what it does to them in the same step it does in bf16. Put them there between steps "
+            "(optimizer.add_param_group)",
+            RoundedWeights,
+        )
 
 
 def check_states(optimizer: Optimizer) -> None:

@@ -278,6 +278,7 @@ class Context:
             if due and self.has_stored:
                 self._say_unmeasured()
             storing = self.store(due and not self.has_stored, new=True)
+            rejections.tell_of_joined(self.base, self.optimizer, self.presentation.groups)
             self.end()
             self._keep(storing)
         else:

@@ -18,7 +18,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.process_agreement import LAUNCHES
 from collage_neuron.runtime.step_call import Measured
 from collage_neuron.states import shared_memory, step_inventory, visible_states
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.trace import adopted_tensors, left_objects, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.escapes import References, outliving
@@ -106,7 +106,9 @@ class StepEnd:
         check_states(states)
         if self._began.requires_grad != list(map(_requires_grad, params)):
             raise Uncompiled("step() changes requires_grad")
-        if not step_inventory.are_same(self._began.presentation.all_groups, self._optimizer.param_groups):
+        began = self._began.presentation
+        are_same = step_inventory.are_same(began.all_groups, self._optimizer.param_groups)
+        if not are_same or began.listed != [*map(id, params_of(self._optimizer))]:
             raise Uncompiled("step() changes optimizer.param_groups")  # kinds know groups by their numbers
         values, has_shards = list(chain.from_iterable(map(dict.values, states))), self._began.presentation.has_shards
         for p, state, g in zip(params, states, grads, strict=True) if has_shards else ():

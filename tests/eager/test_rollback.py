@@ -419,6 +419,20 @@ def test_a_step_may_change_the_list_of_parameters(kind: str) -> None:
     assert len(own) == 5
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_parameter_that_joins_in_a_step_is_told_to_have_no_fp32_value_in_it(reads: bool) -> None:
+    class Joins(Written):
+        def update(self, p: Any, g: Tensor, state: State, group: State) -> None:
+            group["params"] += [new] * (len(group["params"]) == 5)
+            p.sub_(g, alpha=group["lr"] * (1 + reads * 0 * float(g.sum())))
+
+    new = Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=True)
+    new.grad = torch.ones_like(new)
+    optimizer, _ = compiled(Joins, "fp32")
+    with pytest.warns(collage_neuron.RoundedWeights, match=r"Joins.step\(\) puts 1 parameters into a group, .* \[3\]"):
+        run(optimizer, 1)
+
+
 def test_what_a_step_does_to_the_parameter_object_arrives() -> None:
     def use(o: Any, p: Any, g: Tensor, state: State) -> None:
         if hasattr(p, "warm"):
