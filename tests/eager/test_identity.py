@@ -50,6 +50,18 @@ def test_what_is_found_by_an_identity_is_found_again(how: str) -> None:
     assert equal(values(optimizer, params), in_fp32(make, 5))
 
 
+def test_an_address_is_that_of_the_first_step_also_while_it_is_tried_to_trace_the_next_ones() -> None:
+    class ByAddress(Written):
+        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            self.kept = kept = vars(self).get("kept", {})
+            p.sub_(kept.setdefault(p.data_ptr(), torch.zeros_like(p)).mul_(0.9).add_(g), alpha=group["lr"])
+
+    optimizer, params = compiled(ByAddress, "fp32")
+    run(optimizer, 6)
+    assert len(optimizer.kept) == len(params)
+    assert equal(values(optimizer, params), in_fp32(ByAddress, 6))
+
+
 def test_hooks_where_gradients_are_accumulated_still_run() -> None:
     """DistributedDataParallel has its hooks there; `p.data = x` in another type would lose them."""
     optimizer, params = compiled(type("Found", (Found,), {"find": FINDS["an id"]}), "plus")
