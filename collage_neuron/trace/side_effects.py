@@ -165,6 +165,15 @@ def _of_function(x: FunctionType) -> Iterator[Callable[[], None]]:
     yield _of_container(vars(x))
 
 
+def _of_type(x: type) -> Iterator[Callable[[], None]]:
+    if not is_own(x):
+        yield from _of_library(x)
+        return
+    if any("__del__" in vars(c) for c in x.__mro__ if is_own(c)):
+        raise UnknownUpdate(f"it uses {x.__name__}, whose objects may do what cannot be undone as they end")
+    yield _of_class(x)
+
+
 def _harmful(x: FunctionType) -> str | None:
     """What a function names that may do what is not undone: a builtin function, or a method."""
     for op, name in instructions(x.__code__):
@@ -242,7 +251,7 @@ _OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Callable[[], None]]]], ...]
     (FunctionType, _of_function),
     (BuiltinFunctionType, _of_library),
     (ModuleType, _of_module),
-    (type, lambda x: [_of_class(x)] if is_own(x) else _of_library(x)),
+    (type, _of_type),
     (
         (dict, list, set, deque),
         lambda x: [_of_container(x), *([_of_container(vars(x))] if hasattr(x, "__dict__") else ())],

@@ -179,7 +179,14 @@ def _import(x: Any) -> Any:
     import trace_of_nothing  # type: ignore[import-not-found]  # noqa: F401
 
 
+class Ending:
+    def __del__(self) -> None:
+        CALLS.append("ended")
+
+
 def test_so_is_what_a_function_names() -> None:
+    with pytest.raises(collage_neuron.UnsupportedUpdate, match="it uses Ending, whose objects"):
+        known(lambda o, p, g, s, lr, t: (Ending(), p.sub_(g)))
     with pytest.raises(collage_neuron.UnsupportedUpdate, match="it uses swap_tensors"):
         known(lambda o, p, g, s, lr, t: (_swap(o.x), p.sub_(g)), x=torch.zeros(()))
     with pytest.raises(collage_neuron.UnsupportedUpdate, match="it imports trace_of_nothing"):
