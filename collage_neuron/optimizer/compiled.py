@@ -217,7 +217,7 @@ class Compiled(Optimizer):
         """
         for settings in (*state.get("param_groups", ()), state.get("defaults", {})):
             settings.pop(UNSUPPORTED, None)
-        whole = state.get("state", self.state)
+        whole = {**vars(self), **state}["state"]
         idle = {p: s for p, s in whole.items() if is_idle(s)}
         started = defaultdict(dict, {p: s for p, s in whole.items() if p not in idle})
         ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there
