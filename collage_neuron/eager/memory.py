@@ -158,7 +158,7 @@ class Pool:
     def fill(self, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor:
         """Memory for a value that had none, or a part; `shell`, which has the first word, gets it after the step."""
         found, like = self._shells.get(id(owner)), without_graph(torch_privates.part(shell))
-        if found is None or found.owner() is not owner or is_sharded(owner) or not lies_like(found.tensor, owner):
+        if found is None or found.owner() is not owner or is_sharded(owner) or not lies_like(found.tensor, like):
             made, region = self._made(like)
         else:  # that of the last step: an address may have been asked for there too
             made, region = torch.empty(0, dtype=torch.float32, device=like.device), found.region

@@ -199,8 +199,8 @@ class StepEnd:
         if kind.before.keys != kind.left.keys:
             now = self._began.presentation.states()
             left_objects.put_in_order({i: now[id(p)] for i, p in enumerate(params) if id(p) in now}, kind)
-            for p, before, after in zip(params, kind.before.keys, kind.left.keys, strict=True):
-                visible_states.note_made(self._optimizer, p, now.get(id(p), {}), {*after} - {*before})
+            for p, before, after, values in zip(params, kind.before.keys, kind.left.keys, kind.after, strict=True):
+                visible_states.note_made(self._optimizer, p, now.get(id(p), {}), {*after} - {*before} - {*values})
 
     def _changed(self, kind: StepKind) -> left_objects.States:
         """The states that have other objects after the step."""
