@@ -194,8 +194,11 @@ class Pool:
             if region.free():
                 self._free.setdefault(region.length, []).append(region)
         for key, shell in list(self._shells.items()):
-            # Other devices have no memory that could be marked as free: it goes with the step.
-            if key not in self._used or shell.owner() is None or not shell.tensor.is_cpu or not self._is_in(shell):
+            # Small ones are there for a step that asks for an address again; other devices have no memory that could be
+            # marked as free: it goes with the step.
+            own = torch_privates.part(shell.tensor)
+            is_kept = key in self._used or (own.is_cpu and own.nbytes < LEAST and torch_privates.holders(own) == 1)
+            if not is_kept or shell.owner() is None or not shell.tensor.is_cpu or not self._is_in(shell):
                 del self._shells[key]
                 self.steady = None
             elif shell.region is not None and torch_privates.holders(torch_privates.part(shell.tensor)) == 1:

@@ -26,7 +26,7 @@ from collage_neuron.eager.pinned import Pinned
 from collage_neuron.eager.presented_layout import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime import process_agreement
-from collage_neuron.runtime.preconditions import is_left_alone
+from collage_neuron.runtime.preconditions import check_once, is_left_alone
 from collage_neuron.states import step_inventory
 from collage_neuron.states.bookkeeping import bookkeeping, params_of
 from collage_neuron.states.sharding import is_sharded, local, locals_of
@@ -158,8 +158,11 @@ class Presentation:
             return self._waiting.value(owner)
         # In a step the same each time it is presented, and pinned between steps: variables may refer to it.
         shell = self._shells.get(id(owner))
-        if shell is None and (pin := bookkeeping(self.optimizer).pins.get(owner)) and pin.memory == memory_of(owner):
-            shell = pin.shell
+        if shell is None and (pin := bookkeeping(self.optimizer).pins.get(owner)):
+            if pin.memory == memory_of(owner):
+                shell = pin.shell
+            else:
+                pool(self.optimizer).forget(owner)
         if shell is None or shell.shape != owner.shape:
             shell = pool(self.optimizer).shell(owner)
         self._shells[id(owner)] = shell
@@ -319,6 +322,8 @@ class Presentation:
     def _found_groups(self) -> dict[int, tuple[Any, dict[str, Any]]]:
         found: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.all_groups, self.listed = list(self.optimizer.param_groups), [*map(id, params_of(self.optimizer))]
+        if len(self.listed) > len({*self.listed}):
+            check_once(self.optimizer)
         for group in self.all_groups:
             for p in group["params"]:
                 if not is_left_alone(p):

@@ -21,8 +21,8 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.runtime.wrappers import why_not_summed
 from collage_neuron.settings import Settings
 from collage_neuron.states import inner_optimizers, shared_memory, step_inventory
-from collage_neuron.states.bookkeeping import params_of
-from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like
+from collage_neuron.states.bookkeeping import bookkeeping, params_of
+from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded, is_sharded_like, version
 from collage_neuron.states.state_keys import is_value
 from collage_neuron.trace.code_inspection import looks_at_graphs
 
@@ -168,18 +168,22 @@ def check_apart(optimizer: Optimizer) -> None:
 
 
 def tell_of_joined(base: type[Optimizer], optimizer: Optimizer, presented: Container[int]) -> None:
-    """Warns of parameters that a step has put into groups itself, which had no fp32 values in it.
+    """Warns of parameters that a step has put into groups itself, and written: they had no fp32 values in it.
 
     `presented` has the ids of those that had.
     """
-    joined = (p for p in params_of(optimizer) if id(p) not in presented and not is_left_alone(p))
-    if shapes := [list(p.shape) for p in joined if p.dtype == torch.bfloat16 and p.grad is not None]:
+    joined = [p for p in params_of(optimizer) if id(p) not in presented and not is_left_alone(p)]
+    if shapes := [list(p.shape) for p in joined if p.dtype == torch.bfloat16 and _may_be_written(optimizer, p)]:
         warn_user(
-            f"{base.__name__}.step() puts {len(shapes)} parameters into a group, the first of shape "
-            f"{shapes[0]}: what it does to them in the same step it does in bf16. Put them there between steps "
-            "(optimizer.add_param_group)",
+            f"{base.__name__}.step() puts {len(shapes)} parameters into a group, the first of shape {shapes[0]}, and "
+            "updates them in bf16. Put them there between steps (optimizer.add_param_group)",
             RoundedWeights,
         )
+
+
+def _may_be_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
+    low = bookkeeping(optimizer).marks.params.get(p)
+    return p.grad is not None and (version(p) > 0 if low is None else not low.is_of(p))
 
 
 def check_states(optimizer: Optimizer) -> None:

@@ -98,7 +98,10 @@ class Held:
         for x, before in self._containers:
             kind: Any = _kind(x)
             kind.clear(x)
-            (kind.extend if kind in (list, deque) else kind.update)(x, before)
+            if kind is not OrderedDict:
+                (kind.extend if kind in (list, deque) else kind.update)(x, before)
+            for k, v in before if kind is OrderedDict else ():  # its `update` calls methods of the user's
+                kind.__setitem__(x, k, v)
         self._before.restore()
         self._words.restore()
 

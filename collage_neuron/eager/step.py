@@ -277,8 +277,8 @@ class Context:
         if measured is None:
             if due and self.has_stored:
                 self._say_unmeasured()
-            storing = self.store(due and not self.has_stored, new=True)
             rejections.tell_of_joined(self.base, self.optimizer, self.presentation.groups)
+            storing = self.store(due and not self.has_stored, new=True)
             self.end()
             self._keep(storing)
         else:

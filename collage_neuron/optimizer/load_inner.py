@@ -39,7 +39,7 @@ def save(base: type[Optimizer], optimizer: Optimizer, presented: Presented) -> d
         TypeError: that is no dictionary.
     """
     params = _params(optimizer)
-    with presented(f"{base.__name__}.state_dict"):
+    with external_writes.kept(optimizer), presented(f"{base.__name__}.state_dict"):
         found: Any = base.state_dict(optimizer)
         if not isinstance(found, dict):
             raise TypeError(f"{base.__name__}.state_dict() returns a {type(found).__name__}; return a dictionary")

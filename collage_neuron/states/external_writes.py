@@ -25,7 +25,8 @@ Writes are noticed by cheap signs: a parameter's version counter and address, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -245,6 +246,21 @@ def words_to_save(optimizer: Optimizer, p: torch.Tensor) -> dict[str, torch.Tens
     if p in formats:
         _drop(optimizer, p, formats[p], words)
     return words
+
+
+@contextmanager
+def kept(optimizer: Optimizer) -> Iterator[None]:
+    """A context in which values are read, and after which low words are as before, also of what was written."""
+    book = bookkeeping(optimizer)
+    written = {p: low for p, low in book.marks.params.items() if not low.is_of(p)}
+    words = {p: {k: x.clone() for k, x in words_of(optimizer.state.get(p, {})).items()} for p in written}
+    sample = book.sample
+    yield
+    for p, of_p in words.items():
+        for key, word in of_p.items():
+            local(optimizer.state[p][key]).copy_(local(word))
+    book.marks.params.update(written)
+    book.sample = sample
 
 
 def save_words(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:

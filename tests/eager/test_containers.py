@@ -98,7 +98,7 @@ def test_methods_of_containers_of_the_users_are_called_by_its_code_alone(read: b
     for dtype in (torch.float32, torch.bfloat16):
         p = Parameter(torch.ones(8).to(dtype))
         optimizer: Any = Logs([p])
-        optimizer.named = Named()
+        vars(optimizer)["named"] = Named()
         if dtype == torch.bfloat16:
             optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
         HANDED_ON.clear()
@@ -106,3 +106,23 @@ def test_methods_of_containers_of_the_users_are_called_by_its_code_alone(read: b
         handed_on.append([*HANDED_ON])
         assert [*optimizer.log] == [0, 1, 2, 3]
     assert handed_on[0] == handed_on[1]
+
+
+def test_neither_are_they_where_a_step_is_put_back() -> None:
+    class Doubles(OrderedDict[str, float]):
+        def __setitem__(self, k: str, x: float) -> None:
+            super().__setitem__(k, 2 * x)
+
+    class Raises(Written):
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.sub_(torch.linalg.qr(g)[0], alpha=group["lr"])
+            self.named.clear()
+            raise ZeroDivisionError
+
+    optimizer: Any = Raises([Parameter(torch.ones(4, 4).bfloat16())])
+    optimizer.named = Doubles(b=1.0, a=2.0)
+    optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            run(optimizer, 1)
+        assert [*optimizer.named.items()] == [("b", 2.0), ("a", 4.0)]

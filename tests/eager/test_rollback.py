@@ -392,6 +392,14 @@ def test_a_gradient_in_the_memory_of_its_parameter_is_rejected() -> None:
 # --- names, lists of parameters and attributes ------------------------------------------------------------------------
 
 
+def test_a_parameter_that_is_twice_in_a_group_since_the_last_step_is_rejected() -> None:
+    optimizer, params = compiled(Normed, "fp32")
+    run(optimizer, 1)
+    optimizer.param_groups[0]["params"].append(params[0])
+    with pytest.raises(ValueError, match="is in the groups twice"):
+        run(optimizer, 1)
+
+
 CHANGES: dict[str, Callable[[list[Any]], Any]] = {
     "pop": lambda params: params.pop(0),
     "append": lambda params: params.append(Parameter(torch.zeros(3))),
@@ -422,15 +430,28 @@ def test_a_step_may_change_the_list_of_parameters(kind: str) -> None:
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_parameter_that_joins_in_a_step_is_told_to_have_no_fp32_value_in_it(reads: bool) -> None:
     class Joins(Written):
+        late = False
+
         def update(self, p: Any, g: Tensor, state: State, group: State) -> None:
-            group["params"] += [new] * (len(group["params"]) == 5)
+            group["params"] += [new] * (len(group["params"]) == 5 and not self.late)
             p.sub_(g, alpha=group["lr"] * (1 + reads * 0 * float(g.sum())))
 
-    new = Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=True)
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            self.param_groups[0]["params"] += [new] * (len(self.param_groups[0]["params"]) == 5)
+
+    def joined(late: bool) -> Any:
+        optimizer, _ = compiled(Joins, "fp32")
+        optimizer.late = late
+        return optimizer
+
+    new = Parameter(torch.ones(3).bfloat16())
     new.grad = torch.ones_like(new)
-    optimizer, _ = compiled(Joins, "fp32")
     with pytest.warns(collage_neuron.RoundedWeights, match=r"Joins.step\(\) puts 1 parameters into a group, .* \[3\]"):
-        run(optimizer, 1)
+        run(joined(late=False), 1)
+    new = Parameter(torch.ones(3).bfloat16())
+    new.grad = torch.ones_like(new)
+    run(joined(late=True), 1)
 
 
 def test_what_a_step_does_to_the_parameter_object_arrives() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import SAM
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -234,12 +235,28 @@ def test_weights_that_are_written_and_saved_are_resumed_as_they_go_on(strategy: 
     if how != "in place":
         LOADS[how](run[0], {name: t * (1 + 2**-7) for name, t in old.items()})
     saved = copy.deepcopy([each.state_dict() for each in run])
-    for each, state in zip(other, saved, strict=True):
-        each.load_state_dict(state)
+    other[0].load_state_dict(saved[0])
+    other[1].load_state_dict(saved[1])
     assert all(map(torch.equal, values(run), values(other)))
     if how == "load_state_dict":
         run[0].load_state_dict(old)
         assert all(map(torch.equal, values(run), before))
+
+
+@pytest.mark.parametrize("strategy", ["split433", "fp32"])
+def test_an_average_may_be_there_while_an_optimizer_with_one_inside_is_saved(strategy: str) -> None:
+    model: nn.Module = nn.Linear(40, 30)
+    sam = SAM(model.parameters(), AdamW, lr=1e-2)
+    model, optimizer = collage_neuron.compile(model, sam, strategy=strategy, verbose=False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.first_step()
+    optimizer.second_step()
+    before, old = values((model, optimizer)), copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: t * 0.5 for name, t in old.items()})
+    optimizer.state_dict()
+    model.load_state_dict(old)
+    assert all(map(torch.equal, values((model, optimizer)), before))
 
 
 @pytest.mark.sampled(of=8)
