@@ -88,6 +88,8 @@ HANDED_ON: list[int] = []
 @pytest.mark.parametrize("read", [False, True])
 def test_methods_of_containers_of_the_users_are_called_by_its_code_alone(read: bool) -> None:
     class Logs(Written):
+        named: Any
+
         def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
             log = vars(self).setdefault("log", Log())
             log.append(len(log))
@@ -114,6 +116,8 @@ def test_neither_are_they_where_a_step_is_put_back() -> None:
             super().__setitem__(k, 2 * x)
 
     class Raises(Written):
+        named: Any
+
         def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
             p.sub_(torch.linalg.qr(g)[0], alpha=group["lr"])
             self.named.clear()
