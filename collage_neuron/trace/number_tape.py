@@ -43,7 +43,7 @@ class Tape:
         self.values: list[Any] = []
         """Inputs, constants and results as they are in this step."""
         self.inputs: list[int] = []
-        self.given: list[Any] = []
+        self.inputs_given: list[Any] = []
         """The inputs as they were given; code may have written to the tensors since."""
         self.lost = False
         self._constants: dict[int, Any] = {}
@@ -56,7 +56,7 @@ class Tape:
         place = self._place(value)
         self.inputs.append(place)
         # A copy: code counts in place, and the program is tried with what it began with.
-        self.given.append(value.clone() if isinstance(value, torch.Tensor) else value)
+        self.inputs_given.append(value.clone() if isinstance(value, torch.Tensor) else value)
         if isinstance(value, torch.Tensor):
             self._tensors[id(value)] = value, place
             return value
@@ -65,7 +65,8 @@ class Tape:
     def constant(self, value: Any) -> int:
         """The place of a number that is in the code."""
         place = self._place(value)
-        self._constants[place] = value
+        # A copy, as of an input: code may go on to count in what it has made.
+        self._constants[place] = value.clone() if isinstance(value, torch.Tensor) else value
         return place
 
     def place_of(self, x: Any) -> int | None:
@@ -77,7 +78,7 @@ class Tape:
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of numbers and 0-d tensors, some on the tape; its result is there too."""
-        places = [self._given(x) for x in args]
+        places = [self.given(x) for x in args]
         with torch_privates.unseen():  # or the mode that has called this would put it on the tape again
             value = function(*(self.values[i] for i in places))
         if isinstance(value, torch.Tensor):
@@ -94,10 +95,11 @@ class Tape:
         self.lost = True
         raise Lost("a number of the step was taken to where it cannot be followed")
 
-    def _given(self, x: Any) -> int:
+    def given(self, x: Any) -> int:
+        """The place of what a computation is given, or leaves: of a constant too."""
         place = self.place_of(x)
         if place is None:  # what depends on a number of the tape is there too, so this is the same in each step
-            return self.constant(x) if isinstance(x, (bool, int, float)) or _is_number(x) else self.lose()
+            return self.constant(x) if is_number(x) else self.lose()
         return place
 
     def _tensor(self, function: Callable[..., Any], places: list[int], value: torch.Tensor) -> torch.Tensor:
@@ -126,8 +128,9 @@ class Tape:
         return Program(tuple(self.inputs), [*begin, None], tensors, tuple(self._played))
 
 
-def _is_number(x: Any) -> bool:
-    return type(x) is torch.Tensor and not x.dim() and x.is_cpu
+def is_number(x: Any) -> bool:
+    """Returns True for a number of Python's, or a 0-d tensor on the host."""
+    return isinstance(x, (bool, int, float)) or (type(x) is torch.Tensor and not x.dim() and x.is_cpu)
 
 
 class Program(NamedTuple):

@@ -32,7 +32,7 @@ from collage_neuron.trace.calls import Uncompiled, Written
 from collage_neuron.trace.code_inspection import attributes_of_torch
 from collage_neuron.trace.deferred_calls import DeferredCalls
 from collage_neuron.trace.meta_copy import alone, state_of
-from collage_neuron.trace.number_tape import Program, Tape
+from collage_neuron.trace.number_tape import Program, Tape, is_number
 from collage_neuron.trace.placeholders import waits
 from collage_neuron.trace.reachable_code import cells_of
 
@@ -241,7 +241,8 @@ def follow(
     except (UnsupportedUpdate, Uncompiled):
         return None
     left = {k: v for k, v in state_of(copied).items() if not waits(v)}
-    scalars = {k: place for k, v in left.items() if (place := tape.place_of(v)) is not None}
+    # A number that is not on the tape depends on none that is: a first step begins its counts with it.
+    scalars = {k: tape.given(v) for k, v in left.items() if is_number(v)}
     kept = len(settings) == len(before) and all(settings.get(k) is x for k, x in before)
     if tape.lost or not kept or len(kind.planned) != 1 or len(scalars) < len(left):
         return None
@@ -252,7 +253,7 @@ def follow(
     found = Followed(recording, tape.played(), tuple(of_slots), tuple(places), scalars)
     # Played with the numbers of this very step, it has to give this step's recording, bit for bit.
     is_whole = planned.recording.captured is recording.captured
-    return found if is_whole and is_same(found.again(tape.given), recording) else None
+    return found if is_whole and is_same(found.again(tape.inputs_given), recording) else None
 
 
 def is_same(one: Recording | None, other: Recording) -> bool:
@@ -347,8 +348,9 @@ class _Watch(TorchFunctionMode):
         given = [*args, *kwargs.values()]
         on_tape = [x for x in given if self._tape.place_of(x) is not None]
         if not on_tape or any(map(_touches_waiting, given)):
-            return func(*args, **kwargs)
-        if kwargs or not (func in _MADE_OF_NUMBERS or any(isinstance(x, torch.Tensor) for x in on_tape)):
+            out = func(*args, **kwargs)
+            return self._tape.lose() if on_tape and is_number(out) and not waits(out) else out
+        if kwargs or not (func in _MADE_OF_NUMBERS or any(isinstance(x, torch.Tensor) for x in given)):
             self._tape.lose()
         if func in _QUERIES:
             return func(*args)
