@@ -108,7 +108,7 @@ def _compile(
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
     chosen = _chosen(optimizer, settings)
     bookkeeping(optimizer).told -= {fallback_warning.SAID}
-    plans, refusal = _plans(base, optimizer, chosen, known)
+    plans, refusal = _plans(base, optimizer, chosen, known, records)
     if compiled:
         external_writes.drop_stale(optimizer)
     for i, group in enumerate(optimizer.param_groups):
@@ -179,10 +179,13 @@ def _chosen(optimizer: Optimizer, settings: Settings) -> list[Settings]:
 
 
 def _plans(
-    base: type[Optimizer], optimizer: Optimizer, chosen: Sequence[Settings], known: dry_run.Known | None
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    chosen: Sequence[Settings],
+    known: dry_run.Known | None,
+    records: Records,
 ) -> tuple[Sequence[Plan], UnsupportedUpdate | None]:
     """The updates of all groups and the formats of their bf16 parameters; none, and why, if steps run as written."""
-    records = dry_run.records(base, optimizer, known)
     try:
         plans = [_plan(base, g, s, records) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
         rejections.check_states(optimizer)

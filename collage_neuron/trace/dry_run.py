@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
-from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +28,10 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.states.sharding import TRIED
-from collage_neuron.trace import shards
+from collage_neuron.trace import replayed_steps, shards
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.code_inspection import ASKS, Asked, draws
-from collage_neuron.trace.meta_copy import Copied, record, whole
+from collage_neuron.trace.meta_copy import Copied, whole
 from collage_neuron.trace.recorded_classes import is_traced
 from collage_neuron.trace.side_effects import undone
 from collage_neuron.trace.step_kinds import StepKind, Traces
@@ -161,7 +160,7 @@ def following(base: type[Optimizer], optimizer: Optimizer, found: Known | None =
 
 def records(base: type[Optimizer], optimizer: Optimizer, known: Known | None) -> Records:
     """What has the recordings of the next step: what is known of it, or else a recording."""
-    return partial(record, base, optimizer) if known is None else known.record
+    return replayed_steps.before_step(base, optimizer) if known is None else known.record
 
 
 def foreseen(base: type[Optimizer], optimizer: Optimizer) -> Records:

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Records
 
 
+Known = dict[Any, list["Followed | None"]]
+"""For each kind of recording those that were followed, and None where that failed."""
+
+
 class Repeats:
     """The recordings of one step."""
 
-    def __init__(self, base: type[Optimizer], optimizer: Optimizer, seen: step_inventory.Seen) -> None:
-        self._base, self._optimizer, self._seen = base, optimizer, seen
-        self._known: dict[Any, list[Followed | None]] = seen.structure.known.setdefault("followed", {})
-        """For each kind of recording those that were followed, and None where that failed."""
+    def __init__(self, base: type[Optimizer], optimizer: Optimizer, seen: step_inventory.Seen, known: Known) -> None:
+        self._base, self._optimizer, self._seen, self._known = base, optimizer, seen, known
         self._compares = bookkeeping(optimizer).compares
         self._done: set[Any] = set()
         self._dtype = torch.get_default_dtype()
@@ -76,4 +78,18 @@ _BRANCHES = 8  # recordings of one kind that are followed; code may take other b
 def of_step(base: type[Optimizer], optimizer: Optimizer) -> Records:
     """What has the recordings of the step in progress."""
     seen = step_inventory.of(optimizer)
-    return partial(record, base, optimizer) if seen is None else Repeats(base, optimizer, seen).record
+    return _records(base, optimizer, seen, {} if seen is None else seen.structure.table("followed"))
+
+
+def before_step(base: type[Optimizer], optimizer: Optimizer) -> Records:
+    """What has the recordings of the next step, as long as nothing is changed; the step itself makes them anew."""
+    book = bookkeeping(optimizer)
+    structure = book.structure
+    try:
+        return _records(base, optimizer, step_inventory.look(optimizer), {})
+    finally:
+        book.structure = structure
+
+
+def _records(base: type[Optimizer], optimizer: Optimizer, seen: step_inventory.Seen | None, known: Known) -> Records:
+    return partial(record, base, optimizer) if seen is None else Repeats(base, optimizer, seen, known).record

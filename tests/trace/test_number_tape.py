@@ -65,7 +65,7 @@ def _made(make: Any, groups: int = 1, **kwargs: Any) -> tuple[list[torch.nn.Para
 
 
 def _trained(make: Any) -> list[torch.Tensor]:
-    params, optimizer = _made(make, groups=2)
+    params, optimizer = _made(make, groups=4)
     for step in range(12):
         for i, group in enumerate(optimizer.param_groups):
             rate = 1e-2 / (step + 1 + i)
@@ -94,11 +94,64 @@ def test_numbers_that_are_parameters_share_a_recording(strategy: str, recorded: 
 def test_followed_steps_have_recorded_bits(name: str, recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     make = FOLLOWED[name]
     found = _trained(make)
-    assert len(recorded) <= 2 * 2 + 4 + 3  # twice before it is followed, at powers of two, and branches
+    firsts = 2 * 4 if name in BEGIN_WITH_A_RATE else 2
+    assert len(recorded) <= firsts + 2 + 4 + 3  # twice before it is followed, at powers of two, and branches
     monkeypatch.setattr(
         "collage_neuron.optimizer.compiled_step.replayed_steps.of_step", lambda *args: partial(recording.record, *args)
     )
     assert all(map(torch.equal, found, _trained(make)))
+
+
+BEGIN_WITH_A_RATE = {"Rprop", "ASGD", "ASGD, tensor"}
+"""A state of these begins with the learning rate: of a first step they share nothing."""
+
+
+@pytest.mark.parametrize("name", sorted(FOLLOWED.keys() - BEGIN_WITH_A_RATE))
+def test_groups_share_recordings_from_the_first_step(name: str, recorded: list[Any]) -> None:
+    _, optimizer = _made(FOLLOWED[name], groups=9)
+    assert len(recorded) <= 2
+    recorded.clear()
+    for i, group in enumerate(optimizer.param_groups):
+        group["lr"] = group["lr"] * (i + 1)
+    optimizer.step()
+    assert len(recorded) <= 2
+
+
+def _of_many(settings: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """What three steps of groups with these settings leave."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(2, 3, generator=generator).bfloat16()) for _ in settings]
+    groups = [{"params": [p], **own} for p, own in zip(params, settings, strict=True)]
+    optimizer = collage_neuron.compile(torch.optim.AdamW(groups), verbose=False)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn(2, 3, generator=generator).bfloat16()
+        optimizer.step()
+    return [t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())]
+
+
+def test_groups_of_all_settings_have_the_bits_of_recordings(
+    recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [{}, {"maximize": True}, {"amsgrad": True}, {"collage_strategy": "plus"}, {"collage_arithmetic": "bf16"}]
+    numbers = [{}, {"lr": 0.1}, {"betas": (0.8, 0.95)}, {"eps": 1e-3}, {"weight_decay": 0.0}, {"weight_decay": 0.3}]
+    settings = [{**a, **b} for a in flags for b in numbers]
+    found = _of_many(settings)
+    assert len(recorded) < 4 * len(settings)
+    for name in ("of_step", "before_step"):
+        monkeypatch.setattr(replayed_steps, name, lambda *args: partial(recording.record, *args))
+    assert all(map(torch.equal, found, _of_many(settings)))
+
+
+def test_a_count_that_a_step_begins_is_begun_in_each() -> None:
+    tape = Tape()
+    rate, count = tape.give(2.0), torch.tensor(1.0)
+    count *= 1  # nothing of the tape's
+    place = tape.given(tape.apply(torch.Tensor.mul_, count, rate))
+    for x in (3.0, 5.0):
+        values = played_again(tape.played(), [x])
+        assert values is not None
+        assert values[place] == x
 
 
 def test_code_put_in_the_place_of_torchs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
