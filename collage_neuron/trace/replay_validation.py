@@ -68,11 +68,11 @@ class Calls:
 
     def plan(self, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
         """The elements of `p` to take: those in `flat`, if shapes do not matter; None if there is no sample."""
-        part, captured = self._about(p), job.recording.captured
+        part = self._about(p)
         if part is None:
             return None
         asked = part.asked
-        if not asked and captured.seen_as is None and not job.update.by_rows:
+        if self._is_flat(job, part):
             return Plan(flat, job.recording)
         own = local(p)
         if own.numel() <= SEEN:
@@ -98,7 +98,12 @@ class Calls:
         """What runs the calls about `p`."""
         part = self._about(p)
         assert part is not None
-        return InFp32(taken, g, part.before, part.run)
+        by_element = taken.plan.index.dim() == 1 and self._is_flat(taken.job, part)
+        return InFp32(taken, g, part.before, part.run, by_element and not taken.job.recording.captured.reduces)
+
+    def _is_flat(self, job: Job, part: Part) -> bool:
+        """Returns True if the shape of the parameter does not matter."""
+        return not part.asked and job.recording.captured.seen_as is None and not job.update.by_rows
 
     def _about(self, p: Tensor) -> Part | None:
         i = 0 if self.params is None else next(i for i, q in enumerate(self.params) if q is p)

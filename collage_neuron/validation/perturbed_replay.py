@@ -45,30 +45,35 @@ def expected(twin: InFp32) -> Expected:
     """The results of a step in fp32 for its sample, with bounds from perturbed copies."""
     taken = twin.taken
     arithmetic, before = taken.job.settings.arithmetic, taken.values()
-    plain, *runs = (twin.run(perturbed=i > 0) for i in range(1 + RUNS))
+    plain, copies = twin.run(), twin.perturbed()
     values, bounds, unsure = {}, {}, {}
     for name, fmt in taken.formats.items():
         new, old = plain.after[name], before[name]
         # The perturbation of a value itself is subtracted: only its effect through the step counts.
-        off = torch.stack([(run.after[name] - new - run.moved[name]).abs() for run in runs]).amax(dim=0)
+        off = (copies.after[name] - new - copies.moved[name]).abs().amax(dim=0)
         own = _own(arithmetic, fmt) * torch.maximum(old.abs(), new.abs()) + AMOUNT[arithmetic] * plain.added[name]
         bound = SPREAD[arithmetic] * off + own
         values[name], bounds[name] = new, bound
         stored = NEGLIGIBLE[arithmetic] * rounding(fmt, new.abs()) + 2.0**-15 * new.abs()
         small = (bound <= (new - old).abs() / 4) | (bound <= stored)
         unsure[name] = new.isfinite() & ~small & (bound != 0)
-    overflowed = torch.stack([run.overflowed for run in (plain, *runs)]).any(dim=0)
-    return Expected(values, bounds, unsure, overflowed)
+    return Expected(values, bounds, unsure, plain.overflowed | copies.overflowed.any(dim=0))
 
 
 class Ran(NamedTuple):
-    """A step of the twin."""
+    """A step of the twin; of several copies, one after the other in a first dimension."""
 
     after: Mapping[str, Tensor]
     moved: Mapping[str, Tensor]
     """The perturbation of each value itself (`Perturbation.moved`)."""
     added: Mapping[str, Tensor]
     overflowed: Tensor
+
+
+def _joined(runs: Sequence[Ran]) -> Ran:
+    after, moved, added, overflowed = zip(*runs, strict=True)
+    each = ({k: torch.stack([run[k] for run in of_runs]) for k in of_runs[0]} for of_runs in (after, moved, added))
+    return Ran(*each, torch.stack(overflowed))
 
 
 def _own(arithmetic: str, fmt: Format) -> float:
@@ -89,18 +94,32 @@ It raises NoSample where they cannot run on a sample.
 class InFp32:
     """Takes the step of a sample again: in fp32, on copies of its values, without the compiler."""
 
-    def __init__(self, taken: Sample, g: torch.Generator, names: Iterable[str], replayed: Replayed) -> None:
-        self.taken, self._generator, self._replayed = taken, g, replayed
+    def __init__(
+        self, taken: Sample, g: torch.Generator, names: Iterable[str], replayed: Replayed, by_element: bool = False
+    ) -> None:
+        """With `by_element`, each element of a flat sample is stepped as if it were alone."""
+        self.taken, self._generator, self._replayed, self._by_element = taken, g, replayed, by_element
         values = taken.values() | {"grad": taken.grad.float()}
         self._values = {name: values[name] for name in names}
 
-    def run(self, perturbed: bool) -> Ran:
+    def run(self) -> Ran:
         """Takes the step.
 
         Raises:
             NoSample: the step cannot run on a sample.
         """
-        values = {name: x.clone() for name, x in self._values.items()}
+        return self._run(1, perturbed=False)
+
+    def perturbed(self) -> Ran:
+        """Takes it on `RUNS` copies, which are perturbed: in one run where no element depends on another one."""
+        if not self._by_element:
+            return _joined([self._run(1, perturbed=True) for _ in range(RUNS)])
+        ran = self._run(RUNS, perturbed=True)
+        each = ({name: x.reshape(RUNS, -1) for name, x in found.items()} for found in (ran.after, ran.moved, ran.added))
+        return Ran(*each, ran.overflowed.reshape(RUNS, -1))
+
+    def _run(self, count: int, perturbed: bool) -> Ran:
+        values = {name: x.repeat(count) if count > 1 else x.clone() for name, x in self._values.items()}
         with torch.no_grad():
             mode = self._perturbation(values, perturbed)
             with mode:

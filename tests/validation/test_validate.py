@@ -23,7 +23,9 @@ from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.rewrite.arithmetic import times
 from collage_neuron.passes.rewrite.rules import RULES, add_to
+from collage_neuron.trace import replay_validation
 from collage_neuron.validation import validate
+from collage_neuron.validation.perturbed_replay import RUNS
 
 pytestmark = pytest.mark.validated
 
@@ -266,6 +268,18 @@ def test_a_validated_run_is_the_same_run(every_step: None) -> None:
 
 
 # How it is chosen, and when it runs
+
+
+def test_copies_of_a_sample_whose_elements_are_alone_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    run = replay_validation.Part.run
+    monkeypatch.setattr(
+        replay_validation.Part, "run", lambda part, values: (ran.append(values["param"].numel()), run(part, values))[1]
+    )
+    p = torch.nn.Parameter(torch.ones(10, 20, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    collage_neuron.compile(torch.optim.AdamW([p]), verbose=False).step()
+    assert ran == [200, RUNS * 200]
 
 
 def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
