@@ -14,10 +14,11 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.functionalize.recorded_ops import (
     ALL_REDUCE,
     WAIT,
+    Geometry,
     Place,
     functional_overload,
     is_constant_op,
-    result_without_data,
+    results_without_data,
 )
 from collage_neuron.torch_privates import schema
 from collage_neuron.trace.placeholders import waits
@@ -124,16 +125,6 @@ SETS = Rule("writes", True)
 
 MEETS = Rule("new", True)
 """That of a tensor with a value which meets values that wait (`trace/adopted_tensors.py`)."""
-
-
-class Geometry(NamedTuple):
-    """All that a new placeholder is."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    """Where it begins in its memory."""
 
 
 class Quick(NamedTuple):
@@ -369,32 +360,20 @@ def is_number(x: Any) -> bool:
     return x is NUMBER or x is WHOLE or type(x) is HostNumber
 
 
-def without_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a call returns, on tensors without data; Uncompiled if torch cannot tell."""
+def geometries(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Geometry]:
+    """The tensors that a call returns; Uncompiled if torch cannot tell without values, or would raise."""
     try:
-        return result_without_data(func, _meta(args), {k: _meta(x) for k, x in kwargs.items()})
+        return results_without_data(func, args, kwargs)
     except (RuntimeError, NotImplementedError, TypeError) as error:  # if it is wrong, torch says so when it runs
         raise Uncompiled(str(error)) from error
 
 
-def geometries(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Geometry]:
-    """The tensors that a call returns; Uncompiled if torch cannot tell without values."""
-    out = without_values(func, args, kwargs)
-    made = [
-        Geometry(tuple(x.shape), x.stride(), x.dtype, int(x.storage_offset()))
-        for x in (out if isinstance(out, (list, tuple)) else [out])
-    ]
+def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Geometry]:
+    """The same of a call whose results are new placeholders: Uncompiled for others than these can be."""
+    made = geometries(func, args, kwargs)
     if others := {each.dtype for each in made} - {torch.float32, torch.bool}:
         raise Uncompiled(f"{func} makes a tensor of {others.pop()}: updates are compiled in fp32")
     return made
-
-
-def _meta(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        offset = int(x.storage_offset())  # views that are made of it begin from there (`Geometry.offset`)
-        reach = 1 + offset + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        return torch.empty(max(reach, 0), dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), offset)
-    return [_meta(y) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 def users_of(calls: Sequence[Call], tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -35,6 +35,7 @@ from collage_neuron.trace.calls import (
     arguments,
     check_written,
     geometries,
+    made_by,
     made_of_values,
     memories_of,
     quick,
@@ -42,7 +43,6 @@ from collage_neuron.trace.calls import (
     rule_of,
     vector_norm,
     without_out,
-    without_values,
     written_by,
 )
 from collage_neuron.trace.placeholders import (
@@ -224,7 +224,7 @@ class DeferredCalls:
             return NotImplemented
         rest = {k: x for k, x in kwargs.items() if k != "out"}
         try:
-            geometry = geometries(plain, args, rest)[0]
+            geometry = made_by(plain, args, rest)[0]
         except Uncompiled:
             return NotImplemented
         if (geometry.shape, geometry.dtype) != (out.shape, out.dtype):
@@ -282,7 +282,7 @@ class DeferredCalls:
         args, kwargs, numbers = factory_tensors.written(shape, value, device)
         call = self._course.known(factory_tensors.FULL, args, kwargs)
         if call is None:
-            makes = geometries(factory_tensors.FULL, [list(shape), value], {"dtype": torch.float32, "device": "meta"})
+            makes = made_by(factory_tensors.FULL, [list(shape), 0.0], {"dtype": torch.float32, "device": "meta"})
             call = Call(
                 factory_tensors.FULL, factory_tensors.RULE, args, kwargs, makes, self.places.next(), line=here()
             )
@@ -293,9 +293,9 @@ class DeferredCalls:
 
     def _new(self, func: Any, rule: Rule, written: tuple[Written, dict[str, Any]], args: Any, kwargs: Any) -> Call:
         if rule.kind == "writes":
-            without_values(func, args, kwargs)  # what torch would raise is raised here, and not when it is computed
+            geometries(func, args, kwargs)  # what torch would raise is raised here, and not when it is computed
             return Call(func, rule, *written, None, self.places.next(), line=here())
-        return Call(func, rule, *written, geometries(func, args, kwargs), self.places.next(), line=here())
+        return Call(func, rule, *written, made_by(func, args, kwargs), self.places.next(), line=here())
 
     def _result(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call returns."""

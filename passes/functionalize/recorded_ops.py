@@ -141,47 +141,62 @@ def is_outer(func: Any) -> bool:
 # --- results on tensors without data ----------------------------------------------------------------------------------
 
 
-class _Geometry(NamedTuple):
+class Geometry(NamedTuple):
     """All that a tensor without data is."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
+    offset: int
+    """Where it begins in its memory."""
 
 
-_results: dict[Any, _Geometry] = {}
+_results: dict[Any, list[Geometry]] = {}
 
 
-def result_without_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`func(*args, **kwargs)` of meta tensors; their kernels are in Python, and a step is recorded each time."""
-    # The result of an operation on each element, or of a sum, a mean or a norm, has no property but its geometry. That
-    # depends on the geometry of the tensors and on the types of the numbers; of a reduction on the numbers too.
-    if not _makes_one(func):
-        return func(*args, **kwargs)
-    told = _told if torch.Tag.pointwise in func.tags else _told_with_numbers  # of a reduction: over which dimensions
-    key = func, *map(told, args), *((k, told(v)) for k, v in kwargs.items())
-    known = _results.get(key)
+def results_without_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Geometry]:
+    """The tensors that an operation returns, whatever is in those that it is given; raises what torch would."""
+    # torch's code for tensors without data is in Python, and a step is recorded each time. The result of an operation
+    # on each element, or of a sum, a mean or a norm, has no property but its geometry. That depends on the geometry of
+    # the tensors and on the types of the numbers; of a reduction on the numbers too.
+    key: Any = None
+    if _makes_one(func):
+        told = _told if torch.Tag.pointwise in func.tags else _told_with_numbers  # the dimensions of a reduction
+        key = func, *map(told, args), *((k, told(v)) for k, v in kwargs.items())
+    known = None if key is None else _results.get(key)
     if known is None:
-        out = func(*args, **kwargs)
-        _results[key] = _Geometry(tuple(out.shape), out.stride(), out.dtype, out.device)
-        return out
-    return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
+        out = func(*_without_data(args), **{k: _without_data(x) for k, x in kwargs.items()})
+        known = [_geometry(x) for x in (out if isinstance(out, (list, tuple)) else [out]) if x is not None]
+        if key is not None:
+            _results[key] = known
+    return known
+
+
+def _without_data(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        offset = int(x.storage_offset())  # views that are made of it begin from there (`Geometry.offset`)
+        reach = 1 + offset + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        return torch.empty(max(reach, 0), dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), offset)
+    return [_without_data(y) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 @cache
 def _makes_one(func: Any) -> bool:
-    """Returns True if `func` computes one new tensor, element by element, or reduces one."""
+    """Returns True if `func` computes one tensor, element by element, or reduces one, or fills one; in place too."""
     s = schema(func)
-    aliased = any(x.alias_info is not None for x in (*s.arguments, *s.returns))
-    is_known = torch.Tag.pointwise in func.tags or is_reduction(func)
-    return is_known and not aliased and [str(r.type) for r in s.returns] == ["Tensor"]
+    is_known = torch.Tag.pointwise in func.tags or is_reduction(func) or func is aten.full.default
+    is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in (*s.arguments, *s.returns))
+    return is_known and not is_view and [str(r.type) for r in s.returns] == ["Tensor"]
+
+
+def _geometry(x: torch.Tensor) -> Geometry:
+    return Geometry(tuple(x.shape), x.stride(), x.dtype, int(x.storage_offset()))
 
 
 def _told(x: Any) -> Any:
     """What a result depends on: not on the value of a number, which differs from step to step."""
     if isinstance(x, torch.Tensor):
-        return _Geometry(tuple(x.shape), x.stride(), x.dtype, x.device)
+        return _geometry(x)
     if isinstance(x, (int, float, complex)):
         return type(x)
     return (list, *map(_told, x)) if isinstance(x, (list, tuple)) else x
