@@ -34,7 +34,7 @@ from collage_neuron.passes.ir.update import NEAR, Captured, Recording, Update
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime.preconditions import LARGEST, check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
-from collage_neuron.runtime.update_formats import as_stored, formats_of, named, rewritten_for, signs_of
+from collage_neuron.runtime.update_formats import Rewritten, as_stored, formats_of, named, rewritten_for, signs_of
 from collage_neuron.settings import KEYS, GroupNumbers, Settings
 from collage_neuron.states import param_checks, step_inventory
 from collage_neuron.states.bookkeeping import Bookkeeping
@@ -268,6 +268,8 @@ class _Part(NamedTuple):
     """Of each of them, True if the update has the form for one that is not near 1."""
     signs: object
     """Of the numbers, what formats depend on (`update_formats.signs_of`)."""
+    rewritten: Rewritten
+    """What follows from these. The numbers of many groups seldom stay as they are, and formats seldom change."""
 
     def again(self, group: dict[str, Any], numbers: Sequence[Any], seen: Seen) -> Job | None:
         """The job with the numbers of its group in this step; None if they are such that it is another one."""
@@ -280,7 +282,8 @@ class _Part(NamedTuple):
             return None
         if [abs(x) < NEAR for x in self.decisive.run(recording.slots)] != self.far:
             return None
-        if self.signs is not None and signs_of(seen, recording, self.job.settings) is not self.signs:
+        signs = self.signs and signs_of(seen, recording, self.job.settings)
+        if signs is not self.signs and _rewritten(seen, self.job, recording, signs) != self.rewritten:
             return None
         return self.job.again(group, recording)
 
@@ -395,4 +398,9 @@ def _part(seen: Seen, groups: Sequence[Any], job: Job) -> _Part:
     counts = kind_in(seen, p, *seen.state_of([p])).tensors
     signs = signs_of(seen, job.recording, job.settings)
     decisive, far = job.update.decisive, [x in job.update.far for x in job.update.decisive]
-    return _Part(replace(job, kept={}), group, counts, ScalarProgram([("fp32", x) for x in decisive]), far, signs)
+    rewritten, program = _rewritten(seen, job, job.recording, signs), ScalarProgram([("fp32", x) for x in decisive])
+    return _Part(replace(job, kept={}), group, counts, program, far, signs, rewritten)
+
+
+def _rewritten(seen: Seen, job: Job, recording: Recording, signs: object) -> Rewritten:
+    return rewritten_for(seen.optimizer, recording, job.settings, signs, job.params[0].dtype)

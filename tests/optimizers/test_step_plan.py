@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
 
 import collage_neuron
+from collage_neuron.optimizer import compiled_step
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.runtime import step_plan
 from collage_neuron.states import step_inventory
@@ -224,6 +225,21 @@ def test_native_steps_are_those_of_the_reference_that_are_planned_anew(
     expected = step(backend="reference")
     assert len(found) == len(expected)
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_rates_that_change_no_format_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    plan = compiled_step.plan
+    monkeypatch.setattr(compiled_step, "plan", lambda *args: planned.append(args[3]) or plan(*args))
+
+    def schedule(optimizer: Any, t: int) -> None:
+        if t == FIRST:
+            planned.clear()
+        for i, own in enumerate(optimizer.param_groups):
+            own["lr"] = 0.01 * 0.8 ** (t + i)
+
+    trained(MAKES["AdamW"], schedule, strategy="split433", validate="off")
+    assert planned == []
 
 
 @pytest.mark.parametrize("rate", [1e39, -1e39, float("inf"), float("nan")])
