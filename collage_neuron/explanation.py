@@ -33,14 +33,14 @@ from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner_optimizers import base_of
 from collage_neuron.states.strategy_checks import imprecise_states
-from collage_neuron.trace import dry_run
+from collage_neuron.trace import dry_run, replayed_steps
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, step_plan.Job]]:
     """One plan for the parameters of each dtype in a group, recorded with the first, as if it had a gradient."""
     require_compiled(optimizer)
     base = base_of(type(optimizer))
-    records = dry_run.foreseen(base, optimizer)
+    records = replayed_steps.records(base, optimizer, dry_run.known(base, optimizer))
     for i, group in enumerate(optimizer.param_groups):
         moved = [p for p in group["params"] if not is_left_alone(p)]
         for dtype in dict.fromkeys(p.dtype for p in moved):  # states of fp32 parameters have other formats

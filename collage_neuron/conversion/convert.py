@@ -53,7 +53,7 @@ from collage_neuron.states.format_record import drop_placeholders
 from collage_neuron.states.inner_optimizers import base_of
 from collage_neuron.states.state_keys import is_host_scalar, split_params
 from collage_neuron.states.store import ensure_stored, read_exact, record_of, settle, store
-from collage_neuron.trace import dry_run
+from collage_neuron.trace import dry_run, replayed_steps
 
 FP32 = FORMATS["fp32"]
 
@@ -103,7 +103,7 @@ def _compile(
         _check_not_loaded(optimizer)
         aliased_memory.check_views(base, optimizer)
     known = dry_run.known(base, optimizer)
-    records = dry_run.records(base, optimizer, known)
+    records = replayed_steps.records(base, optimizer, known)
     bookkeeping(optimizer).following = None if known is None else dry_run.following(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
     chosen = _chosen(optimizer, settings)

@@ -39,7 +39,7 @@ from collage_neuron.states.sharding import like
 from collage_neuron.states.state_keys import is_host_scalar, split_params, split_words, words_of
 from collage_neuron.states.store import ensure_stored, is_idle, record_of, settle
 from collage_neuron.states.visible_states import buckets
-from collage_neuron.trace import dry_run
+from collage_neuron.trace import dry_run, replayed_steps
 
 
 def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch: Callable[[Any], None]) -> None:
@@ -148,7 +148,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
 
     One that `is_new`, and was not saved, may lack words.
     """
-    records = dry_run.foreseen(base, optimizer)
+    records = replayed_steps.records(base, optimizer, dry_run.known(base, optimizer))
     names = {p: f"state[{i}]" for i, p in enumerate(params_of(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
@@ -217,7 +217,7 @@ def _known_states(base: type[Optimizer], optimizer: Optimizer, saved: Saved) -> 
     parameter are not known either, and are learned here.
     """
     known = dry_run.known(base, optimizer)  # of the next step, where it is traced
-    records = dry_run.records(base, optimizer, known)
+    records = replayed_steps.records(base, optimizer, known)
     ours, own = bookkeeping(optimizer), [Settings.of(group) for group in optimizer.param_groups]
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
     try:

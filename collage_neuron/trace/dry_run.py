@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,16 +28,13 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.inner_optimizers import inner_of
 from collage_neuron.states.sharding import TRIED
-from collage_neuron.trace import replayed_steps, shards
+from collage_neuron.trace import shards
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.code_inspection import ASKS, Asked, draws
 from collage_neuron.trace.meta_copy import Copied, whole
 from collage_neuron.trace.recorded_classes import is_traced
 from collage_neuron.trace.side_effects import undone
 from collage_neuron.trace.step_kinds import StepKind, Traces
-
-if TYPE_CHECKING:
-    from collage_neuron.runtime.step_plan import Records
 
 
 class Known:
@@ -156,16 +153,6 @@ def following(base: type[Optimizer], optimizer: Optimizer, found: Known | None =
     found = found or known(base, optimizer)
     each = () if found is None else (recording for _, recording in found.of_groups(optimizer))
     return {one.captured.text: one.following for one in each if one.following is not None}
-
-
-def records(base: type[Optimizer], optimizer: Optimizer, known: Known | None) -> Records:
-    """What has the recordings of the next step: what is known of it, or else a recording."""
-    return replayed_steps.before_step(base, optimizer) if known is None else known.record
-
-
-def foreseen(base: type[Optimizer], optimizer: Optimizer) -> Records:
-    """Returns what has the recordings of the next step of an optimizer, of which nothing is known yet."""
-    return records(base, optimizer, known(base, optimizer))
 
 
 def _recordings(copied: Copied) -> dict[int, Recording]:

@@ -26,6 +26,7 @@ from collage_neuron.trace.recorded_classes import Followed, follow, is_same, set
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.step_plan import Records
+    from collage_neuron.trace import dry_run
 
 
 Known = dict[Any, list["Followed | None"]]
@@ -89,6 +90,11 @@ def before_step(base: type[Optimizer], optimizer: Optimizer) -> Records:
         return _records(base, optimizer, step_inventory.look(optimizer), {})
     finally:
         book.structure = structure
+
+
+def records(base: type[Optimizer], optimizer: Optimizer, known: dry_run.Known | None) -> Records:
+    """What has the recordings of the next step: what is known of it, or else recordings."""
+    return before_step(base, optimizer) if known is None else known.record
 
 
 def _records(base: type[Optimizer], optimizer: Optimizer, seen: step_inventory.Seen | None, known: Known) -> Records:

@@ -12,17 +12,21 @@ from collage_neuron.passes.ir.update import Recording
 from collage_neuron.runtime import step_plan as plans
 from collage_neuron.runtime.step_plan import Job
 from collage_neuron.states.visible_states import ParamShaped
-from collage_neuron.trace import dry_run
+from collage_neuron.trace import dry_run, replayed_steps
 
 
 def plan(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], index: int, measured: bool = False
 ) -> list[Job]:
-    return plans.plan(base, optimizer, group, index, dry_run.foreseen(base, optimizer), measured)
+    return plans.plan(
+        base, optimizer, group, index, replayed_steps.records(base, optimizer, dry_run.known(base, optimizer)), measured
+    )
 
 
 def plan_update(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], params: list[Any]) -> Job:
-    return plans.plan_update(base, optimizer, group, params, dry_run.foreseen(base, optimizer))
+    return plans.plan_update(
+        base, optimizer, group, params, replayed_steps.records(base, optimizer, dry_run.known(base, optimizer))
+    )
 
 
 def capture(
@@ -31,4 +35,4 @@ def capture(
     """The step from a state, of which tensors of the parameter's shape are `ParamShaped`."""
     if state:
         optimizer.state[p] = {k: torch.zeros_like(p) if isinstance(v, ParamShaped) else v for k, v in state.items()}
-    return dry_run.foreseen(base, optimizer)(group, p)
+    return replayed_steps.records(base, optimizer, dry_run.known(base, optimizer))(group, p)
