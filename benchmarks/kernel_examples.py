@@ -17,7 +17,7 @@ from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import step_plan
 from collage_neuron.states.inner_optimizers import base_of
-from collage_neuron.trace import dry_run
+from collage_neuron.trace import dry_run, replayed_steps
 
 Params = list[torch.nn.Parameter]
 
@@ -83,7 +83,7 @@ def job_of(entry: Entry, measured: bool = False) -> step_plan.Job:
         optimizer = compile(made, strategy=entry.strategy, arithmetic=entry.arithmetic, verbose=False)
         optimizer.step()
     base = base_of(type(optimizer))
-    foreseen = dry_run.foreseen(base, optimizer)
+    foreseen = replayed_steps.records(base, optimizer, dry_run.known(base, optimizer))
     (planned,) = step_plan.plan(base, optimizer, optimizer.param_groups[0], 0, foreseen, measured)
     return planned
 

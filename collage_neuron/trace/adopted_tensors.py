@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collage_neuron import torch_privates
+from collage_neuron.passes.functionalize.recorded_ops import Geometry
 from collage_neuron.states.sharding import ORDINARY
-from collage_neuron.trace.calls import MEETS, NUMBER, Call, Geometry, Uncompiled, Written
+from collage_neuron.trace.calls import MEETS, NUMBER, Call, Uncompiled, Written
 from collage_neuron.trace.placeholders import STEP, WAITS, give, placeholder, present, stands_for, waits, withdraw
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collage_neuron import torch_privates
-from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT
+from collage_neuron.passes.functionalize.recorded_ops import ALL_REDUCE, WAIT, Geometry
 from collage_neuron.trace import adopted_tensors, factory_tensors, fused_ops, method_cache  # noqa: F401  # placeholders get method_cache
 from collage_neuron.trace.adopted_tensors import Adopted
 from collage_neuron.trace.calls import (
@@ -26,7 +26,6 @@ from collage_neuron.trace.calls import (
     NORMS,
     SETS,
     Call,
-    Geometry,
     Quick,
     Rule,
     Uncompiled,

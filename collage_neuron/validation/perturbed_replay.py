@@ -72,8 +72,8 @@ class Ran(NamedTuple):
 
 def _joined(runs: Sequence[Ran]) -> Ran:
     after, moved, added, overflowed = zip(*runs, strict=True)
-    each = ({k: torch.stack([run[k] for run in of_runs]) for k in of_runs[0]} for of_runs in (after, moved, added))
-    return Ran(*each, torch.stack(overflowed))
+    each = [{k: torch.stack([run[k] for run in of_runs]) for k in of_runs[0]} for of_runs in (after, moved, added)]
+    return Ran(each[0], each[1], each[2], torch.stack(overflowed))
 
 
 def _own(arithmetic: str, fmt: Format) -> float:
@@ -115,8 +115,8 @@ class InFp32:
         if not self._by_element:
             return _joined([self._run(1, perturbed=True) for _ in range(RUNS)])
         ran = self._run(RUNS, perturbed=True)
-        each = ({name: x.reshape(RUNS, -1) for name, x in found.items()} for found in (ran.after, ran.moved, ran.added))
-        return Ran(*each, ran.overflowed.reshape(RUNS, -1))
+        each = [{name: x.reshape(RUNS, -1) for name, x in found.items()} for found in (ran.after, ran.moved, ran.added)]
+        return Ran(each[0], each[1], each[2], ran.overflowed.reshape(RUNS, -1))
 
     def _run(self, count: int, perturbed: bool) -> Ran:
         values = {name: x.repeat(count) if count > 1 else x.clone() for name, x in self._values.items()}

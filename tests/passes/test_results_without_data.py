@@ -1,19 +1,24 @@
 """What operations return is worked out once for tensors that are alike; what torch rejects is rejected each time."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_neuron.passes.functionalize.recorded_ops import Geometry, results_without_data
 
 aten = torch.ops.aten
 
 
-class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+class Counting(TorchDispatchMode):
     """Counts operations."""
 
     count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
 
@@ -24,7 +29,7 @@ def test_tensors_that_are_alike_are_looked_at_once(func: torch._ops.OpOverload) 
         return results_without_data(func, (torch.full((3, 5), x), torch.ones(5)), {"alpha": x})
 
     assert of(1.0) == [Geometry((3, 5), (5, 1), torch.float32, 0)]
-    with Counting() as seen:
+    with Counting() as seen:  # type: ignore[no-untyped-call]  # torch's
         assert of(2.0) == of(3.0)
     assert seen.count == 2 * 2  # the two tensors that are given
 

@@ -133,8 +133,21 @@ def _of_many(settings: list[dict[str, Any]]) -> list[torch.Tensor]:
 def test_groups_of_all_settings_have_the_bits_of_recordings(
     recorded: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = [{}, {"maximize": True}, {"amsgrad": True}, {"collage_strategy": "plus"}, {"collage_arithmetic": "bf16"}]
-    numbers = [{}, {"lr": 0.1}, {"betas": (0.8, 0.95)}, {"eps": 1e-3}, {"weight_decay": 0.0}, {"weight_decay": 0.3}]
+    flags: list[dict[str, Any]] = [
+        {},
+        {"maximize": True},
+        {"amsgrad": True},
+        {"collage_strategy": "plus"},
+        {"collage_arithmetic": "bf16"},
+    ]
+    numbers: list[dict[str, Any]] = [
+        {},
+        {"lr": 0.1},
+        {"betas": (0.8, 0.95)},
+        {"eps": 1e-3},
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.3},
+    ]
     settings = [{**a, **b} for a in flags for b in numbers]
     found = _of_many(settings)
     assert len(recorded) < 4 * len(settings)

@@ -273,9 +273,12 @@ def test_a_validated_run_is_the_same_run(every_step: None) -> None:
 def test_copies_of_a_sample_whose_elements_are_alone_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     run = replay_validation.Part.run
-    monkeypatch.setattr(
-        replay_validation.Part, "run", lambda part, values: (ran.append(values["param"].numel()), run(part, values))[1]
-    )
+
+    def counted(part: Any, values: Any) -> Any:
+        ran.append(values["param"].numel())
+        return run(part, values)
+
+    monkeypatch.setattr(replay_validation.Part, "run", counted)
     p = torch.nn.Parameter(torch.ones(10, 20, dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
     collage_neuron.compile(torch.optim.AdamW([p]), verbose=False).step()
