@@ -146,9 +146,10 @@ def _formats_of(
     """The parameters of a group, with their formats; of steps that run as written, those of the states there are."""
     recording, formats = plan
     for p in group["params"]:
+        record, made = record_of(optimizer, p), bookkeeping(optimizer).as_made.get(p, ())
         if recording is None:
-            formats = formats_as_written(own, p, optimizer.state.get(p, {}), record_of(optimizer, p))
-        yield p, formats
+            formats = formats_as_written(own, p, optimizer.state.get(p, {}), record)
+        yield p, {name: fmt for name, fmt in formats.items() if name in record or name not in made}
 
 
 def _tell(

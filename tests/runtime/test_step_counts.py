@@ -122,18 +122,21 @@ class Narrow(Written):
         p.sub_(g * state["q"], alpha=0.1 * float(state["b"]))
 
 
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_what_a_step_makes_narrow_stays_so_until_it_is_loaded(is_loaded: bool) -> None:
-    """As in plain torch, which then casts it to the type of the parameter."""
+@pytest.mark.parametrize("between", ["", "loaded", "compiled"])
+def test_what_a_step_makes_narrow_stays_so_until_it_is_loaded(between: str) -> None:
+    """As in plain torch, which then casts it to the type of the parameter; not if it is compiled again."""
     p, q = nn.Parameter(torch.linspace(-1, 1, 64)), nn.Parameter(torch.linspace(-1, 1, 64))
     plain, compiled = Narrow([q]), collage_neuron.compile(Narrow([p]), strategy="fp32", verbose=False)
     for own, optimizer in ((p, compiled), (q, plain)):
         own.grad = torch.full_like(own, 0.625)
         for i in range(40):
-            if is_loaded and i == 20:
+            if between == "loaded" and i == 20:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if between == "compiled" and i == 20 and optimizer is compiled:
+                collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
             optimizer.step()
-        assert {optimizer.state[own][name].dtype for name in "bq"} == {(torch.bfloat16, torch.float32)[is_loaded]}
+        dtype = torch.float32 if between == "loaded" else torch.bfloat16
+        assert {optimizer.state[own][name].dtype for name in "bq"} == {dtype}
     assert torch.equal(exact_value(compiled, p), q)
 
 
