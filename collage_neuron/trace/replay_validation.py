@@ -75,6 +75,8 @@ class Calls:
         if self._is_flat(job, part):
             return Plan(flat, job.recording)
         own = local(p)
+        if "stride" in asked and not own.is_contiguous():  # as a sample is
+            return None
         if own.numel() <= SEEN:
             return Plan(indices(own.numel()).reshape(own.shape), job.recording)
         return Plan(block(own.shape), job.recording) if asked == {"dim"} and own.dim() else None
@@ -183,9 +185,10 @@ def _asked(call: Bound) -> Iterator[str]:
     if call.is_view and call.func not in _WHOLE:
         yield "dim"
     given = dict(zip((a.name for a in schema(call.func).arguments), call.args, strict=False)) | call.kwargs
-    for a in schema(call.func).arguments:
-        if given.get(a.name) not in (None, []) and str(a.real_type) in _INTEGERS:  # a number's shape says nothing
-            yield "dim" if a.name.startswith("dim") else "size"
+    integers = [a.name for a in schema(call.func).arguments if str(a.real_type) in _INTEGERS]
+    for name in integers:
+        if given.get(name) not in (None, []):  # a number's shape says nothing
+            yield "dim" if name.startswith("dim") else "stride" if name == "stride" else "size"
 
 
 _WHOLE = aten.detach.default, aten.alias.default  # views that say nothing of the shape
