@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import foreign
-import numpy as np
 import pytest
 import torch
 from traced_cases import LAUNCHED, RATED, Stepping, initial, set_gradients
@@ -230,14 +229,3 @@ def test_what_goes_by_strides_is_not_looked_at_in_a_sample_with_others(every_ste
     for t in range(3):
         p.grad = torch.arange(12.0).reshape(3, 4).t().bfloat16() + t
         optimizer.step()
-
-
-def test_rates_of_groups_may_be_numbers_of_numpy(every_step: None) -> None:
-    """Whose comparison with a list is no truth value."""
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    groups = [{"params": [p], "lr": np.float64(rate)} for p, rate in zip(params, (0.125, 0.25), strict=True)]
-    optimizer = collage_neuron.compile(torch.optim.AdamW(groups, weight_decay=0.0), verbose=False)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert [float(p.detach()[0]) for p in params] == [0.875, 0.75]

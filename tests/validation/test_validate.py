@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from as_written import all_bits, everything
@@ -327,3 +328,15 @@ def test_numbers_of_another_dtype_are_recorded_by_themselves(every_step: None) -
     collage_neuron.compile(optimizer)
     train(optimizer, 2)
     assert optimizer.state[params[1]]["mu_product"].dtype == torch.float32
+
+
+def test_rates_of_groups_may_be_numbers_of_numpy() -> None:
+    """Whose comparison with a list is no truth value."""
+    params = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    groups = [{"params": [p], "lr": np.float64(rate)} for p, rate in zip(params, (0.125, 0.25), strict=True)]
+    optimizer = collage_neuron.compile(torch.optim.AdamW(groups), verbose=False)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for _ in range(4):
+        optimizer.step()
+    assert [float(p.detach().mean()) for p in params] == pytest.approx([0.5, 0.0], abs=0.02)
