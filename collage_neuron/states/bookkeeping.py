@@ -297,8 +297,8 @@ class Bookkeeping:
     pins: dict[torch.Tensor, Pin] = field(default_factory=dict)
     """The fp32 memory of parameters and states, by their objects, that something still refers to (`eager`)."""
     as_made: dict[torch.Tensor, set[str]] = field(default_factory=dict)
-    """The states that a step as written made in bf16 on purpose, and which are bf16 in the next step too (`eager`),
-    unless they are stored in a format by now."""
+    """The states that a step has made in bf16 or fp16 on purpose, and which are so in the next step too
+    (`visible_states.note_made`), unless they are stored in a format by now."""
     presented: Any = None
     """During a step as written or a method, its `eager.step.Context`."""
     pool: Any = None
